@@ -1,0 +1,42 @@
+# `make run` and `make test` each work as the first command on a bare machine with Python 3.11+.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+MODEL ?= .cache/tiny-llama
+
+.PHONY: run test clean
+
+run: $(VENV)/run.done $(MODEL)/config.json
+	$(BIN)/penstock serve $(MODEL) $(ARGS)
+
+test: $(VENV)/test.done
+	$(PIP) install -q --no-deps --force-reinstall --no-build-isolation -c deploy/constraints.txt .
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest $(ARGS)
+
+$(MODEL)/config.json:
+	@echo "No model is bundled yet: making a tiny random one in $(MODEL). It answers nonsense, fast."
+	$(BIN)/python deploy/tiny_model.py $(MODEL)
+
+# torch goes first and by its exact version: a looser requirement can bring gigabytes of CUDA.
+$(VENV)/venv.done: deploy/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q "setuptools>=77" wheel
+	$(PIP) install -q "$$(grep '^torch==' deploy/constraints.txt)"
+	@touch $@
+
+$(VENV)/run.done: $(VENV)/venv.done pyproject.toml
+	$(PIP) install -q -c deploy/constraints.txt -e .
+	@touch $@
+
+$(VENV)/test.done: $(VENV)/venv.done pyproject.toml
+	$(PIP) install -q -c deploy/constraints.txt ".[test]"
+	npm install --silent --no-audit --no-fund --prefix deploy/examples
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .cache build *.egg-info deploy/examples/node_modules
