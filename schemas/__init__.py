@@ -1,0 +1,1 @@
+"""The types that travel, and how they become bytes. Imports nothing of Penstock's."""

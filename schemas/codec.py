@@ -1,0 +1,143 @@
+"""Pure functions between bytes and the types that travel. Every message names its type and version in a header.
+
+Strict in what it reads: an unknown type, another version, a missing or unknown field raise `DecodeError`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from .errors import PenstockError
+from .events import (
+    Accepted,
+    Cancelled,
+    Delta,
+    Done,
+    ErrorBody,
+    Event,
+    Expired,
+    Failed,
+    Output,
+    Queued,
+    Started,
+    Token,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from .jobs import InferenceBatch, Job, ValidatedJob
+
+JOB = "job/1"
+VALIDATED_JOB = "validated-job/1"
+BATCH = "batch/1"
+OUTPUT = "output/1"
+EVENT = "event/1"
+
+Model = TypeVar("Model", Job, ValidatedJob, InferenceBatch)
+
+_SCHEMAS: dict[type[BaseModel], str] = {Job: JOB, ValidatedJob: VALIDATED_JOB, InferenceBatch: BATCH}
+
+
+class DecodeError(PenstockError):
+    """The bytes are not what their header says. The message names the fault, never the content."""
+
+
+def encode(value: Job | ValidatedJob | InferenceBatch | Output | Event) -> bytes:
+    if isinstance(value, BaseModel):
+        return orjson.dumps(value.model_dump(), option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(value)
+
+
+def decode_model(kind: type[Model], data: bytes, schema: str | None) -> Model:
+    """Read a job or batch; `schema` is the message's header, where it has one (a client's job needs none)."""
+    expected = _SCHEMAS[kind]
+    if schema is not None and schema != expected:
+        raise DecodeError(f"expected schema {expected}, got {schema}")
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise DecodeError(faults(error)) from None
+
+
+def decode_output(data: bytes) -> Output:
+    value = _object(data)
+    try:
+        match value.get("type"):
+            case "delta":
+                value["token_ids"] = tuple(value["token_ids"])
+                value["logprobs"] = _logprobs(value["logprobs"])
+                value["error"] = None if value["error"] is None else ErrorBody(**value["error"])
+                return Delta(**value)
+            case "started":
+                return Started(**value)
+            case other:
+                raise DecodeError(f"unknown output type {other!r}")
+    except (KeyError, TypeError) as error:
+        raise DecodeError(f"not an engine output: {error}") from None
+
+
+def decode_event(data: bytes) -> Event:
+    value = _object(data)
+    try:
+        match value.get("type"):
+            case "token":
+                value["token_ids"] = tuple(value["token_ids"])
+                value["logprobs"] = _logprobs(value["logprobs"])
+                return Token(**value)
+            case "accepted":
+                return Accepted(**value)
+            case "queued":
+                return Queued(**value)
+            case "done":
+                value["finish_reasons"] = tuple(value["finish_reasons"])
+                value["usage"] = Usage(**value["usage"])
+                return Done(**value)
+            case "failed":
+                value["error"] = ErrorBody(**value["error"])
+                return Failed(**value)
+            case "cancelled":
+                value["usage"] = Usage(**value["usage"])
+                return Cancelled(**value)
+            case "expired":
+                value["error"] = ErrorBody(**value["error"])
+                return Expired(**value)
+            case other:
+                raise DecodeError(f"unknown event type {other!r}")
+    except (KeyError, TypeError) as error:
+        raise DecodeError(f"not an event: {error}") from None
+
+
+def faults(error: ValidationError) -> str:
+    """Every fault of a pydantic error in one line, by its path, without the values that were given."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in fault['loc']) or 'body'}: {fault['msg']}"
+        for fault in error.errors(include_url=False, include_input=False, include_context=False)
+    )
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise DecodeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DecodeError("not a JSON object")
+    return value
+
+
+def _logprobs(value: list[dict[str, Any]] | None) -> tuple[TokenLogprob, ...] | None:
+    if value is None:
+        return None
+    return tuple(
+        TokenLogprob(
+            token=entry["token"],
+            token_id=entry["token_id"],
+            logprob=entry["logprob"],
+            bytes=tuple(entry["bytes"]),
+            top=tuple(TopLogprob(**{**rival, "bytes": tuple(rival["bytes"])}) for rival in entry["top"]),
+        )
+        for entry in value
+    )

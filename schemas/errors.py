@@ -1,0 +1,125 @@
+"""Errors as a protocol: each branch says what whoever catches it will do.
+
+    PenstockError
+    ├── Refusal                 reply to the client with `status`, and forget the request
+    │   ├── InvalidRequest      400  what was asked can never be served; `param` names the fault
+    │   ├── ModelNotFound       404
+    │   ├── DeadlineExceeded    408
+    │   ├── PayloadTooLarge     413
+    │   ├── QuotaExceeded       429  one tenant over its own quota; `retry_after`
+    │   ├── Overloaded          503  everyone is; `retry_after`
+    │   └── GenerationFailed    500  the engine could not finish this one request
+    ├── Transient               leave the delivery to be retried after a wait
+    │   ├── StreamFull          the broker refused a message: a limit of its stream is reached
+    │   └── BrokerUnavailable   no answer from the broker in time
+    └── Fatal                   stop the process: exit code 2, the message says what to do
+        ├── ConfigurationError  every fault of the configuration, one a line
+        ├── ModelLoadError      the model's files are missing, broken or unsupported
+        └── StartupError        a port, directory, binary or broker that cannot be had
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    """Root of the tree above."""
+
+
+class Refusal(PenstockError):
+    """The request ends here, with an answer. `str(error)` is what the client reads.
+
+    `status` is the HTTP status, `type` and `code` follow OpenAI's error body, `retry_after` is in seconds.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code or self.default_code
+        self.param = param
+        self.retry_after = retry_after
+
+
+class InvalidRequest(Refusal):
+    status = 400
+    type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class ModelNotFound(Refusal):
+    status = 404
+    type = "invalid_request_error"
+    default_code = "model_not_found"
+
+
+class DeadlineExceeded(Refusal):
+    status = 408
+    type = "timeout_error"
+    default_code = "deadline_exceeded"
+
+
+class PayloadTooLarge(Refusal):
+    status = 413
+    type = "invalid_request_error"
+    default_code = "payload_too_large"
+
+
+class QuotaExceeded(Refusal):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "quota_exceeded"
+
+
+class Overloaded(Refusal):
+    status = 503
+    type = "overloaded_error"
+    default_code = "server_busy"
+
+
+class GenerationFailed(Refusal):
+    status = 500
+    type = "server_error"
+    default_code = "generation_failed"
+
+
+class Transient(PenstockError):
+    """Worth another try after `delay` seconds."""
+
+    def __init__(self, message: str, *, delay: float = 1.0) -> None:
+        super().__init__(message)
+        self.delay = delay
+
+
+class StreamFull(Transient):
+    pass
+
+
+class BrokerUnavailable(Transient):
+    pass
+
+
+class Fatal(PenstockError):
+    """Nothing to retry: a person must change something first."""
+
+
+class ConfigurationError(Fatal):
+    """All faults at once; `faults` holds one sentence each."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = tuple(faults)
+
+
+class ModelLoadError(Fatal):
+    pass
+
+
+class StartupError(Fatal):
+    pass

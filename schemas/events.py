@@ -1,0 +1,167 @@
+"""What travels while a request runs: deltas from the engine, events to the client. One message a request and step.
+
+All are frozen and go straight through orjson; `type` tells them apart on the wire. Places in the output are token
+indices: `index` is the place of a message's first token within its choice, so whoever reads can tell a repetition from
+a gap without a second number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "stop_sequence", "tool_calls", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; `cached_tokens` of the prompt's were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token: str
+    token_id: int
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of a chosen token under the model's raw distribution, and of its best rivals."""
+
+    token: str
+    token_id: int
+    logprob: float
+    bytes: tuple[int, ...]
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBody:
+    """OpenAI's error object plus the HTTP status; `retry_after` in seconds."""
+
+    status: int
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A worker has taken the request: the first message of its epoch, and all that a reader of deltas must know."""
+
+    request: str
+    epoch: int
+    tenant: str
+    bridge: str
+    choices: int
+    prompt_tokens: int
+    type: Literal["started"] = "started"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that the engine made for one choice of one request since the last delta.
+
+    `epoch` counts the workers that have held the request, from 1: the newest wins. `text` is what these tokens add to
+    the choice's clean text; it may be empty while a character is incomplete or a stop string may have begun.
+    The last delta of a choice carries `finish_reason`, perhaps no token, and in `cached_tokens` how much of the prompt
+    was not computed again; `error` goes with finish reason "error". Token ids are all that the model chose, the end
+    token and those of a stop string included: what the text leaves out is still counted.
+    """
+
+    request: str
+    epoch: int
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    error: ErrorBody | None = None
+    type: Literal["delta"] = "delta"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request has its place: from here on it ends in exactly one final event."""
+
+    request: str
+    model: str
+    created: int
+    prompt_tokens: int
+    type: Literal["accepted"] = "accepted"
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """`position` counts from 1."""
+
+    request: str
+    position: int
+    type: Literal["queued"] = "queued"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Tokens for the client: see `Delta`, from which it is made one to one."""
+
+    request: str
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    type: Literal["token"] = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Final: every choice has finished; `finish_reasons` in order of the choices."""
+
+    request: str
+    finish_reasons: tuple[FinishReason, ...]
+    usage: Usage
+    type: Literal["done"] = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Final: refused, or failed on the way; `error.status` is what HTTP answers if nothing was sent yet."""
+
+    request: str
+    error: ErrorBody
+    type: Literal["failed"] = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Final: the client left or asked to stop."""
+
+    request: str
+    usage: Usage
+    type: Literal["cancelled"] = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """Final: the deadline passed, in a queue or while running."""
+
+    request: str
+    error: ErrorBody
+    type: Literal["expired"] = "expired"
+
+
+Event = Accepted | Queued | Token | Done | Failed | Cancelled | Expired
+Output = Started | Delta
+FINAL = (Done, Failed, Cancelled, Expired)

@@ -1,0 +1,75 @@
+"""What travels before a request runs: the job as published, the job as validated, the batch for a worker.
+
+A job is an OpenAI request body and the endpoint it is meant for, so that HTTP and NATS clients speak one language.
+pydantic checks these types strictly wherever a message is read; per-token types live in `events.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .params import GenerationParams
+
+TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # what may stand as one token of a subject
+
+SubjectToken = Annotated[str, Field(pattern=TOKEN_PATTERN)]
+Priority = Literal["high", "normal", "low"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Job(_Wire):
+    """A request as published on `jobs.<priority>.<tenant>`.
+
+    `id` names the request, and its events arrive on `events.<tenant>.<bridge>.<id>`; the same id is the same request,
+    so publishing it again is harmless. Without an id one is derived from the message. `timeout` is in seconds from
+    the moment of publishing; the header `Penstock-Deadline` (Unix seconds) says the same and wins.
+    """
+
+    id: SubjectToken | None = None
+    endpoint: Endpoint = "/v1/chat/completions"
+    bridge: SubjectToken = "default"
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    body: dict[str, Any]
+
+
+class ValidatedJob(_Wire):
+    """A job that can be served: checked, its prompt rendered and tokenised. What custom stages see and may change.
+
+    `prompts` holds token ids: one list for chat, one or several for completions; choice `c` belongs to prompt
+    `c // params.n`. `deadline` and `created` are Unix seconds. `body` is the client's request as it came; changing it
+    has no effect any more.
+    """
+
+    id: SubjectToken
+    endpoint: Endpoint
+    bridge: SubjectToken
+    tenant: SubjectToken
+    priority: Priority
+    model: str
+    prompts: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1, strict=False)]
+    params: GenerationParams
+    created: float
+    deadline: float
+    body: dict[str, Any]
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+
+class InferenceBatch(_Wire):
+    """Jobs that one worker is asked to run together."""
+
+    id: SubjectToken
+    worker: SubjectToken
+    jobs: Annotated[tuple[ValidatedJob, ...], Field(min_length=1, strict=False)]

@@ -1,0 +1,250 @@
+"""The OpenAI request bodies that Penstock takes, strictly typed, and what each parameter means to it.
+
+Three kinds of parameter: those that act, those that change nothing about the answer (accepted), and those that would
+change it and cannot be honoured yet (refused unless they hold their neutral value). Anything else is unknown: refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from .errors import InvalidRequest
+from .jobs import Endpoint, Priority
+from .params import GenerationParams
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+def _is_prompt(value: object) -> object:
+    match value:
+        case str():
+            return value
+        case [_, *_] if all(isinstance(item, str) for item in value) or _are_token_ids(value):
+            return value
+        case [_, *_] if all(isinstance(item, list) and _are_token_ids(item) for item in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+
+
+def _are_token_ids(value: list[Any]) -> bool:
+    return all(type(item) is int and item >= 0 for item in value)
+
+
+Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_is_prompt)]
+
+# Refused unless neutral: the values that leave the answer as it is.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "moderation": (None,),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "suffix": (None, ""),
+    "echo": (None, False),
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+def _content_kind(value: object) -> str | None:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+
+
+# The tags keep pydantic from reporting the faults of both; `_path` drops them.
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class ChatMessage(_Body):
+    """A message of any role; `content` is missing only beside an assistant's tool calls."""
+
+    role: Role
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class _Sampling(_Body):
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    priority: Priority | None = None
+    # These change nothing about the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class ChatRequest(_Sampling):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(_Sampling):
+    """Body of `/v1/completions`. A list of prompts gets `n` choices for each, in order."""
+
+    prompt: Prompt
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        match self.prompt:
+            case str():
+                return [self.prompt]
+            case [int(), *_]:
+                return [self.prompt]  # type: ignore[list-item]  # a list that begins with a number holds only numbers
+            case _:
+                return self.prompt  # type: ignore[return-value]
+
+
+Request = ChatRequest | CompletionRequest
+
+
+def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request:
+    """Check a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
+    kind = ChatRequest if endpoint == "/v1/chat/completions" else CompletionRequest
+    known = {name: value for name, value in body.items() if name in kind.model_fields or name not in _NEUTRAL}
+    for name in body.keys() - known.keys():
+        if body[name] not in _NEUTRAL[name]:
+            raise InvalidRequest(
+                f"{name} is not supported here; leave it out.", code="unsupported_parameter", param=name
+            )
+    try:
+        request = kind.model_validate(known)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options is only allowed with stream: true.", param="stream_options")
+    return request
+
+
+def generation_params(request: Request, *, room: int, seed: int) -> GenerationParams:
+    """The engine's parameters; `room` is what the context leaves, `seed` stands where the client gives none.
+
+    Raises `InvalidRequest` for a value out of range.
+    """
+    values: dict[str, Any] = {
+        name: value
+        for name in GenerationParams.model_fields
+        if name not in ("logprobs", "stop") and (value := getattr(request, name, None)) is not None
+    }
+    values.setdefault("seed", seed)
+    if request.stop is not None:
+        values["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    if isinstance(request, ChatRequest):
+        if request.max_completion_tokens is not None:
+            if request.max_tokens not in (None, request.max_completion_tokens):
+                raise InvalidRequest("max_tokens and max_completion_tokens differ; give one.", param="max_tokens")
+            values["max_tokens"] = request.max_completion_tokens
+        if request.top_logprobs is not None and not request.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+        values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    else:
+        values["logprobs"] = request.logprobs
+        if request.best_of not in (None, request.n or 1):
+            raise InvalidRequest("best_of above n is not supported.", code="unsupported_parameter", param="best_of")
+    if values.get("max_tokens", 0) > room:
+        raise InvalidRequest(
+            f"max_tokens is {values['max_tokens']}, but the prompt leaves {room} tokens of the context.",
+            code="context_length_exceeded",
+            param="max_tokens",
+        )
+    values.setdefault("max_tokens", room)
+    try:
+        return GenerationParams.model_validate(values)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    """The first fault as the error's `param` and `code`, all of them in its message."""
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    sentences = []
+    for fault in faults:
+        path = _path(fault["loc"])
+        match fault["type"]:
+            case "missing":
+                sentences.append(f"{path} is missing.")
+            case "extra_forbidden":
+                sentences.append(f"{path} is not a known parameter.")
+            case _:
+                sentences.append(f"{path + ': ' if path else ''}{fault['msg'].removeprefix('Value error, ')}.")
+    codes = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+    kind = faults[0]["type"]
+    code = codes.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    return InvalidRequest(" ".join(sentences), code=code, param=_path(faults[0]["loc"]) or None)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        if isinstance(part, str) and part.startswith("<"):
+            continue
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

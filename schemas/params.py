@@ -1,0 +1,63 @@
+"""How to generate: the sampling parameters of one request, validated once, refused rather than clamped."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+
+
+class GenerationParams(BaseModel):
+    """Sampling parameters of one request.
+
+    Defaults are the library's; over HTTP `max_tokens` defaults to what is left of the context instead.
+    `temperature` 0 is greedy. `logprobs` is the number of alternatives to report beside each chosen token (0: the
+    chosen token alone), None to report nothing. `logit_bias` maps token ids to an addend in logits.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MAX_STOPS, strict=False)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    ignore_eos: bool = False
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _keys_are_token_ids(cls, value: object) -> object:
+        # JSON has no integer keys, so token ids arrive as strings.
+        if not isinstance(value, dict):
+            return value
+        try:
+            return {int(key): bias for key, bias in value.items()}
+        except (TypeError, ValueError):
+            raise ValueError("keys must be token ids") from None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids_are_not_negative(cls, value: dict[int, float]) -> dict[int, float]:
+        if any(token < 0 for token in value):
+            raise ValueError("token ids must not be negative")
+        return value
+
+    @model_validator(mode="after")
+    def _minimum_fits(self) -> GenerationParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+        return self
