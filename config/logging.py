@@ -1,0 +1,43 @@
+"""Structured logs on standard error: readable on a terminal, JSON elsewhere. Never a prompt, never an answer."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+from .settings import Settings
+
+
+def configure_logging(settings: Settings, **context: object) -> None:
+    """Set up structlog and route the standard library's logging (uvicorn, nats, transformers) through it.
+
+    `context` is bound to every line of this process, such as `process="worker"`.
+    """
+    console = settings.log_format == "console" or (settings.log_format == "auto" and sys.stderr.isatty())
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
+    ]
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(settings.log_level.upper())),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    final: list[structlog.typing.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if not console:
+        final.append(structlog.processors.format_exc_info)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(processors=[*final, renderer], foreign_pre_chain=shared)
+    )
+    logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
+    for chatty in ("httpx", "httpcore", "nats", "uvicorn", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    structlog.contextvars.bind_contextvars(**context)

@@ -1,0 +1,117 @@
+"""Every setting of Penstock: one flat, frozen object, built once. `sources.py` says where the values come from.
+
+A field here is at once a flag (`--max-batch-size`), an environment variable (`PENSTOCK_MAX_BATCH_SIZE`) and a TOML key
+(`max_batch_size`). Times are in seconds, sizes in bytes (`4GiB` is understood).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ..schemas.jobs import TOKEN_PATTERN, SubjectToken
+
+BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
+RESERVED = ("jobs", "events", "tools", "dead", "control")  # what else stands where a stage's name does in subjects
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _default_state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "penstock"
+
+
+class Settings(BaseSettings):
+    """The effective configuration of one process."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)
+
+    # Serving
+    model: str | None = Field(None, min_length=1, description="Directory or Hugging Face id of the model to serve.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address the HTTP bridge listens on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP bridge; 0 takes a free one.")
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name under which clients ask for the model; its directory's name by default."
+    )
+    max_body_size: ByteSize = Field(ByteSize(4 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
+    default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
+    keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream before a keep-alive is sent.")
+    drain_timeout: float = Field(30.0, ge=0, description="How long running requests may still run after a stop signal.")
+    state_dir: Path = Field(
+        default_factory=_default_state_dir, description="Where the embedded broker keeps what must survive a restart."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="auto: readable on a terminal, JSON elsewhere."
+    )
+
+    # Broker
+    nats_url: str | None = Field(None, description="A NATS server of yours; without it one is started as a child.")
+    nats_server: Path | None = Field(None, description="Binary for the embedded server; the bundled one by default.")
+    nats_timeout: float = Field(5.0, gt=0, description="How long one broker operation may take.")
+    nats_replicas: int = Field(1, ge=1, le=5, description="Copies that a NATS cluster keeps of each stream.")
+    nats_sync_interval: str | None = Field(
+        None,
+        pattern=r"^(always|[0-9]+(ms|s|m))$",
+        description="How often the embedded server syncs to disk: 'always' survives power cuts, at a cost.",
+    )
+    namespace: SubjectToken = Field("penstock", description="First token of every subject.")
+
+    # Pipeline
+    pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        BUILT_IN_STAGES, description="Order of the stages; custom ones stand between validate and batch."
+    )
+    jobs_limit: int = Field(1_000, ge=1, description="Jobs that may wait to be validated before publishers are refused.")
+    queue_limit: int = Field(10_000, ge=1, description="Requests that may wait in each priority before 503.")
+    batch_window: float = Field(0.002, ge=0, le=1, description="How long the batch stage waits for company.")
+    stream_partitions: int = Field(8, ge=1, le=256, description="Shares in which copies of the stream stage work.")
+    lease: float = Field(30.0, ge=0.2, description="Silence after which a stage's message goes to another copy.")
+    max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
+    heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers say they live.")
+
+    # Engine
+    backend: str = Field("hf", min_length=1, description="Engine backend: hf (transformers) or echo (no model).")
+    device: str = Field("auto", min_length=1, description="auto, cpu, cuda:N or mps.")
+    dtype: str = Field("bfloat16", min_length=1, description="bfloat16, float32, float16, or auto: the checkpoint's.")
+    quantization: str | None = Field(None, min_length=1, description="Weight quantization, where the backend has it.")
+    attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
+    max_batch_size: int = Field(16, ge=1, description="Requests that run together.")
+    max_sequence_length: int | None = Field(None, ge=1, description="Context length; the model's own by default.")
+    kv_cache_memory: ByteSize = Field(ByteSize(4 << 30), gt=0, description="Memory for keys and values.")
+    echo_rate: float = Field(0.0, ge=0, description="Tokens a second and request of the echo backend; 0: no limit.")
+    workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
+
+    @field_validator("pipeline")
+    @classmethod
+    def _stages_in_order(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("a stage stands there twice")
+        if tuple(name for name in value if name in BUILT_IN_STAGES) != BUILT_IN_STAGES:
+            raise ValueError(f"must hold {', '.join(BUILT_IN_STAGES)} in this order")
+        if value[0] != "validate" or value[-3:] != ("batch", "infer", "stream"):
+            raise ValueError("custom stages stand between validate and batch")
+        if bad := [name for name in value if not re.match(TOKEN_PATTERN, name)]:
+            raise ValueError(f"{', '.join(map(repr, bad))}: a name holds letters, digits, '_' and '-' alone")
+        if taken := [name for name in value if name in RESERVED]:
+            raise ValueError(f"{', '.join(taken)}: the name means something else in subjects")
+        return value
+
+    @property
+    def job_stages(self) -> tuple[str, ...]:
+        """The stages after validate that take one job at a time from a work queue of their own name."""
+        return self.pipeline[1:-3]
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # `sources.py` merges, because it must know where each value came from.
+        return (init_settings,)

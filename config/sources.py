@@ -1,0 +1,100 @@
+"""Where settings come from: command line over environment over file over defaults, and who said what."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource
+
+from ..schemas.errors import ConfigurationError
+from .settings import Settings
+
+DEFAULT_FILE = Path("penstock.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and, for each field, the flag, variable or file that set it ("default" where none did)."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def variable(field: str) -> str:
+    return "PENSTOCK_" + field.upper()
+
+
+def load(command_line: Mapping[str, Any] | None = None, *, config: Path | None = None) -> Loaded:
+    """Merge the sources and validate the result once.
+
+    `command_line` holds the flags that were given, by field name. `config` is the file named by `--config`; without it
+    `PENSTOCK_CONFIG`, then `./penstock.toml` if there is one. Raises `ConfigurationError` with every fault of every
+    source, each saying where it was set.
+    """
+    faults: list[str] = []
+    file, named = _file(config)
+    merged: dict[str, Any] = {}
+    origins = dict.fromkeys(Settings.model_fields, "default")
+    for values, origin in (
+        (_from_file(file, named, faults), lambda field: str(file)),
+        (_from_environment(), variable),
+        (dict(command_line or {}), flag),
+    ):
+        for field, value in values.items():
+            if field not in Settings.model_fields:
+                faults.append(f"{field} in {origin(field)}: no such setting{_suggestion(field)}")
+            else:
+                merged[field] = value
+                origins[field] = origin(field)
+    settings: Settings | None = None
+    try:
+        settings = Settings(**merged)
+    except ValidationError as error:
+        for fault in error.errors(include_url=False, include_context=False):
+            field = str(fault["loc"][0]) if fault["loc"] else ""
+            faults.append(f"{field} ({origins.get(field, 'default')}): {fault['msg']}, got {fault['input']!r}")
+    if settings is None or faults:
+        raise ConfigurationError(faults)
+    return Loaded(settings, origins)
+
+
+def _file(config: Path | None) -> tuple[Path, bool]:
+    if config is not None:
+        return config, True
+    if from_environment := os.environ.get("PENSTOCK_CONFIG"):
+        return Path(from_environment), True
+    return DEFAULT_FILE, False
+
+
+def _from_file(path: Path, named: bool, faults: list[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        if named:
+            faults.append(f"{path}: no such file; name an existing one with --config or PENSTOCK_CONFIG")
+    except (OSError, UnicodeDecodeError) as error:
+        faults.append(f"{path}: cannot be read: {error}")
+    except tomllib.TOMLDecodeError as error:
+        faults.append(f"{path}: not valid TOML: {error}")
+    return {}
+
+
+def _from_environment() -> dict[str, Any]:
+    # Variables that name no setting are left alone: Kubernetes adds some, such as PENSTOCK_SERVICE_HOST.
+    return EnvSettingsSource(Settings)()
+
+
+def _suggestion(field: str) -> str:
+    close = difflib.get_close_matches(field, Settings.model_fields, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
