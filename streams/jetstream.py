@@ -1,0 +1,167 @@
+"""`Broker` over NATS JetStream: `link` is the connection, `pull` consumes, `direct` reads, `buckets` keeps keys."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import orjson
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from ..schemas.errors import BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull
+from .buckets import JetStreamBucket
+from .direct import stored_messages
+from .link import Link
+from .management import STREAM_EXISTS, STREAM_FULL, TOO_LARGE, ApiError, Json, bucket_config, call, stream_config
+from .port import MESSAGE_ID, Bucket, BucketSpec, ConsumerSpec, Headers, Message, Published, StreamSpec
+from .pull import PullConsumer
+from .sizes import check_size
+
+log = logging.getLogger(__name__)
+
+
+class JetStreamBroker:
+    """See `port.Broker`. `timeout` bounds, in seconds, how long any call waits for the server.
+
+    `replicas` is the number of servers that hold each stream. Streams in memory that a restarted server has lost are
+    made again, empty, as soon as it is back.
+    """
+
+    def __init__(self, link: Link, *, namespace: str, replicas: int = 1) -> None:
+        self._link = link
+        self._namespace = namespace
+        self._replicas = replicas
+        self._configs: dict[str, Json] = {}  # what `ensure` was asked for, by stream name
+        self._consumers: list[PullConsumer] = []
+        link.on_recover(self._restore)
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        namespace: str,
+        timeout: float = 5.0,  # noqa: ASYNC109  (of every later call)
+        name: str = "penstock",
+        replicas: int = 1,
+    ) -> JetStreamBroker:
+        """Connect to the server at `url`, or to one of several with commas between; later losses repair themselves.
+
+        Raises `StartupError` if none answers, if it refuses our credentials, or if it runs without JetStream.
+        """
+        link = await Link.connect(url, name=name, timeout=timeout)
+        try:
+            await call(link, "INFO")
+        except BrokerUnavailable as error:
+            await link.close()
+            raise StartupError(
+                f"the NATS server at {link.address} offers no JetStream: {error}; start it with -js"
+            ) from error
+        return cls(link, namespace=namespace, replicas=replicas)
+
+    @property
+    def max_payload(self) -> int:
+        return self._link.max_payload
+
+    @property
+    def connected(self) -> bool:
+        return self._link.connected
+
+    async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        configs = [stream_config(self._stream(spec.name), spec, self._replicas) for spec in streams]
+        configs += [bucket_config(self._bucket(spec.name), spec, self._replicas) for spec in buckets]
+        for config in configs:
+            await self._ensure(config)
+            self._configs[config["name"]] = config
+
+    async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
+        return await self._store(subject, data, {**(headers or {}), MESSAGE_ID: message_id})
+
+    async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
+        consumer = await PullConsumer.open(self._link, self._stream(spec.stream), spec, prefetch=prefetch)
+        self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
+        return consumer
+
+    async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
+        return await stored_messages(self._link, self._stream(stream), subject, after)
+
+    async def notify(self, subject: str, data: bytes) -> None:
+        await self._link.send(subject, data)
+
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> _Listening:
+        async def heard(message: Msg) -> None:
+            callback(Message(message.subject, message.data, message.headers or {}))
+
+        subscription = await self._link.subscribe(subject, heard)
+        await self._link.flush()
+        return _Listening(self._link, subscription)
+
+    async def bucket(self, name: str) -> Bucket:
+        return JetStreamBucket(self._link, self._bucket(name), self._store)
+
+    async def close(self) -> None:
+        for consumer in self._consumers:
+            await consumer.close()
+        await self._link.close()
+
+    async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> Published:
+        """Publish, and return when stored. Raises as `publish` does; a bucket looks closer at the `ApiError`."""
+        check_size(data, headers, self._link.max_payload)
+        answer = orjson.loads((await self._link.exchange(subject, data, headers)).data)
+        if "error" not in answer:
+            return Published(answer["seq"], answer.get("duplicate", False))
+        error = ApiError(answer["error"])
+        if error.code in STREAM_FULL:
+            raise StreamFull(f"{answer.get('stream', subject)}: {error}")
+        if error.code == TOO_LARGE:
+            raise PayloadTooLarge(f"{subject}: {error}")
+        raise error
+
+    async def _ensure(self, config: Json) -> None:
+        name = config["name"]
+        try:
+            await call(self._link, f"STREAM.CREATE.{name}", config)
+        except ApiError as error:
+            if error.code != STREAM_EXISTS:
+                raise StartupError(f"stream {name}: {error}") from error
+        else:
+            return
+        present = (await call(self._link, f"STREAM.INFO.{name}"))["config"]
+        for fixed in ("retention", "storage"):
+            if present[fixed] != config[fixed]:
+                raise StartupError(
+                    f"stream {name} exists with {fixed} {present[fixed]!r} where {config[fixed]!r} is needed; "
+                    "delete it, or choose another namespace"
+                )
+        try:
+            # What an operator has added, such as a placement, stays.
+            await call(self._link, f"STREAM.UPDATE.{name}", present | config)
+        except ApiError as error:
+            raise StartupError(f"stream {name}: {error}") from error
+
+    async def _restore(self) -> None:
+        """Make again what a restarted server has lost; what exists may be newer than what we know, and stays."""
+        for name, config in self._configs.items():
+            try:
+                await call(self._link, f"STREAM.CREATE.{name}", config, at_once=True)
+            except ApiError as error:
+                if error.code != STREAM_EXISTS:
+                    log.error("stream %s: %s", name, error)
+
+    def _stream(self, name: str) -> str:
+        return f"{self._namespace}_{name}".upper()
+
+    def _bucket(self, name: str) -> str:
+        return f"{self._namespace}_{name}"
+
+
+class _Listening:
+    """Implements `Subscription`."""
+
+    def __init__(self, link: Link, subscription: Subscription) -> None:
+        self._link = link
+        self._subscription = subscription
+
+    async def close(self) -> None:
+        await self._link.unsubscribe(self._subscription)

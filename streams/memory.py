@@ -1,0 +1,188 @@
+"""The broker in one process's memory: for embedding, trials and tests. Same guarantees as JetStream, but for a crash.
+
+All who are to meet share one `MemoryBroker`. Time is the event loop's, so a test can drive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..schemas.errors import BrokerUnavailable, StartupError
+from .memory_consumer import Group, MemoryConsumer
+from .memory_stream import MemoryStream
+from .port import (
+    MESSAGE_ID,
+    BucketSpec,
+    ConsumerSpec,
+    Entry,
+    Headers,
+    Message,
+    Published,
+    StreamSpec,
+)
+from .sizes import check_size
+from .wildcards import matcher, overlap
+
+
+class MemoryBroker:
+    """See `port.Broker`; `max_payload` in bytes. Made inside a running event loop, which it belongs to."""
+
+    def __init__(self, *, max_payload: int = 8 << 20) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._max_payload = max_payload
+        self._streams: dict[str, MemoryStream] = {}  # by name in upper case, as JetStream's are
+        self._groups: dict[tuple[str, str], Group] = {}  # by stream and consumer name
+        self._consumers: list[MemoryConsumer] = []
+        self._buckets: dict[str, MemoryBucket] = {}
+        self._listeners: list[_Listener] = []
+        self._closed = False
+
+    @property
+    def max_payload(self) -> int:
+        return self._max_payload
+
+    @property
+    def connected(self) -> bool:
+        return not self._closed
+
+    async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        for spec in streams:
+            if (stream := self._streams.get(spec.name.upper())) is not None:
+                stream.configure(spec)
+            else:
+                self._streams[spec.name.upper()] = MemoryStream(spec, self._loop.time)
+        for bucket in buckets:
+            self._buckets.setdefault(bucket.name, MemoryBucket(self._loop.time)).ttl = bucket.ttl
+
+    async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
+        whole = {**(headers or {}), MESSAGE_ID: message_id}
+        check_size(data, whole, self._max_payload)
+        self._tell(Message(subject, data, whole))
+        for name, stream in self._streams.items():
+            if not self._closed and stream.accepts(subject):
+                published = stream.store(subject, data, whole)
+                for (of_stream, _), group in self._groups.items():
+                    if of_stream == name:
+                        group.dispatch()
+                # A publisher in a loop must not keep everybody else from running.
+                await asyncio.sleep(0)
+                return published
+        raise BrokerUnavailable(f"nobody stores {subject}")
+
+    async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> MemoryConsumer:
+        name = spec.stream.upper()
+        if (stream := self._streams.get(name)) is None:
+            raise StartupError(f"consumer {spec.name} of stream {spec.stream}: stream not found")
+        if stream.spec.retention == "work_queue":
+            self._refuse_second_claim(name, spec)
+        group = self._groups.setdefault((name, spec.name), Group(stream, spec, self._loop))
+        consumer = group.join(spec, prefetch)
+        self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
+        return consumer
+
+    async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
+        if (found := self._streams.get(stream.upper())) is None:
+            raise BrokerUnavailable(f"there is no stream {stream}")
+        return found.on_subject(subject, after)
+
+    async def notify(self, subject: str, data: bytes) -> None:
+        self._tell(Message(subject, data, {}))
+
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> _Listener:
+        listener = _Listener(self._listeners, subject, callback)
+        self._listeners.append(listener)
+        return listener
+
+    async def bucket(self, name: str) -> MemoryBucket:
+        if (found := self._buckets.get(name)) is None:
+            raise BrokerUnavailable(f"there is no bucket {name}")
+        return found
+
+    async def close(self) -> None:
+        for consumer in self._consumers:
+            await consumer.close()
+        self._listeners.clear()
+        self._closed = True
+
+    def _tell(self, message: Message) -> None:
+        for listener in self._listeners:
+            if listener.pattern.fullmatch(message.subject):
+                # Later, as from a network: a callback's error is not the publisher's.
+                self._loop.call_soon(listener.hear, message)
+
+    def _refuse_second_claim(self, stream: str, spec: ConsumerSpec) -> None:
+        for (of_stream, name), group in self._groups.items():
+            if of_stream == stream and name != spec.name and overlap(group.spec.subject, spec.subject):
+                raise StartupError(
+                    f"consumer {spec.name} of stream {stream}: {name} takes some of {spec.subject} already"
+                )
+
+
+class _Listener:
+    """Implements `Subscription`."""
+
+    def __init__(self, listeners: list[_Listener], subject: str, callback: Callable[[Message], None]) -> None:
+        self.pattern = matcher(subject)
+        self._listeners = listeners
+        self._callback = callback
+        self._closed = False
+
+    def hear(self, message: Message) -> None:
+        if not self._closed:
+            self._callback(message)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._listeners.remove(self)
+
+
+class _Kept(NamedTuple):
+    entry: Entry
+    written: float
+
+
+class MemoryBucket:
+    """Implements `Bucket`. `ttl` is in seconds, 0 for no end; `MemoryBroker.ensure` sets it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.ttl = 0.0
+        self._clock = clock
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the longest unwritten first
+        self._revision = 0
+
+    async def get(self, key: str) -> Entry | None:
+        self._expire()
+        kept = self._kept.get(key)
+        return kept.entry if kept else None
+
+    async def entries(self, prefix: str = "") -> list[Entry]:
+        self._expire()
+        return [kept.entry for key, kept in self._kept.items() if key.startswith(prefix)]
+
+    async def put(self, key: str, value: bytes) -> int:
+        self._revision += 1
+        self._kept[key] = _Kept(Entry(key, value, self._revision), self._clock())
+        self._kept.move_to_end(key)
+        return self._revision
+
+    async def create(self, key: str, value: bytes) -> int | None:
+        return await self.update(key, value, 0)
+
+    async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        self._expire()
+        kept = self._kept.get(key)
+        if (kept.entry.revision if kept else 0) != revision:
+            return None
+        return await self.put(key, value)
+
+    async def delete(self, key: str) -> None:
+        self._kept.pop(key, None)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self.ttl and self._kept and now - next(iter(self._kept.values())).written >= self.ttl:
+            self._kept.popitem(last=False)

@@ -1,0 +1,78 @@
+"""Who is alive and which models can be asked for: cards in key-value buckets, written as heartbeats, read as a cache.
+
+A card lives a few heartbeats; a process that dies or hangs drops out by itself. A model's card outlives its last
+worker for a while, so that a worker's restart is a wait for clients and not "model not found".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+import structlog
+from pydantic import BaseModel
+
+from ..schemas.errors import Transient
+from ..schemas.registry import ModelCard, StageCard, WorkerCard
+from .port import Broker
+
+log = structlog.get_logger(__name__)
+
+
+class Registry:
+    """Reads every `interval` seconds; `run` owns the reading, and the views below never wait for the broker."""
+
+    def __init__(self, broker: Broker, *, interval: float) -> None:
+        self._broker = broker
+        self._interval = interval
+        self.models: dict[str, ModelCard] = {}  # by name; set by refresh
+        self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
+        self.stages: tuple[StageCard, ...] = ()  # set by refresh
+
+    async def run(self) -> None:
+        """Keep the views fresh until cancelled; quick to notice the first worker, slower once there is one."""
+        while True:
+            try:
+                await self.refresh()
+            except Transient as error:
+                log.warning("registry is stale", reason=str(error))
+            await asyncio.sleep(self._interval if self.workers else min(0.1, self._interval))
+
+    async def refresh(self) -> None:
+        live = await (await self._broker.bucket("workers")).entries()
+        known = await (await self._broker.bucket("models")).entries()
+        self.workers = tuple(
+            WorkerCard.model_validate_json(entry.value)
+            for entry in sorted(live)
+            if entry.key.startswith("worker.")
+        )
+        self.stages = tuple(
+            StageCard.model_validate_json(entry.value) for entry in sorted(live) if entry.key.startswith("stage.")
+        )
+        cards = [ModelCard.model_validate_json(entry.value) for entry in known]
+        self.models = {card.name: card for card in sorted(cards, key=lambda card: card.created)}
+
+    def workers_for(self, model: str) -> list[WorkerCard]:
+        return [worker for worker in self.workers if worker.model.name == model]
+
+    def missing(self, stages: Sequence[str]) -> list[str]:
+        """Which of these stages has no live copy; a worker is a copy of infer."""
+        live = {card.stage for card in self.stages} | ({"infer"} if self.workers else set())
+        return [stage for stage in stages if stage not in live]
+
+    async def announce_worker(self, card: WorkerCard) -> None:
+        name = hashlib.sha256(card.model.name.encode()).hexdigest()[:32]  # keys cannot hold every character of a name
+        await (await self._broker.bucket("models")).put(name, _encoded(card.model))
+        await (await self._broker.bucket("workers")).put(f"worker.{card.id}", _encoded(card))
+
+    async def announce_stage(self, card: StageCard) -> None:
+        await (await self._broker.bucket("workers")).put(f"stage.{card.stage}.{card.id}", _encoded(card))
+
+    async def withdraw(self, card: WorkerCard | StageCard) -> None:
+        key = f"worker.{card.id}" if isinstance(card, WorkerCard) else f"stage.{card.stage}.{card.id}"
+        await (await self._broker.bucket("workers")).delete(key)
+
+
+def _encoded(card: BaseModel) -> bytes:
+    return card.model_dump_json().encode()

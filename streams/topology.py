@@ -1,0 +1,180 @@
+"""Where everything travels: the subjects, and the streams and buckets that `Broker.ensure` makes of them.
+
+A stage's input is its name: stage `queue` consumes `<root>.queue.>`. Names put into subjects are single tokens
+(`schemas.jobs.TOKEN_PATTERN`), which the edges check; anything else is a `ValueError` here, since a tenant called `>`
+would reach everybody's messages.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .port import BucketSpec, StreamSpec
+
+PRIORITIES = ("high", "normal", "low")
+
+JOBS = "JOBS"
+INFER = "INFER"
+STREAM = "STREAM"
+EVENTS = "EVENTS"
+TOOLS = "TOOLS"
+DEAD = "DEAD"
+
+WORKERS = "workers"
+MODELS = "models"
+RESPONSES = "responses"
+STATE = "state"
+LEASES = "leases"
+
+LEASE_TTL = 10.0  # seconds without renewal after which a partition is free
+
+_is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
+
+
+def stage_stream(name: str) -> str:
+    """The stream that feeds the work-queue stage `name`."""
+    return f"STAGE_{_token(name).upper()}"
+
+
+def batch_stream(priority: str) -> str:
+    return f"BATCH_{_token(priority).upper()}"
+
+
+def partition(request: str, partitions: int) -> int:
+    """Which of `partitions` a request belongs to: the same in every process and release."""
+    return zlib.crc32(request.encode()) % partitions
+
+
+class Topology(NamedTuple):
+    streams: tuple[StreamSpec, ...]
+    buckets: tuple[BucketSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """Every subject below `root`. The methods ending in `_all` and `_of` give wildcards, to consume and to hear."""
+
+    root: str
+
+    def jobs(self, priority: str, tenant: str) -> str:
+        return f"{self.root}.jobs.{_token(priority)}.{_token(tenant)}"
+
+    def jobs_all(self) -> str:
+        return f"{self.root}.jobs.>"
+
+    def stage(self, name: str, priority: str, tenant: str) -> str:
+        return f"{self.root}.{_token(name)}.{_token(priority)}.{_token(tenant)}"
+
+    def stage_all(self, name: str) -> str:
+        return f"{self.root}.{_token(name)}.>"
+
+    def batch(self, priority: str, tenant: str) -> str:
+        return f"{self.root}.batch.{_token(priority)}.{_token(tenant)}"
+
+    def batch_all(self, priority: str) -> str:
+        return f"{self.root}.batch.{_token(priority)}.>"
+
+    def infer(self, worker: str) -> str:
+        return f"{self.root}.infer.{_token(worker)}"
+
+    def stream(self, share: int, request: str) -> str:
+        """`share` is what `partition` gave for the request."""
+        return f"{self.root}.stream.{share}.{_token(request)}"
+
+    def stream_all(self, share: int) -> str:
+        return f"{self.root}.stream.{share}.>"
+
+    def events(self, tenant: str, bridge: str, request: str) -> str:
+        return f"{self.root}.events.{_token(tenant)}.{_token(bridge)}.{_token(request)}"
+
+    def events_of(self, bridge: str) -> str:
+        """All events, of every tenant, that `bridge` asked for."""
+        return f"{self.root}.events.*.{_token(bridge)}.*"
+
+    def tools(self, tenant: str) -> str:
+        return f"{self.root}.tools.{_token(tenant)}"
+
+    def tools_all(self) -> str:
+        return f"{self.root}.tools.>"
+
+    def dead(self, stage: str) -> str:
+        return f"{self.root}.dead.{_token(stage)}"
+
+    def dead_all(self) -> str:
+        return f"{self.root}.dead.>"
+
+    def cancel(self, request: str) -> str:
+        return f"{self.root}.control.cancel.{_token(request)}"
+
+    def cancel_all(self) -> str:
+        return f"{self.root}.control.cancel.*"
+
+
+def topology(
+    root: str,
+    stages: Sequence[str],
+    *,
+    jobs_limit: int = 1_000,
+    queue_limit: int = 10_000,
+    tools_limit: int = 10_000,
+    dead_limit: int = 10_000,
+    relay_bytes: int = 256 << 20,
+    relay_age: float = 600.0,
+    workers_ttl: float = 15.0,
+    models_ttl: float = 300.0,
+    responses_ttl: float = 30 * 86400.0,
+) -> Topology:
+    """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
+
+    Limits are in messages. `queue_limit` holds for each such stage, for each priority's batch queue, and within one
+    for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS, in memory, keep for those
+    who lost their place. The `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a
+    worker, and a stored response.
+    """
+    subjects = Subjects(root)
+    work = [
+        _work_queue(JOBS, subjects.jobs_all(), jobs_limit),
+        *(_work_queue(stage_stream(name), subjects.stage_all(name), queue_limit) for name in stages),
+        *(
+            _work_queue(batch_stream(priority), subjects.batch_all(priority), queue_limit, per_subject=queue_limit)
+            for priority in PRIORITIES
+        ),
+        # Unlimited: the batch stage sends a worker no more than its capacity.
+        _work_queue(INFER, f"{root}.infer.*", 0),
+        _work_queue(TOOLS, subjects.tools_all(), tools_limit),
+    ]
+    relays = [
+        StreamSpec(name, (subject,), "limits", "memory", max_bytes=relay_bytes, max_age=relay_age)
+        for name, subject in ((STREAM, f"{root}.stream.>"), (EVENTS, f"{root}.events.>"))
+    ]
+    dead = StreamSpec(DEAD, (subjects.dead_all(),), "limits", "file", max_messages=dead_limit)
+    buckets = (
+        BucketSpec(WORKERS, ttl=workers_ttl),
+        BucketSpec(MODELS, ttl=models_ttl),
+        BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
+        BucketSpec(STATE),
+        BucketSpec(LEASES, ttl=LEASE_TTL),
+    )
+    return Topology((*work, *relays, dead), buckets)
+
+
+def _work_queue(name: str, subject: str, limit: int, *, per_subject: int = 0) -> StreamSpec:
+    return StreamSpec(
+        name,
+        (subject,),
+        "work_queue",
+        "file",
+        discard="new",
+        max_messages=limit,
+        max_messages_per_subject=per_subject,
+    )
+
+
+def _token(name: str) -> str:
+    if _is_token(name) is None:
+        raise ValueError(f"{name!r} cannot be a token of a subject: only letters, digits, '_' and '-' can")
+    return name
