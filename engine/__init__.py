@@ -1,0 +1,35 @@
+"""The engine: an LLM as a library. Knows nothing of brokers and HTTP, and imports torch only to run a model."""
+
+from __future__ import annotations
+
+from ..schemas.params import GenerationParams
+from .backend import BACKENDS, Backend, Capabilities
+from .config import EngineConfig
+from .engine import InferenceEngine
+from .handle import RequestHandle
+from .models import ModelInfo, resolve_model
+from .output import Choice, EngineStats, GenerationOutput, GenerationStats
+from .request import EngineRequest, check_request, resolve_seed
+from .tokenizer import Tokenizer, TokenizerLike, load_tokenizer
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Capabilities",
+    "Choice",
+    "EngineConfig",
+    "EngineRequest",
+    "EngineStats",
+    "GenerationOutput",
+    "GenerationParams",
+    "GenerationStats",
+    "InferenceEngine",
+    "ModelInfo",
+    "RequestHandle",
+    "Tokenizer",
+    "TokenizerLike",
+    "check_request",
+    "load_tokenizer",
+    "resolve_model",
+    "resolve_seed",
+]

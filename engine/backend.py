@@ -1,0 +1,95 @@
+"""What the engine asks of a backend, and the register of backends. Chosen explicitly, never switched silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from ..schemas.errors import ConfigurationError
+from ..schemas.events import Delta
+from ..schemas.params import GenerationParams
+from .config import EngineConfig
+from .models import ModelInfo
+from .sequence import Sequence
+from .tokenizer import TokenizerLike
+
+ProgressCallback = Callable[[int, int], None]
+"""Told how far loading is: (weights done, weights in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do; a request that needs more is refused before it runs.
+
+    `parameters` are the fields of `GenerationParams` that it honours. `hooks` says whether callers may supply logits
+    processors and the like.
+    """
+
+    formats: tuple[str, ...]
+    devices: tuple[str, ...]
+    text: bool = True
+    vision: bool = False
+    embeddings: bool = False
+    hooks: bool = False
+    parameters: frozenset[str] = frozenset(GenerationParams.model_fields)
+
+
+class Backend(Protocol):
+    """Runs sequences. All methods but the properties are called from one thread, the engine's.
+
+    `step` is one verb: schedule, run, commit. It hands tokens to `Sequence.append` and returns the deltas; a failure
+    that can be pinned on sequences ends those alone (`Sequence.fail`). A sequence that has finished is forgotten.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that has not finished."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is; its mates do not notice. An unknown one is no error."""
+        ...
+
+    def step(self) -> list[Delta]:
+        """Advance every running sequence by one token, admitting waiting ones first."""
+        ...
+
+    def delay(self) -> float:
+        """Seconds until `step` has something to do: 0 for at once, infinite with nothing to run."""
+        ...
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        ...
+
+
+BACKENDS = {"hf": ("hf", "HfBackend"), "echo": ("echo", "EchoBackend")}
+
+
+def load_backend(config: EngineConfig, progress: ProgressCallback | None = None) -> Backend:
+    """Load the backend and the model that `config` names.
+
+    Raises `ConfigurationError` for an unknown backend, an absent device or a setting that the backend cannot honour,
+    `ModelLoadError` for a model that cannot be loaded.
+    """
+    if config.backend not in BACKENDS:
+        raise ConfigurationError([f"unknown backend {config.backend!r}; known are: {', '.join(sorted(BACKENDS))}"])
+    module, name = BACKENDS[config.backend]
+    backend: Backend = getattr(import_module(f".{module}", __package__), name)(config, progress)
+    return backend

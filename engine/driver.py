@@ -1,0 +1,182 @@
+"""The engine's thread: takes requests in, steps the backend, hands deltas out. Nothing else touches the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable
+from math import inf
+from typing import NamedTuple
+
+from ..schemas.errors import GenerationFailed, InvalidRequest
+from ..schemas.events import Delta
+from .backend import Backend
+from .handle import RequestHandle
+from .sequence import Sequence
+
+_Key = tuple[str, int, int]  # request, epoch, choice: what a delta is addressed with
+
+_log = logging.getLogger(__name__)
+
+
+class _Add(NamedTuple):
+    sequence: Sequence
+
+
+class _Cancel(NamedTuple):
+    sequences: list[Sequence]
+
+
+class _Running(NamedTuple):
+    sequence: Sequence
+    handle: RequestHandle
+
+
+class Driver:
+    """Owns a backend and the thread that runs it.
+
+    `submit`, `cancel` and `close` may be called from any thread; they leave a command that takes effect between two
+    steps. The thread sleeps while there is nothing to do.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.num_steps = 0  # set by the thread: rises for as long as it is alive and has work
+        self.num_tokens = 0  # generated, all requests together; set by the thread
+        self.error: BaseException | None = None  # what ended the thread; set by the thread
+        self._backend = backend
+        self._commands: deque[_Add | _Cancel] = deque()
+        self._running: dict[_Key, _Running] = {}
+        self._changed = threading.Condition()  # guards the two above and `_closing`
+        self._closing = False
+        self._thread = threading.Thread(target=self._main, name="penstock-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self.error is None and not self._closing and self._thread.is_alive()
+
+    def submit(self, sequences: Iterable[Sequence], handle: RequestHandle) -> None:
+        """Run the sequences of one request; their deltas go to `handle`.
+
+        Raises `InvalidRequest` for choices that are running already, `GenerationFailed` once the thread has ended.
+        """
+        new = {_key(sequence): _Running(sequence, handle) for sequence in sequences}
+        with self._changed:
+            if not self.healthy:
+                raise GenerationFailed("the engine has stopped" + (f": {self.error}" if self.error else ""))
+            if new.keys() & self._running.keys():
+                raise InvalidRequest(f"request {handle.request.id!r} is running already", param="id")
+            self._running |= new
+            self._commands.extend(_Add(running.sequence) for running in new.values())
+            self._changed.notify()
+
+    def cancel(self, request: str) -> bool:
+        """Stop every choice of `request` before its next token; whether any was running."""
+        with self._changed:
+            sequences = [running.sequence for key, running in self._running.items() if key[0] == request]
+        self.cancel_sequences(sequences)
+        return bool(sequences)
+
+    def cancel_sequences(self, sequences: list[Sequence]) -> None:
+        """Stop these before their next token; those that have finished stay as they are."""
+        with self._changed:
+            self._commands.append(_Cancel(sequences))
+            self._changed.notify()
+
+    def close(self, timeout: float | None) -> bool:
+        """Cancel what runs, free the model and end the thread; whether it ended within `timeout` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            while self._wait():
+                self._deliver([*self._obey(), *self._step()])
+                self.num_steps += 1
+            self._deliver([sequence.end("cancelled") for sequence in self._sequences()])
+            self._backend.close()
+        except BaseException as error:
+            _log.exception("the engine's thread has ended")
+            with self._changed:
+                self.error = error
+            stopped = GenerationFailed("the engine has stopped")
+            self._deliver([sequence.fail(stopped) for sequence in self._sequences()])
+
+    def _wait(self) -> bool:
+        """Sleep until there is something to do; False when it is time to end."""
+        with self._changed:
+            while not self._commands and not self._closing and (delay := self._backend.delay()) > 0:
+                if not self._changed.wait(None if delay == inf else delay):
+                    break
+            return not self._closing
+
+    def _obey(self) -> list[Delta]:
+        """Carry out the commands; the deltas of what ends by them."""
+        with self._changed:
+            commands, self._commands = self._commands, deque()
+        deltas = []
+        for command in commands:
+            match command:
+                case _Add(sequence):
+                    if sequence.finish is None:
+                        self._backend.add(sequence)
+                    else:  # an earlier holder had sent its last token already
+                        deltas.append(sequence.end(sequence.finish))
+                case _Cancel(sequences):
+                    for sequence in sequences:
+                        if sequence.finish is None:
+                            self._backend.remove(sequence)
+                            deltas.append(sequence.end("cancelled"))
+        return deltas
+
+    def _step(self) -> list[Delta]:
+        try:
+            return self._backend.step() if self._backend.delay() <= 0 else []
+        except Exception as error:
+            # The backend could not say whose fault it was, so everything it held may be damaged.
+            _log.exception("a step of the engine failed")
+            return self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> list[Delta]:
+        sequences = self._sequences()
+        for sequence in sequences:
+            self._backend.remove(sequence)
+        return [sequence.fail(error) for sequence in sequences]
+
+    def _sequences(self) -> list[Sequence]:
+        """Everything whose last delta has not been delivered."""
+        with self._changed:
+            return [running.sequence for running in self._running.values()]
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """Put deltas into their handles and wake the readers: one call for each event loop, not for each token."""
+        loops: dict[asyncio.AbstractEventLoop, dict[RequestHandle, None]] = {}
+        for delta in deltas:
+            key = (delta.request, delta.epoch, delta.choice)
+            handle = self._running[key].handle
+            handle.put(delta)
+            self.num_tokens += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                with self._changed:
+                    del self._running[key]
+            loops.setdefault(handle.loop, {})[handle] = None
+        for loop, handles in loops.items():
+            try:
+                loop.call_soon_threadsafe(_wake, list(handles))
+            except RuntimeError:  # the loop is closed, so nobody will ever read this
+                for handle in handles:
+                    handle.cancel()
+
+
+def _key(sequence: Sequence) -> _Key:
+    return sequence.request.id, sequence.request.epoch, sequence.choice
+
+
+def _wake(handles: list[RequestHandle]) -> None:
+    for handle in handles:
+        handle.wake()

@@ -1,0 +1,234 @@
+"""The engine as applications see it: prompts in; text, tokens or deltas out. Knows no broker and no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Self, cast, overload
+
+from ..schemas.errors import InvalidRequest
+from ..schemas.events import Delta
+from ..schemas.params import GenerationParams
+from .backend import Backend, Capabilities, ProgressCallback, load_backend
+from .config import EngineConfig
+from .driver import Driver
+from .handle import RequestHandle
+from .models import ModelInfo
+from .output import EngineStats, GenerationOutput, OutputBuilder
+from .progress import loading_bar
+from .request import EngineRequest, check_request, resolve_seed
+from .sequence import Sequence as Choice
+from .tokenizer import TokenizerLike
+
+Prompt = str | Sequence[int]
+
+
+class InferenceEngine:
+    """A model, loaded, and the thread that runs it.
+
+    Use it as a context manager, or call `close`. All methods may be called from any thread; the asynchronous ones from
+    any event loop. A request that fails while it runs ends with finish reason "error" and leaves the others alone;
+    one that can never be served raises `InvalidRequest` before anything runs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: ProgressCallback | None = None,
+        backend: Backend | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Load what `config` names, which may take minutes; `progress` is told how far it is, see `loading_bar`.
+
+        `backend` is used in place of the configured one. Raises `ConfigurationError` and `ModelLoadError`.
+        """
+        self.config = config
+        if backend is None and progress is None:
+            with loading_bar(f"loading {config.model}") as bar:
+                backend = load_backend(config, bar)
+        self._backend = backend or load_backend(config, progress)
+        self._clock = clock
+        self._driver = Driver(self._backend)
+        self._num_requests = 0
+        self._num_prompt_tokens = 0
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        return self._backend.tokenizer
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._backend.capabilities
+
+    @property
+    def progress(self) -> int:
+        """Steps done so far: while anything runs, an engine whose number stands still hangs."""
+        return self._driver.num_steps
+
+    @property
+    def healthy(self) -> bool:
+        return self._driver.healthy
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the engine's thread, if anything did; `healthy` is False then, and a new engine is needed."""
+        return self._driver.error
+
+    def model_info(self) -> ModelInfo:
+        return self._backend.info
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=self._backend.num_running,
+            num_waiting=self._backend.num_waiting,
+            num_requests=self._num_requests,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._driver.num_tokens,
+            num_steps=self._driver.num_steps,
+        )
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+    @overload
+    def generate(self, prompts: list[str] | list[list[int]], params: GenerationParams) -> list[GenerationOutput]: ...
+    @overload
+    def generate(self, prompts: Prompt, params: GenerationParams) -> GenerationOutput: ...
+    def generate(
+        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """`agenerate`, blocking."""
+        work = self._generate_all(_as_list(prompts), params)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            outputs = asyncio.run(work)
+        else:  # in a notebook, say: this thread's loop is busy calling us
+            with ThreadPoolExecutor(1) as thread:
+                outputs = thread.submit(asyncio.run, work).result()
+        return outputs if _is_list(prompts) else outputs[0]
+
+    @overload
+    async def agenerate(
+        self, prompts: list[str] | list[list[int]], params: GenerationParams
+    ) -> list[GenerationOutput]: ...
+    @overload
+    async def agenerate(self, prompts: Prompt, params: GenerationParams) -> GenerationOutput: ...
+    async def agenerate(
+        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Answer one prompt, or a list of them together; a prompt is text or token ids.
+
+        Cancelling the call cancels the requests. Raises `InvalidRequest` before any of them runs.
+        """
+        outputs = await self._generate_all(_as_list(prompts), params)
+        return outputs if _is_list(prompts) else outputs[0]
+
+    async def generate_stream(
+        self, prompt: Prompt, params: GenerationParams, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """The deltas of one prompt as they come, all choices mixed. Leaving early cancels the request.
+
+        `request_id` is the id for `cancel`; one is made up by default. Raises `InvalidRequest` at the first step.
+        """
+        handle = self.open(self._request(prompt, params, request_id))
+        try:
+            while not handle.finished:
+                for delta in await handle.take():
+                    yield delta
+        finally:
+            handle.cancel()
+
+    def open(self, request: EngineRequest) -> RequestHandle:
+        """Start a request whose ids and seed the caller keeps; must be called in the event loop that will read it.
+
+        Raises `InvalidRequest` for what can never be served, and `GenerationFailed` when the engine has stopped.
+        """
+        self._check(request)
+        sequences = [Choice(request, place, self.tokenizer, self._backend.info) for place in range(request.params.n)]
+        handle = RequestHandle(request, partial(self._driver.cancel_sequences, sequences))
+        self._driver.submit(sequences, handle)
+        self._num_requests += 1
+        self._num_prompt_tokens += len(request.prompt)
+        return handle
+
+    def embed(self, texts: list[str]) -> list[list[float]]:
+        """One vector for each text. Raises `InvalidRequest`: no backend of this engine has embeddings yet."""
+        raise InvalidRequest(
+            f"the backend {self.config.backend!r} cannot embed: its capabilities say embeddings=False",
+            code="unsupported_capability",
+        )
+
+    def cancel(self, request_id: str) -> bool:
+        """Stop a request before its next token; whether it was running."""
+        return self._driver.cancel(request_id)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End the engine: what runs ends with finish reason "cancelled"; whether that was done in `timeout` seconds."""
+        return self._driver.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _generate_all(self, prompts: list[Prompt], params: GenerationParams) -> list[GenerationOutput]:
+        requests = [self._request(prompt, params) for prompt in prompts]
+        for request in requests:
+            self._check(request)
+        handles = [self.open(request) for request in requests]
+        try:
+            return list(await asyncio.gather(*map(self._collect, handles)))
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    async def _collect(self, handle: RequestHandle) -> GenerationOutput:
+        builder = OutputBuilder(handle.request, self._clock())
+        while not handle.finished:
+            builder.add(await handle.take(), self._clock())
+        return builder.build(self.tokenizer, self._clock())
+
+    def _request(self, prompt: Prompt, params: GenerationParams, request_id: str | None = None) -> EngineRequest:
+        return EngineRequest(
+            id=request_id or uuid.uuid4().hex,
+            prompt=tuple(self.tokenize(prompt) if isinstance(prompt, str) else prompt),
+            params=params,
+            seed=resolve_seed(params),
+        )
+
+    def _check(self, request: EngineRequest) -> None:
+        check_request(request, self._backend.info)
+        unsupported = request.params.model_fields_set - self.capabilities.parameters
+        if refused := sorted(
+            name
+            for name in unsupported
+            if getattr(request.params, name)
+            != GenerationParams.model_fields[name].get_default(call_default_factory=True)
+        ):
+            raise InvalidRequest(
+                f"the backend {self.config.backend!r} does not support {', '.join(refused)}",
+                code="unsupported_parameter",
+                param=refused[0],
+            )
+
+
+def _is_list(prompts: Prompt | list[str] | list[list[int]]) -> bool:
+    """Whether this is several prompts; token ids alone are one."""
+    return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+
+
+def _as_list(prompts: Prompt | list[str] | list[list[int]]) -> list[Prompt]:
+    return list(cast("list[Prompt]", prompts)) if _is_list(prompts) else [cast("Prompt", prompts)]

@@ -1,0 +1,127 @@
+"""Find a model and read what its own files say about it. Knows no torch and no weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..schemas.errors import ConfigurationError, ModelLoadError
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model's files say. `context_length` counts tokens of prompt and answer together.
+
+    `dtype` is the checkpoint's, None where its config does not say. `parameters` is None until weights were looked at.
+    """
+
+    source: str
+    architecture: str
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str | None = None
+    parameters: int | None = None
+
+
+def resolve_model(source: str) -> Path:
+    """The local directory of `source`, a path or a Hugging Face id; an id is downloaded into the hub's cache.
+
+    Raises `ModelLoadError` saying what to do.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{source} is a file; name the directory that holds config.json and the weights")
+    if looks_like_path(source):
+        raise ModelLoadError(f"no such directory: {source}")
+    return _download(source)
+
+
+def looks_like_path(source: str) -> bool:
+    """Whether `source` can only be meant as a path: a hub id is `name` or `owner/name`."""
+    return source.startswith(("/", ".", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
+
+
+def read_model_info(directory: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:
+    """Read config.json and generation_config.json; `max_sequence_length` shortens the context, never lengthens it.
+
+    Raises `ModelLoadError` for files that are missing or broken, `ConfigurationError` for a length above the model's.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{directory} has no config.json: it is not a model directory in Hugging Face's format")
+    config = _read_json(path)
+    text = config.get("text_config", config)
+    own = next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), None)
+    if own is not None and max_sequence_length is not None and max_sequence_length > own:
+        raise ConfigurationError(
+            [f"max_sequence_length={max_sequence_length}: the context of {source} has {own} tokens; ask for no more"]
+        )
+    context = max_sequence_length or own
+    if context is None:
+        raise ModelLoadError(f"{path} does not say how long the context is; set max_sequence_length")
+    if not isinstance(text.get("vocab_size"), int):
+        raise ModelLoadError(f"{path} has no vocab_size: it is not a language model's")
+    generation = directory / "generation_config.json"
+    generation_config = _read_json(generation) if generation.is_file() else {}
+    eos = dict.fromkeys(_as_ids(text.get("eos_token_id")) + _as_ids(generation_config.get("eos_token_id")))
+    return ModelInfo(
+        source=source,
+        architecture=(config.get("architectures") or ["unknown"])[0],
+        context_length=context,
+        vocabulary_size=text["vocab_size"],
+        eos_token_ids=tuple(eos),
+        dtype=config.get("dtype") or config.get("torch_dtype"),
+    )
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} is not a JSON object")
+    return value
+
+
+def _download(source: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+        )
+    except HFValidationError as error:
+        raise ModelLoadError(f"{source!r} is neither a directory nor a Hugging Face id: {error}") from error
+    except GatedRepoError as error:
+        raise ModelLoadError(f"{source} is gated: accept its terms on huggingface.co, then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"no directory {source!r} here, and no such model on Hugging Face; a private one needs HF_TOKEN"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(
+            f"no directory {source!r} here, no copy of it in the Hugging Face cache, and the hub cannot be reached; "
+            "name a local directory, or go online once"
+        ) from error
+    except OSError as error:
+        raise ModelLoadError(f"{source} could not be downloaded from Hugging Face: {error}") from error

@@ -1,0 +1,130 @@
+"""What the library hands back: finished generations and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
+from .request import EngineRequest
+from .tokenizer import TokenizerLike
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Counts in tokens, times in seconds. `generated_tokens` is of all choices, `cached_tokens` of one prompt.
+
+    `time_to_first_token` is None where no token came.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    time_to_first_token: float | None
+    total_time: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.total_time if self.total_time > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer. `text` is clean, `raw_text` decodes all of `token_ids`, special tokens and stop strings included.
+
+    `logprobs` has one entry a token, where asked for. `error` goes with finish reason "error".
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    raw_text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None
+    error: ErrorBody | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """The answers to one prompt, `params.n` of them. The properties speak of the first."""
+
+    choices: tuple[Choice, ...]
+    stats: GenerationStats
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def raw_text(self) -> str:
+        return self.choices[0].raw_text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.choices[0].logprobs
+
+    @property
+    def error(self) -> ErrorBody | None:
+        return self.choices[0].error
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts since the engine was built; `running` and `waiting` are choices at this moment."""
+
+    num_running: int
+    num_waiting: int
+    num_requests: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_steps: int
+
+
+class OutputBuilder:
+    """Collects the deltas of one request. Times are what the caller's clock says, in seconds."""
+
+    def __init__(self, request: EngineRequest, started: float) -> None:
+        self._request = request
+        self._started = started
+        self._first: float | None = None  # when the first token came; set by `add`
+        self._deltas: dict[int, list[Delta]] = {request.first_choice + place: [] for place in range(request.params.n)}
+
+    def add(self, deltas: Sequence[Delta], now: float) -> None:
+        for delta in deltas:
+            self._deltas[delta.choice].append(delta)
+            if self._first is None and delta.token_ids:
+                self._first = now
+
+    def build(self, tokenizer: TokenizerLike, now: float) -> GenerationOutput:
+        """The output, once every choice has finished."""
+        choices = tuple(_choice(deltas, tokenizer) for deltas in self._deltas.values())
+        stats = GenerationStats(
+            prompt_tokens=len(self._request.prompt),
+            cached_tokens=max(deltas[-1].cached_tokens for deltas in self._deltas.values()),
+            generated_tokens=sum(len(choice.token_ids) for choice in choices),
+            time_to_first_token=None if self._first is None else self._first - self._started,
+            total_time=now - self._started,
+        )
+        return GenerationOutput(choices, stats)
+
+
+def _choice(deltas: list[Delta], tokenizer: TokenizerLike) -> Choice:
+    last = deltas[-1]
+    if last.finish_reason is None:
+        raise ValueError(f"choice {last.choice} has not finished")
+    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+    return Choice(
+        token_ids=token_ids,
+        text="".join(delta.text for delta in deltas),
+        raw_text=tokenizer.decode(token_ids),
+        finish_reason=last.finish_reason,
+        logprobs=None if last.logprobs is None else tuple(x for delta in deltas for x in delta.logprobs or ()),
+        error=last.error,
+    )

@@ -1,0 +1,151 @@
+"""One choice of one request while it runs: what is common to all backends between a sampled token and a delta."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ..schemas.errors import Refusal
+from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLogprob
+from .detokenizer import Detokenizer
+from .models import ModelInfo
+from .request import EngineRequest
+from .stops import StopMatcher
+from .tokenizer import TokenizerLike
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLogprob:
+    """Log-probability of a chosen token under the raw distribution, and its best rivals as (id, log-probability)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sequence:
+    """The state of one choice.
+
+    A backend reads `prompt`, `tokens` and `finish`, samples, and calls `append`; it touches nothing else but
+    `cached_tokens`. A token leaves in a delta together with its text: while some of the text may be the beginning of a
+    stop string, both are held back. Stop strings are looked for from the token on with which `min_tokens` is reached;
+    text before it cannot be part of one.
+    """
+
+    def __init__(self, request: EngineRequest, place: int, tokenizer: TokenizerLike, info: ModelInfo) -> None:
+        """The choice at `place` of `request`, counted from 0, replayed to where an earlier holder left it."""
+        params = request.params
+        self.request = request
+        self.choice = request.first_choice + place
+        self.prompt = request.prompt
+        self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
+        self.finish: FinishReason | None = None  # why no token will follow; set by `_advance` and `end`
+        self.cached_tokens = 0  # prompt tokens that were not computed again; set by the backend
+        self.end_token_ids = frozenset(params.stop_token_ids) | frozenset(
+            () if params.ignore_eos else tokenizer.eos_token_ids
+        )
+        self._limit = min(params.max_tokens, info.context_length - len(request.prompt))
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+        self._stops = StopMatcher(params.stop)
+        self._length = 0  # characters of clean text so far; set by `_add_text`
+        self._text = ""  # clean text that no delta has carried yet; set by `_add_text` and `_take`
+        self._unsent: deque[tuple[int, TokenLogprob | None]] = deque()  # its tokens, each with its end in the text
+        for token in request.generated[place] if request.generated else ():
+            self._advance(token, None)
+        self._text = ""
+        self._unsent.clear()
+
+    @property
+    def index(self) -> int:
+        """The place of the next token."""
+        return len(self.tokens)
+
+    def append(self, token: int, logprob: ChosenLogprob | None = None) -> Delta | None:
+        """Take the next token; the delta that it makes ready, if any. May set `finish`."""
+        self._advance(token, None if logprob is None else self._describe(token, logprob))
+        if self.finish is not None:
+            return self._take(len(self._unsent))
+        shown = self._length - self._stops.held
+        ready = 0
+        for end, _ in self._unsent:
+            if end > shown:
+                break
+            ready += 1
+        return self._take(ready) if ready else None
+
+    def end(self, reason: FinishReason, error: ErrorBody | None = None) -> Delta:
+        """Finish from outside; the last delta brings what was still held back."""
+        if self.finish is None:
+            self._add_text(self._detokenizer.flush())
+        self.finish = reason
+        return self._take(len(self._unsent), error)
+
+    def fail(self, cause: Exception) -> Delta:
+        """Finish with an error. Only a `Refusal` speaks to the client; other causes are for the log."""
+        if isinstance(cause, Refusal):
+            body = ErrorBody(cause.status, str(cause), cause.type, cause.code, cause.param, cause.retry_after)
+        else:
+            body = ErrorBody(
+                500, f"the engine failed on this request ({type(cause).__name__})", "server_error", "generation_failed"
+            )
+        return self.end("error", body)
+
+    def _advance(self, token: int, logprob: TokenLogprob | None) -> None:
+        self.tokens.append(token)
+        ended = token in self.end_token_ids
+        text = "" if ended else self._detokenizer.push(token)
+        full = len(self.tokens) >= self._limit
+        if ended or full:
+            text += self._detokenizer.flush()
+        cut = self._add_text(text)
+        self._unsent.append((self._length, logprob))
+        if cut:
+            self.finish = "stop_sequence"
+        elif ended:
+            self.finish = "stop"
+        elif full:
+            self.finish = "length"
+
+    def _add_text(self, text: str) -> bool:
+        """Add clean text; whether it was cut at a stop string."""
+        self._text += text
+        self._length += len(text)
+        if not self.request.params.stop or len(self.tokens) < self.request.params.min_tokens:
+            return False
+        cut = self._stops.push(text)
+        if cut is None:
+            return False
+        self._text = self._text[: max(len(self._text) - cut, 0)]
+        self._length -= cut
+        return True
+
+    def _take(self, count: int, error: ErrorBody | None = None) -> Delta:
+        """Make a delta of the first `count` unsent tokens; all text goes with the last of them."""
+        index = len(self.tokens) - len(self._unsent)
+        taken = [self._unsent.popleft() for _ in range(count)]
+        text, self._text = self._text, ""
+        if self._unsent:  # the rest belongs to tokens that are still held back
+            kept = self._length - taken[-1][0]
+            text, self._text = text[: len(text) - kept], text[len(text) - kept :]
+        logprobs = [logprob for _, logprob in taken if logprob is not None]
+        return Delta(
+            request=self.request.id,
+            epoch=self.request.epoch,
+            choice=self.choice,
+            index=index,
+            token_ids=tuple(self.tokens[index : index + count]),
+            text=text,
+            logprobs=tuple(logprobs) if self.request.params.logprobs is not None else None,
+            finish_reason=self.finish,
+            cached_tokens=self.cached_tokens if self.finish is not None else 0,
+            error=error,
+        )
+
+    def _describe(self, token: int, chosen: ChosenLogprob) -> TokenLogprob:
+        piece = self._tokenizer.piece(token)
+        top = tuple(
+            TopLogprob(rival.text, token_id, logprob, rival.bytes)
+            for token_id, logprob in chosen.top
+            for rival in [self._tokenizer.piece(token_id)]
+        )
+        return TokenLogprob(piece.text, token, chosen.logprob, piece.bytes, top)

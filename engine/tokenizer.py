@@ -1,0 +1,162 @@
+"""Text to tokens and back, and the one place where chat templates are rendered. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ..schemas.errors import InvalidRequest, ModelLoadError
+from .models import looks_like_path, read_model_info, resolve_model
+
+
+class Piece(NamedTuple):
+    """One token by itself: its text, and its bytes where the text is only part of a character."""
+
+    text: str
+    bytes: tuple[int, ...]
+
+
+class TokenizerLike(Protocol):
+    """What the engine and the validate stage ask of a tokenizer."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def piece(self, token: int) -> Piece: ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str: ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]: ...
+
+
+def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
+    """The tokenizer of the model `source` as `backend` will use it.
+
+    With the echo backend a `source` that is no directory needs no files: it gets bytes for tokens.
+    Raises `ModelLoadError`.
+    """
+    if backend == "echo" and not Path(source).expanduser().is_dir() and not looks_like_path(source):
+        from .byte_tokenizer import ByteTokenizer
+
+        return ByteTokenizer()
+    return Tokenizer(resolve_model(source))
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer."""
+
+    def __init__(self, directory: Path) -> None:
+        """Load from a model directory. Raises `ModelLoadError`."""
+        from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+        info = read_model_info(directory, str(directory))
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ModelLoadError(f"{directory} has no usable tokenizer: {error}") from error
+        self._tokenizer = tokenizer
+        # The fast tokenizer's own decode: without transformers' clean-up of spaces, which looks across tokens.
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        self._byte_level = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self.eos_token_ids = tuple(dict.fromkeys(info.eos_token_ids + own))
+        self.special_token_ids = frozenset(int(token) for token in tokenizer.all_special_ids)
+        self.vocabulary_size = info.vocabulary_size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        if self._fast is not None:
+            text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
+        decoded = self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return decoded if isinstance(decoded, str) else "".join(decoded)
+
+    def piece(self, token: int) -> Piece:
+        """A token by itself, the space in front of a word kept; an id that the vocabulary leaves empty gives none."""
+        symbol = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(symbol, str):
+            return Piece("", ())
+        if symbol.startswith("<0x") and len(symbol) == 6:  # SentencePiece's name of a byte
+            raw = bytes([int(symbol[3:5], 16)])
+            return Piece(raw.decode("utf-8", errors="replace"), tuple(raw))
+        text = self.decode([token]) if self._byte_level else symbol.replace("\u2581", " ")
+        if "\ufffd" in text and self._byte_level:
+            table = _byte_of_symbol()
+            return Piece(text, tuple(table[character] for character in symbol if character in table))
+        return Piece(text, tuple(text.encode()))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt that the model's own template makes of `messages`, ready for the model's answer.
+
+        `template_kwargs` go to the template. Raises `InvalidRequest` where there is no template, or with what the
+        template itself has against the messages.
+        """
+        from jinja2 import TemplateError
+
+        from .chat import close_thinking, normalise
+
+        if self._tokenizer.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template; send a finished prompt to /v1/completions", param="messages"
+            )
+        try:
+            definitions = None if tools is None else [dict(tool) for tool in tools]
+            template = str(self._tokenizer.get_chat_template(tools=definitions))
+            rendered = self._tokenizer.apply_chat_template(
+                normalise(messages, template),
+                tools=definitions,
+                tokenize=False,
+                **{"add_generation_prompt": not template_kwargs.get("continue_final_message")} | template_kwargs,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
+        text = str(rendered)
+        if template_kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
+            return close_thinking(text, self._tokenizer.get_vocab())
+        return text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """`render_chat` in tokens. The template writes every special token itself, so none is added."""
+        return self.encode(self.render_chat(messages, tools, **template_kwargs), add_special_tokens=False)
+
+
+def _byte_of_symbol() -> dict[str, int]:
+    """Byte-level BPE writes bytes as printable characters; this table reads them (GPT-2, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
