@@ -1,0 +1,49 @@
+"""Requests whose client has gone or said stop, as heard on `control.cancel.<request>`.
+
+A cancel may come before the job it means, so it is remembered for a while; whoever already runs the request is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..streams.port import Broker, Message
+from ..streams.topology import Subjects
+
+MEMORY = 600.0  # seconds: longer than a job stays on its way without its deadline passing, with the default deadline
+MOST = 100_000
+
+
+class Cancellations:
+    def __init__(self) -> None:
+        self._heard: OrderedDict[str, float] = OrderedDict()  # request → loop time
+        self._callbacks: dict[str, Callable[[], object]] = {}
+
+    async def listen(self, broker: Broker, subjects: Subjects) -> None:
+        await broker.listen(subjects.cancel_all(), self._hear)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._heard
+
+    @contextmanager
+    def calling(self, request: str, callback: Callable[[], object]) -> Iterator[None]:
+        """Call back, at once if it was heard before, should the request be cancelled inside this context."""
+        self._callbacks[request] = callback
+        try:
+            if request in self._heard:
+                callback()
+            yield
+        finally:
+            del self._callbacks[request]
+
+    def _hear(self, message: Message) -> None:
+        request = message.subject.rpartition(".")[2]
+        now = asyncio.get_running_loop().time()
+        self._heard[request] = now
+        while len(self._heard) > MOST or next(iter(self._heard.values())) < now - MEMORY:
+            self._heard.popitem(last=False)
+        if callback := self._callbacks.get(request):
+            callback()

@@ -1,0 +1,118 @@
+"""One shape for every stage: `run` opens what it consumes, `handle` settles one delivery.
+
+`handle` returns when everything the message caused is stored; then, and only then, the runner acknowledges it. To end
+a request it raises a `Refusal`, to try again later a `Transient`; anything else is retried and at last becomes a dead
+letter. A stage knows neither acknowledgements, leases nor retries: those are the runner's.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from ..config.settings import Settings
+from ..schemas import codec
+from ..schemas.errors import DeadlineExceeded
+from ..schemas.events import Cancelled, Event, Usage
+from ..schemas.jobs import ValidatedJob
+from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery
+from ..streams.registry import Registry
+from ..streams.topology import Subjects
+from .cancellations import Cancellations
+
+
+class Intake(Protocol):
+    """The runner, as a stage sees it."""
+
+    async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
+        """Feed deliveries of this consumer to the stage's `handle` until the consumer is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """What every stage works with: the broker, and the pipeline's ways of publishing."""
+
+    broker: Broker
+    subjects: Subjects
+    settings: Settings
+    registry: Registry
+    cancellations: Cancellations
+    now: Callable[[], float] = time.time  # Unix seconds: deadlines are absolute
+
+    async def forward(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
+        """Send a job to the first subject of `route` and the rest of the route with it.
+
+        The request's id is the message id, once in every stream, so that a redelivery changes nothing.
+        """
+        headers = {SCHEMA: codec.VALIDATED_JOB, DEADLINE: f"{job.deadline:.3f}", NEXT: " ".join(route[1:])}
+        if trace := delivery.message.headers.get(TRACE_PARENT):
+            headers[TRACE_PARENT] = trace
+        await self.broker.publish(route[0], codec.encode(job), message_id=job.id, headers=headers)
+
+    async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> None:
+        """Publish a client event; `place` names it within its request, and makes a repetition harmless."""
+        subject = self.subjects.events(tenant, bridge, event.request)
+        headers = {SCHEMA: codec.EVENT}
+        await self.broker.publish(
+            subject, codec.encode(event), message_id=f"{event.request}.{place}", headers=headers
+        )
+
+
+class Stage(ABC):
+    """Base of every stage. `concurrency` bounds the deliveries in `handle` at once."""
+
+    name: ClassVar[str]
+    concurrency: int = 64
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
+
+    @abstractmethod
+    async def run(self, intake: Intake) -> None:
+        """Open consumers and do what must go on beside the deliveries. Returns, or runs until cancelled."""
+
+    @abstractmethod
+    async def handle(self, delivery: Delivery) -> None:
+        """Do this message's work, and return when its effects are stored."""
+
+    def alive(self) -> bool:
+        """Whether work in hand gets on; while it does not, leases are not renewed. Asked a few times a lease."""
+        return True
+
+
+class JobStage(Stage):
+    """A stage that takes one validated job and passes one on: the base for custom stages.
+
+    Override `process`. Return the job, changed or not; raise `InvalidRequest` (or another `Refusal`) to refuse it.
+    """
+
+    async def run(self, intake: Intake) -> None:
+        await intake.consume(f"STAGE_{self.name}", self.name, self.pipe.subjects.stage_all(self.name))
+
+    async def handle(self, delivery: Delivery) -> None:
+        headers = delivery.message.headers
+        job = codec.decode_model(ValidatedJob, delivery.message.data, headers.get(SCHEMA))
+        if await self.is_over(job):
+            return
+        route = headers[NEXT].split()
+        await self.pass_on(await self.process(job), route, delivery)
+
+    async def is_over(self, job: ValidatedJob) -> bool:
+        """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""
+        if job.id in self.pipe.cancellations:
+            cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
+            await self.pipe.emit(cancelled, tenant=job.tenant, bridge=job.bridge, place="end")
+            return True
+        if job.deadline <= self.pipe.now():
+            raise DeadlineExceeded(f"The request waited past its deadline, in the stage {self.name}.")
+        return False
+
+    @abstractmethod
+    async def process(self, job: ValidatedJob) -> ValidatedJob:
+        """Do the stage's work on one job."""
+
+    async def pass_on(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
+        await self.pipe.forward(job, route, delivery)

@@ -1,0 +1,100 @@
+"""How a request ends that no stage could finish: the client is told, and a poison message is kept for a person."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from ..schemas.errors import GenerationFailed, Refusal
+from ..schemas.events import ErrorBody, Event, Expired, Failed
+from ..schemas.jobs import TOKEN_PATTERN
+from ..streams.port import MESSAGE_ID, Delivery, Message
+from .contract import Pipe
+
+
+class Address(NamedTuple):
+    """Where a request's events go."""
+
+    request: str
+    tenant: str
+    bridge: str
+
+
+def error_body(refusal: Refusal) -> ErrorBody:
+    return ErrorBody(
+        status=refusal.status,
+        message=str(refusal),
+        type=refusal.type,
+        code=refusal.code,
+        param=refusal.param,
+        retry_after=refusal.retry_after,
+    )
+
+
+def ending(request: str, refusal: Refusal) -> Event:
+    body = error_body(refusal)
+    return Expired(request, body) if body.status == 408 else Failed(request, body)
+
+
+async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
+    """Tell every client that this message speaks for."""
+    for address in addresses(delivery.message):
+        await pipe.emit(
+            ending(address.request, refusal), tenant=address.tenant, bridge=address.bridge, place="end"
+        )
+
+
+async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
+    """Move a message that cannot be handled to the dead letters; its clients get an error; never deliver it again."""
+    message = delivery.message
+    headers = {
+        **message.headers,
+        "Penstock-Dead-Reason": " ".join(reason.split()),
+        "Penstock-Dead-Subject": message.subject,
+        "Penstock-Dead-Attempts": str(delivery.attempt),
+    }
+    name = message.headers.get(MESSAGE_ID, f"{message.subject}.{message.sequence}")
+    await pipe.broker.publish(pipe.subjects.dead(stage), message.data, message_id=f"{stage}.{name}", headers=headers)
+    await refuse(pipe, delivery, GenerationFailed(f"The request failed in the stage {stage} and was given up."))
+    await delivery.term(reason)
+
+
+def addresses(message: Message) -> list[Address]:
+    """Whom a message speaks for, from whatever of it can be read; a job that cannot be is named by its message id."""
+    try:
+        body = orjson.loads(message.data)
+    except orjson.JSONDecodeError:
+        body = None
+    if isinstance(body, dict) and isinstance(body.get("jobs"), list):
+        return [_address(job, message) for job in body["jobs"]]
+    return [_address(body, message)]
+
+
+def request_id(message: Message) -> str:
+    """The name of a request that brought none: its message id, or its place in the stream."""
+    given = message.headers.get(MESSAGE_ID, "")
+    return given if re.match(TOKEN_PATTERN, given) else f"job-{message.sequence}"
+
+
+def _address(body: Any, message: Message) -> Address:
+    def token(name: str, otherwise: str) -> str:
+        value = body.get(name) if isinstance(body, dict) else None
+        return value if isinstance(value, str) and re.match(TOKEN_PATTERN, value) else otherwise
+
+    return Address(
+        request=token("id", request_id(message)),
+        tenant=token("tenant", message.subject.rpartition(".")[2]),
+        bridge=token("bridge", "default"),
+    )
+
+
+def place(error: BaseException) -> str:
+    """File and line where an exception arose, without its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "unknown"
+
+

@@ -1,0 +1,156 @@
+"""infer: the one place where the broker meets the engine. Batches in, every token out as soon as it exists.
+
+A request's first output announces its epoch. Its store refuses a second announcement of the same epoch, so a batch
+that was dispatched twice runs once; a later delivery of the same batch begins a new epoch where the last one ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import structlog
+
+from ..engine import EngineRequest, InferenceEngine, RequestHandle
+from ..schemas import codec
+from ..schemas.errors import BrokerUnavailable, GenerationFailed, Refusal
+from ..schemas.events import Delta, Output, Started
+from ..schemas.jobs import InferenceBatch, ValidatedJob
+from ..schemas.registry import WorkerCard
+from ..streams.port import SCHEMA, Delivery
+from ..streams.topology import partition
+from . import endings
+from .contract import Intake, Pipe, Stage
+from .transcript import Transcript
+
+log = structlog.get_logger(__name__)
+
+
+class Infer(Stage):
+    """Runs every job of a batch in the engine's continuous batch; a job's failure is its own."""
+
+    name = "infer"
+    concurrency = 256
+
+    def __init__(self, pipe: Pipe, engine: InferenceEngine, card: WorkerCard) -> None:
+        super().__init__(pipe)
+        self._engine = engine
+        self._card = card
+        self._progress = -1  # the engine's, when leases were last renewed; set by alive
+
+    async def run(self, intake: Intake) -> None:
+        await intake.consume("INFER", f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id))
+        try:
+            while True:
+                if self._engine.healthy:
+                    try:
+                        await self.pipe.registry.announce_worker(self._card)
+                    except BrokerUnavailable as error:
+                        log.warning("heartbeat missed", reason=str(error))
+                await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+        finally:
+            await self.pipe.registry.withdraw(self._card)
+
+    def alive(self) -> bool:
+        before, self._progress = self._progress, self._engine.progress
+        return self._engine.healthy and (self._progress != before or not self._engine.busy)
+
+    async def handle(self, delivery: Delivery) -> None:
+        message = delivery.message
+        batch = codec.decode_model(InferenceBatch, message.data, message.headers.get(SCHEMA))
+        async with asyncio.TaskGroup() as group:
+            for job in batch.jobs:
+                group.create_task(self._run(job, epoch=delivery.attempt))
+
+    async def _run(self, job: ValidatedJob, epoch: int) -> None:
+        """Run one job to its end. Only the engine's own death reaches the rest of the batch."""
+        try:
+            await self._speak(job, Voice(self.pipe, job, epoch), epoch)
+        except Exception as error:
+            if not self._engine.healthy:
+                raise
+            if not isinstance(error, Refusal):
+                log.error("a request failed", request=job.id, reason=type(error).__name__, where=endings.place(error))
+                error = GenerationFailed("The request failed in the worker.")
+            event = endings.ending(job.id, error)
+            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
+
+    async def _speak(self, job: ValidatedJob, voice: Voice, epoch: int) -> None:
+        if not await voice.start():
+            return  # another worker has it
+        said = await voice.transcript() if epoch > 1 else Transcript()
+        handles = self._open(job, epoch, said)
+        try:
+            with self.pipe.cancellations.calling(job.id, lambda: [handle.cancel() for handle in handles]):
+                await asyncio.gather(*(voice.relay(handle) for handle in handles))
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def _open(self, job: ValidatedJob, epoch: int, said: Transcript) -> list[RequestHandle]:
+        """One engine request for each prompt that is not finished yet."""
+        handles = []
+        n, seed = job.params.n, job.params.seed
+        for place, prompt in enumerate(job.prompts):
+            choices = slice(place * n, (place + 1) * n)
+            if said.finish_reasons and None not in said.finish_reasons[choices]:
+                continue
+            request = EngineRequest(
+                id=f"{job.id}.{epoch}.{place}",
+                prompt=prompt,
+                params=job.params,
+                seed=seed if seed is not None else 0,
+                epoch=epoch,
+                first_choice=choices.start,
+                generated=tuple(map(tuple, said.token_ids[choices])),
+            )
+            handles.append(self._engine.open(request))
+        return handles
+
+
+class Voice:
+    """Publishes the outputs of one request in one epoch; an outage of the broker makes it wait, never skip."""
+
+    def __init__(self, pipe: Pipe, job: ValidatedJob, epoch: int) -> None:
+        self._pipe = pipe
+        self._job = job
+        self._epoch = epoch
+        share = partition(job.id, pipe.settings.stream_partitions)
+        self._subject = pipe.subjects.stream(share, job.id)
+
+    async def start(self) -> bool:
+        """Announce the epoch; False if it was announced before."""
+        job = self._job
+        started = Started(job.id, self._epoch, job.tenant, job.bridge, job.choices, job.prompt_tokens)
+        return await self._say(started, "started")
+
+    async def transcript(self) -> Transcript:
+        """What earlier epochs have said; to be read after this one was announced, so that nothing can be added."""
+        said = Transcript()
+        for message in await self._pipe.broker.replay("STREAM", self._subject):
+            said.apply(codec.decode_output(message.data))
+        return said
+
+    async def relay(self, handle: RequestHandle) -> None:
+        """Publish the deltas of one engine request to its end; those made during a publish go out together."""
+        while not handle.finished:
+            for delta in await handle.take():
+                await self._delta(delta)
+
+    async def _delta(self, delta: Delta) -> None:
+        delta = dataclasses.replace(delta, request=self._job.id)
+        await self._say(delta, f"{delta.choice}.{delta.index}")
+
+    async def _say(self, output: Output, place: str) -> bool:
+        data = codec.encode(output)
+        while True:
+            try:
+                published = await self._pipe.broker.publish(
+                    self._subject,
+                    data,
+                    message_id=f"{self._job.id}.{self._epoch}.{place}",
+                    headers={SCHEMA: codec.OUTPUT},
+                )
+                return not published.duplicate
+            except BrokerUnavailable:
+                log.warning("the broker is away; tokens wait", request=self._job.id)

@@ -1,0 +1,78 @@
+"""Shares of a stage's work, each held by one copy at a time, spread evenly over the copies that live.
+
+A share is a key that its holder rewrites; one that stops doing so loses it when the bucket's time to live has passed,
+and whoever sees it free takes it. Copies name themselves in the same bucket, so that each knows its fair number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from math import ceil
+
+import structlog
+
+from ..schemas.errors import Transient
+from ..streams.port import Bucket
+
+log = structlog.get_logger(__name__)
+
+Callback = Callable[[int], Awaitable[None]]
+
+
+class Leases:
+    """`interval` is how often leases are renewed and free ones looked for: a fraction of the bucket's time to live."""
+
+    def __init__(self, bucket: Bucket, stage: str, shares: int, *, interval: float) -> None:
+        self._bucket = bucket
+        self._stage = stage
+        self._shares = shares
+        self._interval = interval
+        self._name = uuid.uuid4().hex
+        self._held: dict[int, int] = {}  # share → revision of its key
+
+    async def hold(self, gained: Callback, lost: Callback) -> None:
+        """Keep a fair number of shares until cancelled, then give all of them back.
+
+        `gained` and `lost` are awaited at each change; a share is given back only after `lost` returned.
+        """
+        try:
+            while True:
+                try:
+                    await self._renew(gained, lost)
+                except Transient as error:
+                    log.warning("leases are stale", stage=self._stage, reason=str(error))
+                await asyncio.sleep(self._interval)
+        finally:
+            await self._bucket.delete(f"{self._stage}.member.{self._name}")
+            for share in list(self._held):
+                await self._give_back(share, lost)
+
+    async def _renew(self, gained: Callback, lost: Callback) -> None:
+        me = self._name.encode()
+        await self._bucket.put(f"{self._stage}.member.{self._name}", me)
+        for share, revision in list(self._held.items()):
+            renewed = await self._bucket.update(self._key(share), me, revision)
+            if renewed is None:
+                del self._held[share]
+                await lost(share)
+            else:
+                self._held[share] = renewed
+        fair = ceil(self._shares / len(await self._bucket.entries(f"{self._stage}.member.")))
+        for share in list(self._held)[fair:]:
+            await self._give_back(share, lost)
+        for share in range(self._shares):
+            if len(self._held) >= fair:
+                break
+            if share not in self._held and (revision := await self._bucket.create(self._key(share), me)):
+                self._held[share] = revision
+                await gained(share)
+
+    async def _give_back(self, share: int, lost: Callback) -> None:
+        await lost(share)
+        del self._held[share]
+        await self._bucket.delete(self._key(share))
+
+    def _key(self, share: int) -> str:
+        return f"{self._stage}.share.{share}"

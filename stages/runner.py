@@ -1,0 +1,142 @@
+"""Runs one stage: takes deliveries, bounds how many are in hand, keeps their leases, settles each exactly once, drains.
+
+What an outcome of `handle` means:
+
+    returned            ack
+    Refusal             tell the client, then ack
+    Transient           nak with its delay
+    anything else       nak, later each time; past `max_attempts` the message goes to the dead letters, its clients are
+                        told, and it is terminated
+    cancelled (drain)   nak: another copy takes it at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from ..schemas.errors import PenstockError, Refusal, Transient
+from ..streams.port import Consumer, ConsumerSpec, Delivery
+from . import endings
+from .contract import Pipe, Stage
+
+log = structlog.get_logger(__name__)
+
+
+class Runner:
+    """Owns one stage's tasks. `run` returns when `stop` has drained it, and raises what the stage's own `run` raises."""
+
+    def __init__(self, stage: Stage, pipe: Pipe) -> None:
+        self._stage = stage
+        self._pipe = pipe
+        self._slots = asyncio.Semaphore(stage.concurrency)
+        self._in_hand: dict[asyncio.Task[None], Delivery] = {}
+        self._consumers: set[Consumer] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        owned = [asyncio.create_task(self._stage.run(self)), asyncio.create_task(self._beat())]
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await self._until(stopping, owned)
+            for consumer in list(self._consumers):
+                await consumer.close()
+            if self._pumps:
+                await asyncio.wait(self._pumps)
+            if self._in_hand:
+                await asyncio.wait(self._in_hand, timeout=self._pipe.settings.drain_timeout)
+        finally:
+            left = [stopping, *owned, *self._pumps, *self._in_hand]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Take nothing new, finish what is in hand within the drain time-out."""
+        self._stopping.set()
+
+    async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
+        spec = ConsumerSpec(
+            stream=stream,
+            name=name,
+            subject=subject,
+            ack_wait=self._pipe.settings.lease,
+            max_deliver=-1,  # attempts are counted here: the broker would keep a spent message and tell nobody
+            max_ack_pending=max(1024, 2 * self._stage.concurrency),
+            takeover=takeover,
+        )
+        consumer = await self._pipe.broker.consume(spec, prefetch=self._stage.concurrency)
+        self._consumers.add(consumer)
+        pump = asyncio.create_task(self._pump(consumer))
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pumps.discard)
+        return consumer
+
+    async def _until(self, stopping: asyncio.Task[bool], owned: list[asyncio.Task[None]]) -> None:
+        waiting: set[asyncio.Task[None] | asyncio.Task[bool]] = {stopping, *owned}
+        while not stopping.done():
+            done, waiting = await asyncio.wait(waiting | self._pumps, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _pump(self, consumer: Consumer) -> None:
+        while deliveries := await consumer.take(self._stage.concurrency):
+            for delivery in deliveries:
+                await self._slots.acquire()
+                task = asyncio.create_task(self._work(delivery))
+                self._in_hand[task] = delivery
+                task.add_done_callback(self._release)
+        self._consumers.discard(consumer)
+
+    def _release(self, task: asyncio.Task[None]) -> None:
+        del self._in_hand[task]
+        self._slots.release()
+
+    async def _work(self, delivery: Delivery) -> None:
+        try:
+            if delivery.attempt > self._pipe.settings.max_attempts:
+                await endings.bury(self._pipe, self._stage.name, delivery, "its last attempt ended with its process")
+                return
+            await self._stage.handle(delivery)
+            await delivery.ack()
+        except Refusal as refusal:
+            await self._refuse(delivery, refusal)
+        except Transient as error:
+            log.warning("will retry", stage=self._stage.name, reason=str(error), delay=error.delay)
+            await delivery.nak(error.delay)
+        except asyncio.CancelledError:
+            await delivery.nak()
+            raise
+        except Exception as error:
+            await self._fail(delivery, error)
+
+    async def _refuse(self, delivery: Delivery, refusal: Refusal) -> None:
+        try:
+            await endings.refuse(self._pipe, delivery, refusal)
+            await delivery.ack()
+        except Transient as error:
+            await delivery.nak(error.delay)
+
+    async def _fail(self, delivery: Delivery, error: Exception) -> None:
+        stage, attempt = self._stage.name, delivery.attempt
+        # A traceback of ours may be logged; the text of a foreign exception might quote a prompt.
+        reason = str(error) if isinstance(error, PenstockError) else type(error).__name__
+        log.error("failed", stage=stage, attempt=attempt, reason=reason, where=endings.place(error))
+        try:
+            if attempt >= self._pipe.settings.max_attempts:
+                await endings.bury(self._pipe, stage, delivery, reason)
+            else:
+                await delivery.nak(min(2.0 ** (attempt - 1), 30.0))
+        except Transient:
+            await delivery.nak(1.0)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._pipe.settings.lease / 3)
+            if self._stage.alive():
+                for delivery in list(self._in_hand.values()):
+                    with contextlib.suppress(Transient):
+                        await delivery.in_progress()

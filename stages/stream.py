@@ -1,0 +1,115 @@
+"""stream: turns the engine's outputs into one event stream a request, and ends it.
+
+Copies share the work by partitions, each held under a lease; a new holder goes on at the first output that the former
+one had not settled, and rebuilds what it must know of a request by reading its subject from the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..schemas import codec
+from ..schemas.errors import Transient
+from ..schemas.events import Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Token
+from ..streams.port import Consumer, Delivery, Message
+from ..streams.topology import LEASE_TTL
+from .contract import Intake, Pipe, Stage
+from .leases import Leases
+from .transcript import Transcript
+
+
+class Stream(Stage):
+    """Engine outputs in, client events out: one event a delta, so that a repetition looks the same every time."""
+
+    name = "stream"
+    concurrency = 1024
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe)
+        self._tellers: dict[str, Teller] = {}
+        self._consumers: dict[int, Consumer] = {}
+
+    async def run(self, intake: Intake) -> None:
+        subjects, settings = self.pipe.subjects, self.pipe.settings
+
+        async def gained(share: int) -> None:
+            self._consumers[share] = await intake.consume(
+                "STREAM", f"stream-{share}", subjects.stream_all(share), takeover=True
+            )
+
+        async def lost(share: int) -> None:
+            await self._consumers.pop(share).close()
+            self._tellers = {
+                request: teller for request, teller in self._tellers.items() if teller.share != share
+            }
+
+        bucket = await self.pipe.broker.bucket("leases")
+        leases = Leases(bucket, self.name, settings.stream_partitions, interval=LEASE_TTL / 4)
+        await leases.hold(gained, lost)
+
+    async def handle(self, delivery: Delivery) -> None:
+        message = delivery.message
+        output = codec.decode_output(message.data)
+        teller = self._tellers.get(output.request)
+        if teller is None:
+            share = int(message.subject.split(".")[-2])
+            teller = self._tellers[output.request] = Teller(self.pipe, share)
+        try:
+            await teller.tell(output, message)
+        except BaseException:
+            # It may have counted what was never published: a new one will read that again.
+            self._tellers.pop(output.request, None)
+            raise
+        if teller.ended:
+            self._tellers.pop(output.request, None)
+
+
+class Teller:
+    """One request's way from outputs to events. Outputs come in stored order, each perhaps more than once."""
+
+    def __init__(self, pipe: Pipe, share: int) -> None:
+        self.share = share
+        self.ended = False  # the final event is stored; set by tell
+        self._pipe = pipe
+        self._said = Transcript()
+        self._order = asyncio.Lock()
+
+    async def tell(self, output: Output, message: Message) -> None:
+        """Publish what this output means to the client; returns when it is stored."""
+        async with self._order:
+            if self._said.started is None and isinstance(output, Delta):
+                await self._rebuild(message)
+            counts = self._said.apply(output)
+            if self._said.gap:
+                raise Transient(f"outputs of {output.request} are missing", delay=0.5)
+            events = self._events(output) if counts and isinstance(output, Delta) else []
+        # Nothing suspends between here and the sending, so events leave in the order of their outputs.
+        for event, place in events:
+            await self._emit(event, place)
+            self.ended = self.ended or place == "end"
+
+    async def _rebuild(self, message: Message) -> None:
+        for stored in await self._pipe.broker.replay("STREAM", message.subject):
+            if stored.sequence < message.sequence:
+                self._said.apply(codec.decode_output(stored.data))
+
+    def _events(self, delta: Delta) -> list[tuple[Event, str]]:
+        said, request = self._said, delta.request
+        if delta.finish_reason == "error":
+            error = delta.error or ErrorBody(500, "The engine failed.", "server_error", "generation_failed")
+            return [(Failed(request, error), "end")]
+        token = Token(
+            request, delta.choice, delta.index, delta.token_ids, delta.text, delta.logprobs, delta.finish_reason
+        )
+        events: list[tuple[Event, str]] = [(token, f"{delta.choice}.{delta.index}")]
+        if said.finished:
+            reasons = tuple(reason for reason in said.finish_reasons if reason is not None)
+            cancelled = "cancelled" in reasons
+            final = Cancelled(request, said.usage) if cancelled else Done(request, reasons, said.usage)
+            events.append((final, "end"))
+        return events
+
+    async def _emit(self, event: Event, place: str) -> None:
+        started = self._said.started
+        assert started is not None  # no delta counts before
+        await self._pipe.emit(event, tenant=started.tenant, bridge=started.bridge, place=place)

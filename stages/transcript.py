@@ -1,0 +1,65 @@
+"""What has been said of one request so far, told from its stored outputs: pure, and the same for every reader.
+
+A worker that takes a request over reads it to know where to go on; the stream stage reads it to know what to pass on.
+"""
+
+from __future__ import annotations
+
+from ..schemas.events import Delta, FinishReason, Output, Started, Usage
+
+
+class Transcript:
+    """Fed with a request's outputs in stored order, it keeps those that count and forgets the rest.
+
+    An output counts if it belongs to the newest epoch and begins at the next index of its choice; whatever a worker
+    says after a successor has started is fenced off.
+    """
+
+    def __init__(self) -> None:
+        self.started: Started | None = None  # of the newest epoch; set by apply
+        self.token_ids: list[list[int]] = []  # by choice; set by apply
+        self.finish_reasons: list[FinishReason | None] = []  # by choice; set by apply
+        self.cached_tokens = 0  # set by apply
+        self.gap = False  # something between was never stored, or is gone; set by apply
+
+    def apply(self, output: Output) -> bool:
+        """Take the next stored output; True if it counts."""
+        match output:
+            case Started():
+                return self._start(output)
+            case Delta():
+                return self._extend(output)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.finish_reasons) and None not in self.finish_reasons
+
+    @property
+    def usage(self) -> Usage:
+        prompt = self.started.prompt_tokens if self.started else 0
+        completion = sum(map(len, self.token_ids))
+        return Usage(prompt, completion, prompt + completion, self.cached_tokens)
+
+    def _start(self, started: Started) -> bool:
+        if self.started is not None and started.epoch <= self.started.epoch:
+            return False
+        if self.started is None:
+            self.token_ids = [[] for _ in range(started.choices)]
+            self.finish_reasons = [None] * started.choices
+        self.started = started
+        return True
+
+    def _extend(self, delta: Delta) -> bool:
+        if self.started is None:
+            self.gap = True
+            return False
+        if delta.epoch != self.started.epoch or self.finish_reasons[delta.choice] is not None:
+            return False
+        said = self.token_ids[delta.choice]
+        if delta.index != len(said):
+            self.gap = self.gap or delta.index > len(said)
+            return False
+        said.extend(delta.token_ids)
+        self.finish_reasons[delta.choice] = delta.finish_reason
+        self.cached_tokens += delta.cached_tokens
+        return True
