@@ -1,0 +1,280 @@
+"""The composition root: every process of Penstock is put together here, from parts that do not know each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import structlog
+import typer
+import uvicorn
+
+from . import __version__
+from .api.app import create_app
+from .api.bridge import Bridge
+from .api.cli import app
+from .api.options import with_settings
+from .api.supervisor import Supervisor, base_url, broker_url, listen, ready
+from .config.logging import configure_logging
+from .config.settings import Settings
+from .config.sources import Loaded
+from .schemas.errors import BrokerUnavailable, StartupError
+from .schemas.registry import ModelCard, StageCard, WorkerCard
+from .stages import Pipe, Runner, Stage
+from .stages.cancellations import Cancellations
+from .stages.catalogue import LIGHT, find_stage, installed
+from .streams.jetstream import JetStreamBroker
+from .streams.registry import Registry
+from .streams.topology import Subjects, topology
+
+log = structlog.get_logger(__name__)
+
+
+@app.command(rich_help_panel="Run")
+@with_settings
+def serve(
+    loaded: Loaded,
+    model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
+) -> None:
+    """Serve a model: broker, pipeline, engine and HTTP bridge in one command.
+
+    Prints `penstock ready URL` when a first request would be answered. Ctrl-C lets running requests finish.
+    """
+    settings = loaded.settings
+    if settings.model is None and settings.backend != "echo":
+        raise StartupError("name a model: penstock serve MODEL (a directory or a Hugging Face id)")
+    configure_logging(settings)
+    _run(Supervisor(_with_absolute_model(settings)).run())
+
+
+@app.command(rich_help_panel="Run")
+@with_settings
+def worker(
+    loaded: Loaded,
+    model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
+    id: Annotated[str | None, typer.Option(help="A name that stays over restarts; a random one by default.")] = None,
+) -> None:
+    """Run the infer stage alone: one engine that takes batches from the broker."""
+    settings = loaded.settings
+    if settings.model is None and settings.backend != "echo":
+        raise StartupError("name a model: penstock worker MODEL (a directory or a Hugging Face id)")
+    configure_logging(settings, process="worker")
+    _run(_worker(_with_absolute_model(settings), id or f"w-{uuid.uuid4().hex[:8]}"))
+
+
+@app.command(rich_help_panel="Run")
+@with_settings
+def stage(
+    loaded: Loaded,
+    names: Annotated[list[str], typer.Argument(help="validate, queue, batch, stream, or your own: file.py:Class.")],
+) -> None:
+    """Run stages alone, in one process, against a broker that other parts share."""
+    stages = [find_stage(name) for name in names]
+    configure_logging(loaded.settings, process="stage")
+    _run(_parts(loaded.settings, stages, None))
+
+
+@app.command(rich_help_panel="Run")
+@with_settings
+def bridge(loaded: Loaded) -> None:
+    """Run the HTTP bridge alone, against a broker that other parts share."""
+    configure_logging(loaded.settings, process="bridge")
+    listener = listen(loaded.settings.host, loaded.settings.port)
+
+    async def run() -> None:
+        announcing = asyncio.create_task(_announce(base_url(listener)))
+        try:
+            await _parts(loaded.settings, [], listener)
+        finally:
+            announcing.cancel()
+
+    _run(run())
+
+
+@app.command(hidden=True)
+@with_settings
+def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening socket.")] = 0) -> None:
+    """Run the bridge and the light stages in one process: what `serve` starts."""
+    settings = loaded.settings
+    configure_logging(settings, process="front")
+    stages = [LIGHT[name] for name in settings.pipeline if name in LIGHT]
+    stages += [find_stage(name) for name in settings.job_stages if installed(name)]
+    _run(_parts(settings, stages, socket.socket(fileno=fd)))
+
+
+async def _announce(url: str) -> None:
+    await ready(url)
+    print(f"penstock ready {url}", flush=True)
+
+
+async def _parts(settings: Settings, stages: Iterable[type[Stage]], listener: socket.socket | None) -> None:
+    """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
+    stopping = _stop_signal()
+    async with _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe, asyncio.TaskGroup() as group:
+        runners = [Runner(kind(pipe), pipe) for kind in stages]
+        copy = uuid.uuid4().hex[:8]
+        cards = [StageCard(stage=kind.name, id=copy, pid=os.getpid()) for kind in stages]
+        background = [group.create_task(_heartbeats(pipe, cards)), group.create_task(pipe.registry.run())]
+        running = [group.create_task(runner.run()) for runner in runners]
+        if listener is None:
+            await stopping.wait()
+        else:
+            await _bridge(pipe, listener, stopping)
+        for runner in runners:
+            runner.stop()
+        await asyncio.gather(*running)
+        for task in background:
+            task.cancel()
+
+
+async def _bridge(pipe: Pipe, listener: socket.socket, stopping: asyncio.Event) -> None:
+    """Serve HTTP until `stopping`, then until open requests have ended or the drain limit has passed."""
+    bridge = Bridge(pipe.broker, pipe.subjects)
+    await bridge.start()
+    application = create_app(bridge, pipe.broker, pipe.registry, pipe.settings, __version__)
+    server = _Server(
+        uvicorn.Config(
+            application,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(pipe.settings.drain_timeout)),
+            timeout_keep_alive=75,
+        )
+    )
+
+    async def stop() -> None:
+        await stopping.wait()
+        server.should_exit = True
+
+    stopper = asyncio.create_task(stop())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        stopper.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: what must drain first is not uvicorn's to know."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+async def _worker(settings: Settings, name: str) -> None:
+    from .engine import EngineConfig, InferenceEngine
+    from .stages.infer import Infer
+
+    stopping = _stop_signal()
+    shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
+    config = EngineConfig(**{name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"})
+    engine = await asyncio.to_thread(InferenceEngine, config)
+    try:
+        source = settings.model or "echo"
+        card = WorkerCard(
+            id=name,
+            model=ModelCard(
+                name=settings.served_model_name or Path(source).name,
+                source=source,
+                backend=settings.backend,
+                context_length=engine.model_info().context_length,
+                created=int(time.time()),
+            ),
+            capacity=settings.max_batch_size,
+            pid=os.getpid(),
+        )
+        async with _pipe(settings, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
+            runner = Runner(Infer(pipe, engine, card), pipe)
+            running = group.create_task(runner.run())
+            log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend)
+            await stopping.wait()
+            runner.stop()
+            await running
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+@contextlib.asynccontextmanager
+async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
+    """A connected broker with its topology in place, and what the parts share around it."""
+    broker = await JetStreamBroker.connect(
+        broker_url(settings),
+        namespace=settings.namespace,
+        timeout=settings.nats_timeout,
+        name=f"penstock-{name}",
+        replicas=settings.nats_replicas,
+    )
+    try:
+        streams, buckets = topology(
+            settings.namespace,
+            settings.job_stages,
+            jobs_limit=settings.jobs_limit,
+            queue_limit=settings.queue_limit,
+        )
+        await broker.ensure(streams, buckets)
+        subjects = Subjects(settings.namespace)
+        cancellations = Cancellations()
+        await cancellations.listen(broker, subjects)
+        registry = Registry(broker, interval=settings.heartbeat_interval)
+        yield Pipe(broker, subjects, settings, registry, cancellations)
+    finally:
+        await broker.close()
+
+
+async def _heartbeats(pipe: Pipe, cards: list[StageCard]) -> None:
+    try:
+        while True:
+            for card in cards:
+                try:
+                    await pipe.registry.announce_stage(card)
+                except BrokerUnavailable as error:
+                    log.warning("heartbeat missed", stage=card.stage, reason=str(error))
+            await asyncio.sleep(pipe.settings.heartbeat_interval)
+    finally:
+        for card in cards:
+            with contextlib.suppress(BrokerUnavailable):
+                await pipe.registry.withdraw(card)
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set at the first SIGINT or SIGTERM."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def _with_absolute_model(settings: Settings) -> Settings:
+    """The settings with a local model by its whole path: other processes load its tokenizer too."""
+    if settings.model is None or not Path(settings.model).expanduser().is_dir():
+        return settings
+    path = Path(settings.model).expanduser().resolve()
+    name = settings.served_model_name or path.name
+    return settings.model_copy(update={"model": str(path), "served_model_name": name})
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:  # not on every system
+        asyncio.run(main)
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app.registered_commands.sort(key=lambda command: command.rich_help_panel != "Run")  # `--help` in order of use
+    app(prog_name="penstock")
+
+
+if __name__ == "__main__":
+    main()

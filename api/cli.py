@@ -1,0 +1,170 @@
+"""The commands that look at Penstock or use it; `__main__` adds those that run it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from typing import Annotated, Literal
+
+import httpx
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+from ..config.sources import Loaded, flag, variable
+from ..schemas.asyncapi import asyncapi, json_schemas
+from ..schemas.errors import StartupError
+from ..schemas.events import Accepted, Cancelled, Done, Expired, Failed, Token
+from ..schemas.jobs import Job, Priority
+from ..streams.jetstream import JetStreamBroker
+from ..streams.topology import Subjects
+from .bridge import Bridge
+from .options import with_settings
+from .supervisor import broker_url
+
+app = typer.Typer(
+    name="penstock",
+    help="Penstock: an LLM server that loses no request. `penstock serve MODEL` is the whole of it on one machine.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command(rich_help_panel="Look")
+@with_settings
+def config(loaded: Loaded) -> None:
+    """Print every setting's effective value and where it comes from."""
+    table = Table("setting", "value", "set by", box=None, pad_edge=False)
+    for name, value in loaded.settings.model_dump().items():
+        text = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+        if name == "nats_url" and "@" in text:
+            text = text.split("//", 1)[0] + "//***@" + text.rpartition("@")[2]
+        table.add_row(name, text.replace("[", "\\["), loaded.origins[name])
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    console.print(f"\nSet one with its flag ({flag('max_batch_size')}), its variable ({variable('max_batch_size')}) or its key in penstock.toml.")
+
+
+@app.command(rich_help_panel="Look")
+@with_settings
+def schema(
+    loaded: Loaded,
+    kind: Annotated[
+        Literal["asyncapi", "json"], typer.Argument(help="asyncapi: the subjects too; json: the messages alone.")
+    ] = "asyncapi",
+) -> None:
+    """Print what travels on NATS: an AsyncAPI document, or the messages' JSON Schemas alone."""
+    document = (
+        asyncapi(loaded.settings.namespace, __version__)
+        if kind == "asyncapi"
+        else {"$schema": "https://json-schema.org/draft/2020-12/schema", "components": {"schemas": json_schemas()}}
+    )
+    sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+@app.command(rich_help_panel="Look")
+@with_settings
+def models(loaded: Loaded, url: Annotated[str | None, typer.Option(help="Where Penstock serves.")] = None) -> None:
+    """List the models that a running Penstock serves."""
+    base = url or f"http://{loaded.settings.host}:{loaded.settings.port}"
+    try:
+        answer = httpx.get(f"{base}/v1/models", timeout=10.0).raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise StartupError(f"no Penstock answers at {base}: {error}; name another with --url") from None
+    table = Table("model", "context", box=None, pad_edge=False)
+    for model in answer["data"]:
+        table.add_row(model["id"], f"{model.get('max_model_len', '')}")
+    Console().print(table)
+
+
+@app.command(rich_help_panel="Use")
+@with_settings
+def submit(
+    loaded: Loaded,
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from standard input.")],
+    ask: Annotated[str | None, typer.Option("--ask", help="Name of the model; the only one served by default.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    priority: Annotated[Priority, typer.Option(help="Lane of the job.")] = "normal",
+    tenant: Annotated[str, typer.Option(help="Tenant of the job.")] = "default",
+    events: Annotated[bool, typer.Option("--events", help="Print the events as JSON lines instead.")] = False,
+) -> None:
+    """Publish a chat job on NATS and print its answer as it comes.
+
+    Finds the broker of a `penstock serve` on this machine by itself; --nats-url names another.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": temperature}
+    given = {name: value for name, value in body.items() if value is not None}
+    failure = asyncio.run(_submit(loaded, given, ask, priority, tenant, as_events=events))
+    if failure is not None:
+        Console(stderr=True).print(f"[bold red]error:[/] {failure}", highlight=False)
+        raise typer.Exit(1)
+
+
+async def _submit(
+    loaded: Loaded, body: dict[str, object], model: str | None, priority: Priority, tenant: str, *, as_events: bool
+) -> str | None:
+    """Run one job to its end; returns what went wrong."""
+    settings = loaded.settings
+    broker = await JetStreamBroker.connect(
+        broker_url(settings), namespace=settings.namespace, timeout=settings.nats_timeout, name="penstock-submit"
+    )
+    try:
+        bridge = Bridge(broker, Subjects(settings.namespace))
+        await bridge.start()
+        body["model"] = model or await _only_model(broker)
+        job = Job(id=f"sub-{uuid.uuid4().hex}", bridge=bridge.name, body=body)
+        reading = await bridge.open(job, priority=priority, tenant=tenant)
+        try:
+            while not reading.ended:
+                for event in await reading.take(60.0):
+                    if as_events:
+                        sys.stdout.write(orjson.dumps(event).decode() + "\n")
+                    elif isinstance(event, Token):
+                        sys.stdout.write(event.text)
+                    sys.stdout.flush()
+                    match event:
+                        case Failed(error=error) | Expired(error=error):
+                            return error.message
+                        case Cancelled():
+                            return "the request was cancelled"
+                        case Done():
+                            sys.stdout.write("" if as_events else "\n")
+                        case Accepted() | _:
+                            pass
+        finally:
+            if not reading.ended:
+                await reading.cancel()
+            reading.close()
+    finally:
+        await broker.close()
+    return None
+
+
+async def _only_model(broker: JetStreamBroker) -> str:
+    from ..streams.registry import Registry
+
+    registry = Registry(broker, interval=1.0)
+    await registry.refresh()
+    if len(registry.models) != 1:
+        raise StartupError(f"name one with --ask; served: {', '.join(registry.models) or 'none'}")
+    return next(iter(registry.models))

@@ -1,0 +1,135 @@
+"""From client events to OpenAI's responses and stream chunks: pure, one renderer a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import orjson
+
+from ..schemas.events import Done, ErrorBody, FinishReason, Token, TokenLogprob, Usage
+from ..schemas.jobs import Endpoint
+
+_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "cancelled": "stop",
+    "error": "stop",
+}
+
+
+class Renderer:
+    """Renders one request. `streaming` decides between chunks and whole objects, `include_usage` is the client's."""
+
+    def __init__(
+        self, endpoint: Endpoint, request: str, model: str, created: int, *, streaming: bool, include_usage: bool
+    ) -> None:
+        self._kind: Literal["chat", "text"] = "chat" if endpoint == "/v1/chat/completions" else "text"
+        self._include_usage = include_usage
+        self._begun: set[int] = set()  # choices whose role was sent
+        self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
+        kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
+        self._head = {"id": request, "object": kind, "created": created, "model": model}
+
+    def chunks(self, token: Token) -> Iterator[bytes]:
+        """SSE messages for one token event; none while its text is held back."""
+        if not token.text and not token.logprobs and token.finish_reason is None:
+            return
+        reason = token.finish_reason and _REASONS[token.finish_reason]
+        choice: dict[str, Any] = {"index": token.choice}
+        if self._kind == "chat":
+            choice["delta"] = self._delta(token)
+        else:
+            choice["text"] = token.text
+        choice["logprobs"] = self._logprobs(token)
+        choice["finish_reason"] = reason
+        yield self._message([choice], None)
+
+    def end(self, done: Done) -> Iterator[bytes]:
+        if self._include_usage:
+            yield self._message([], _usage(done.usage))
+        yield b"data: [DONE]\n\n"
+
+    def whole(self, tokens: list[Token], done: Done) -> bytes:
+        """The response to a request that does not stream."""
+        choices = []
+        for index, reason in enumerate(done.finish_reasons):
+            said = [token for token in tokens if token.choice == index]
+            text = "".join(token.text for token in said)
+            choice: dict[str, Any] = {"index": index}
+            if self._kind == "chat":
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            choice["logprobs"] = self._logprobs(*said)
+            choice["finish_reason"] = _REASONS[reason]
+            choices.append(choice)
+        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(done.usage)})
+
+    def _delta(self, token: Token) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if token.choice not in self._begun:
+            self._begun.add(token.choice)
+            delta["role"] = "assistant"
+            delta["content"] = token.text
+        elif token.text:
+            delta["content"] = token.text
+        return delta
+
+    def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+        body = {**self._head, "choices": choices}
+        if self._include_usage:
+            body["usage"] = usage
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def _logprobs(self, *tokens: Token) -> dict[str, Any] | None:
+        entries = [entry for token in tokens for entry in token.logprobs or ()]
+        if all(token.logprobs is None for token in tokens):
+            return None
+        if self._kind == "chat":
+            return {"content": [_chat_logprob(entry) for entry in entries], "refusal": None}
+        return self._completion_logprobs(tokens[0].choice, entries)
+
+    def _completion_logprobs(self, choice: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offsets.get(choice, 0))
+            self._offsets[choice] = offsets[-1] + len(entry.token)
+        return {
+            "tokens": [entry.token for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{rival.token: rival.logprob for rival in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+
+def error_payload(error: ErrorBody) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_message(error: ErrorBody) -> bytes:
+    """An error inside a stream: without it the client takes a cut for success."""
+    return b"data: " + orjson.dumps(error_payload(error)) + b"\n\n"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": entry.token,
+        "logprob": entry.logprob,
+        "bytes": list(entry.bytes),
+        "top_logprobs": [
+            {"token": rival.token, "logprob": rival.logprob, "bytes": list(rival.bytes)} for rival in entry.top
+        ],
+    }
