@@ -65,7 +65,7 @@ class Driver:
         new = {_key(sequence): _Running(sequence, handle) for sequence in sequences}
         with self._changed:
             if not self.healthy:
-                raise GenerationFailed("the engine has stopped" + (f": {self.error}" if self.error else ""))
+                raise GenerationFailed("the engine has stopped")
             if new.keys() & self._running.keys():
                 raise InvalidRequest(f"request {handle.request.id!r} is running already", param="id")
             self._running |= new
@@ -96,23 +96,23 @@ class Driver:
     def _main(self) -> None:
         try:
             while self._wait():
-                self._deliver([*self._obey(), *self._step()])
+                self._deliver(self._obey())
+                self._deliver(self._step())
                 self.num_steps += 1
-            self._deliver([sequence.end("cancelled") for sequence in self._sequences()])
+            self._deliver([sequence.end("cancelled") for sequence in self._unfinished()])
             self._backend.close()
         except BaseException as error:
             _log.exception("the engine's thread has ended")
             with self._changed:
                 self.error = error
             stopped = GenerationFailed("the engine has stopped")
-            self._deliver([sequence.fail(stopped) for sequence in self._sequences()])
+            self._deliver([sequence.fail(stopped) for sequence in self._unfinished()])
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
         with self._changed:
             while not self._commands and not self._closing and (delay := self._backend.delay()) > 0:
-                if not self._changed.wait(None if delay == inf else delay):
-                    break
+                self._changed.wait(None if delay == inf else delay)
             return not self._closing
 
     def _obey(self) -> list[Delta]:
@@ -140,15 +140,14 @@ class Driver:
         except Exception as error:
             # The backend could not say whose fault it was, so everything it held may be damaged.
             _log.exception("a step of the engine failed")
-            return self._fail_all(error)
+            with self._changed:
+                untouched = {command.sequence for command in self._commands if isinstance(command, _Add)}
+            damaged = [sequence for sequence in self._unfinished() if sequence not in untouched]
+            for sequence in damaged:
+                self._backend.remove(sequence)
+            return [sequence.fail(error) for sequence in damaged]
 
-    def _fail_all(self, error: Exception) -> list[Delta]:
-        sequences = self._sequences()
-        for sequence in sequences:
-            self._backend.remove(sequence)
-        return [sequence.fail(error) for sequence in sequences]
-
-    def _sequences(self) -> list[Sequence]:
+    def _unfinished(self) -> list[Sequence]:
         """Everything whose last delta has not been delivered."""
         with self._changed:
             return [running.sequence for running in self._running.values()]
@@ -156,15 +155,15 @@ class Driver:
     def _deliver(self, deltas: list[Delta]) -> None:
         """Put deltas into their handles and wake the readers: one call for each event loop, not for each token."""
         loops: dict[asyncio.AbstractEventLoop, dict[RequestHandle, None]] = {}
-        for delta in deltas:
-            key = (delta.request, delta.epoch, delta.choice)
-            handle = self._running[key].handle
-            handle.put(delta)
-            self.num_tokens += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                with self._changed:
+        with self._changed:
+            for delta in deltas:
+                key = (delta.request, delta.epoch, delta.choice)
+                handle = self._running[key].handle
+                handle.put(delta)
+                self.num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
                     del self._running[key]
-            loops.setdefault(handle.loop, {})[handle] = None
+                loops.setdefault(handle.loop, {})[handle] = None
         for loop, handles in loops.items():
             try:
                 loop.call_soon_threadsafe(_wake, list(handles))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from ..schemas.errors import ConfigurationError
 from ..schemas.events import Delta
 from .backend import Capabilities, ProgressCallback
 from .config import EngineConfig
@@ -45,6 +46,8 @@ class EchoBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config.refuse("quantization", "attention", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size")
+        if config.device not in ("auto", "cpu"):
+            raise ConfigurationError([f"device={config.device!r}: the backend 'echo' runs on the CPU alone"])
         self.tokenizer = load_tokenizer(config.model, "echo")
         directory = Path(config.model).expanduser()
         self.info = (
@@ -118,9 +121,8 @@ class EchoBackend:
         while self._waiting and len(self._running) < self._max_batch_size:
             sequence = next(iter(self._waiting))
             del self._waiting[sequence]
-            end = self.tokenizer.eos_token_ids
             cycle = tuple(token for token in sequence.prompt if token not in self.tokenizer.special_token_ids)
-            self._running[sequence] = _Row(sequence, cycle or end[:1], self._clock(), sequence.index)
+            self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
 
     def _due(self, row: _Row) -> float:
         """When the row's next token is due, on the backend's clock."""
@@ -129,6 +131,7 @@ class EchoBackend:
     def _next_token(self, row: _Row) -> int:
         index = row.sequence.index
         params = row.sequence.request.params
-        if index < len(row.cycle) or index < params.min_tokens or params.ignore_eos:
+        end = self.tokenizer.eos_token_ids
+        if index < len(row.cycle) or index < params.min_tokens or params.ignore_eos or not end:
             return row.cycle[index % len(row.cycle)]
-        return self.tokenizer.eos_token_ids[0]
+        return end[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -135,7 +135,7 @@ class InferenceEngine:
 
     async def generate_stream(
         self, prompt: Prompt, params: GenerationParams, request_id: str | None = None
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """The deltas of one prompt as they come, all choices mixed. Leaving early cancels the request.
 
         `request_id` is the id for `cancel`; one is made up by default. Raises `InvalidRequest` at the first step.

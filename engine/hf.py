@@ -115,7 +115,6 @@ class HfBackend:
             try:
                 delta = sequence.fail(result) if isinstance(result, Refusal) else sequence.append(*result)
             except Exception as error:
-                _log.exception("request %s failed", sequence.request.id)
                 delta = sequence.fail(error)
             if delta is not None:
                 deltas.append(delta)
@@ -126,8 +125,8 @@ class HfBackend:
         """A pass over the cohort failed: let each row start again alone, so that only the culprit ends."""
         self._cohorts.remove(cohort)
         if len(cohort.rows) == 1:
-            _log.error("request %s failed", cohort.rows[0].request.id, exc_info=error)
             return [cohort.rows[0].fail(error)]
+        _log.warning("a batch of %d failed (%r); its rows start again one by one", len(cohort.rows), error)
         self._cohorts += [self._cohort([sequence]) for sequence in cohort.rows]
         return []
 

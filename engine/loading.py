@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -66,7 +67,7 @@ def load_causal_lm(
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(f"{config.model} does not fit into the memory of {device} as {config.dtype}") from error
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
     finally:
         transformers_logging.set_tqdm_hook(previous)

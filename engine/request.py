@@ -49,6 +49,8 @@ def check_request(request: EngineRequest, info: ModelInfo) -> None:
             code="context_length_exceeded",
             param="prompt",
         )
+    if not -(2**63) <= request.seed < 2**63:
+        raise InvalidRequest(f"the seed {request.seed} does not fit into 64 bits", param="seed")
     _check_ids(request.prompt, "prompt", info)
     _check_ids(params.stop_token_ids, "stop_token_ids", info)
     _check_ids(params.logit_bias, "logit_bias", info)

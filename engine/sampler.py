@@ -87,12 +87,11 @@ def _draw(scores: Tensor, rows: Rows[Sequence]) -> Tensor:
     if any(p.min_p for p in params):
         floor = scores.amax(-1, keepdim=True) + column([p.min_p for p in params]).log()
         scores = scores.masked_fill(scores < floor, -torch.inf)
-    vocabulary = scores.shape[-1]
-    if any(p.top_k is not None for p in params):
-        ks = [min(p.top_k or vocabulary, vocabulary) for p in params]
-        places = torch.tensor(ks, device=scores.device)[:, None] - 1
-        least = scores.sort(dim=-1, descending=True).values.gather(-1, places)
-        scores = scores.masked_fill(scores < least, -torch.inf)
+    ks = [min(p.top_k or 0, scores.shape[-1]) for p in params]  # 0: no limit
+    if any(ks):
+        limits = torch.tensor(ks, device=scores.device)[:, None]
+        least = scores.topk(max(ks)).values.gather(-1, (limits - 1).clamp(min=0))
+        scores = scores.masked_fill((scores < least) & (limits > 0), -torch.inf)
     if any(p.top_p < 1 for p in params):
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(-1)

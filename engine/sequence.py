@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
-from ..schemas.errors import Refusal
+from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLogprob
 from .detokenizer import Detokenizer
 from .models import ModelInfo
 from .request import EngineRequest
 from .stops import StopMatcher
 from .tokenizer import TokenizerLike
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Sequence:
         self.choice = request.first_choice + place
         self.prompt = request.prompt
         self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
-        self.finish: FinishReason | None = None  # why no token will follow; set by `_advance` and `end`
+        self.finish: FinishReason | None = None  # why no token will follow; set by `_advance`, `end`, `fail`
         self.cached_tokens = 0  # prompt tokens that were not computed again; set by the backend
         self.end_token_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else tokenizer.eos_token_ids
@@ -73,27 +76,28 @@ class Sequence:
             ready += 1
         return self._take(ready) if ready else None
 
-    def end(self, reason: FinishReason, error: ErrorBody | None = None) -> Delta:
+    def end(self, reason: FinishReason) -> Delta:
         """Finish from outside; the last delta brings what was still held back."""
         if self.finish is None:
             self._add_text(self._detokenizer.flush())
         self.finish = reason
-        return self._take(len(self._unsent), error)
+        return self._take(len(self._unsent))
 
     def fail(self, cause: Exception) -> Delta:
-        """Finish with an error. Only a `Refusal` speaks to the client; other causes are for the log."""
-        if isinstance(cause, Refusal):
-            body = ErrorBody(cause.status, str(cause), cause.type, cause.code, cause.param, cause.retry_after)
-        else:
-            body = ErrorBody(
-                500, f"the engine failed on this request ({type(cause).__name__})", "server_error", "generation_failed"
-            )
-        return self.end("error", body)
+        """Finish with an error; works even where decoding is what failed.
+
+        Only a `Refusal` speaks to the client; other causes go to the log.
+        """
+        if not isinstance(cause, Refusal):
+            _log.error("request %s failed", self.request.id, exc_info=cause)
+            cause = GenerationFailed(f"the engine failed on this request ({type(cause).__name__})")
+        self.finish = "error"
+        return self._take(len(self._unsent), ErrorBody.of(cause))
 
     def _advance(self, token: int, logprob: TokenLogprob | None) -> None:
-        self.tokens.append(token)
         ended = token in self.end_token_ids
         text = "" if ended else self._detokenizer.push(token)
+        self.tokens.append(token)
         full = len(self.tokens) >= self._limit
         if ended or full:
             text += self._detokenizer.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,36 +19,52 @@ class Piece(NamedTuple):
 
 
 class TokenizerLike(Protocol):
-    """What the engine and the validate stage ask of a tokenizer."""
+    """What the engine and the validate stage ask of a tokenizer. May be used from several threads."""
 
     @property
-    def vocabulary_size(self) -> int: ...
+    def vocabulary_size(self) -> int:
+        """Token ids run from 0 to one less than this."""
+        ...
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        ...
 
     @property
-    def special_token_ids(self) -> frozenset[int]: ...
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that clean text leaves out."""
+        ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` also those that the model wants around a bare text."""
+        ...
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`, a replacement character for what is not valid UTF-8."""
+        ...
 
-    def piece(self, token: int) -> Piece: ...
+    def piece(self, token: int) -> Piece:
+        """One token by itself, for reporting log-probabilities."""
+        ...
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
-    ) -> str: ...
+    ) -> str:
+        """The prompt that the chat template makes of `messages`. Raises `InvalidRequest`."""
+        ...
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """`render_chat` in tokens."""
+        ...
 
 
 def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
@@ -75,13 +92,17 @@ class Tokenizer:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ModelLoadError(f"{directory} has no usable tokenizer: {error}") from error
+        # Switches truncation and padding off where the files have them on; later, with another thread decoding at the
+        # same moment, the tokenizer would refuse to be changed.
+        tokenizer.encode("")
         self._tokenizer = tokenizer
         # The fast tokenizer's own decode: without transformers' clean-up of spaces, which looks across tokens.
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.eos_token_ids = tuple(dict.fromkeys(info.eos_token_ids + own))
-        self.special_token_ids = frozenset(int(token) for token in tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        self.special_token_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
         self.vocabulary_size = info.vocabulary_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -106,8 +127,8 @@ class Tokenizer:
             return Piece(raw.decode("utf-8", errors="replace"), tuple(raw))
         text = self.decode([token]) if self._byte_level else symbol.replace("\u2581", " ")
         if "\ufffd" in text and self._byte_level:
-            table = _byte_of_symbol()
-            return Piece(text, tuple(table[character] for character in symbol if character in table))
+            bytes_of = _byte_of_symbol()
+            return Piece(text, tuple(bytes_of[character] for character in symbol if character in bytes_of))
         return Piece(text, tuple(text.encode()))
 
     def render_chat(
@@ -130,7 +151,7 @@ class Tokenizer:
                 "this model has no chat template; send a finished prompt to /v1/completions", param="messages"
             )
         try:
-            definitions = None if tools is None else [dict(tool) for tool in tools]
+            definitions: list[Any] | None = None if tools is None else [dict(tool) for tool in tools]
             template = str(self._tokenizer.get_chat_template(tools=definitions))
             rendered = self._tokenizer.apply_chat_template(
                 normalise(messages, template),
@@ -155,6 +176,7 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, tools, **template_kwargs), add_special_tokens=False)
 
 
+@cache
 def _byte_of_symbol() -> dict[str, int]:
     """Byte-level BPE writes bytes as printable characters; this table reads them (GPT-2, `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -1,0 +1,115 @@
+"""Write a tiny causal language model with random weights: a directory like any other, made in seconds.
+
+    python deploy/tiny_model.py DIR [--shape llama|qwen2|gpt2|mistral] [--vocab 512] [--seed 0]
+
+It has a real byte-level BPE tokenizer, trained on the standard library's own documentation, and a ChatML template. The
+same arguments and versions give the same bytes. It says nothing sensible; it is for trying out and testing a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pydoc_data.topics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CONTEXT_LENGTH = 2048
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, object] = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 128}
+_GROUPED: dict[str, object] = _COMMON | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "max_position_embeddings": CONTEXT_LENGTH,
+}
+SHAPES: dict[str, dict[str, object]] = {
+    "llama": _GROUPED,
+    "qwen2": _GROUPED,
+    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": CONTEXT_LENGTH},
+    "mistral": _GROUPED | {"sliding_window": 16},
+}
+
+
+def make_tiny_model(directory: str | Path, shape: str = "llama", seed: int = 0, vocabulary_size: int = 512) -> Path:
+    """Write the model into `directory`, which is made if need be, and return it.
+
+    `shape` is a key of `SHAPES`; "mistral" has a sliding window of 16 tokens. The global state of torch's random
+    generator is left as it was.
+    """
+    import torch
+    import transformers
+
+    library: Any = transformers  # most of it is not typed
+    directory = Path(directory)
+    tokenizer = _train_tokenizer(vocabulary_size)
+    end_of_text, _, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
+    ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+    config = library.AutoConfig.for_model(
+        shape, vocab_size=vocabulary_size, initializer_range=0.1, **SHAPES[shape], **ids
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = library.GenerationConfig(**ids | {"eos_token_id": [end_of_text, end_of_turn]})
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library: Any = transformers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    fast: PreTrainedTokenizerFast = library.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIAL_TOKENS[0],
+        pad_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT_LENGTH,
+    )
+    return fast
+
+
+def _texts() -> Iterator[str]:
+    for _, topic in sorted(pydoc_data.topics.topics.items()):
+        yield topic
+    yield inspect.getsource(argparse)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama")
+    parser.add_argument("--vocab", type=int, default=512, help="entries of the vocabulary, at least 260")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    make_tiny_model(options.directory, options.shape, options.seed, options.vocab)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

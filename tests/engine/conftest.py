@@ -1,0 +1,82 @@
+"""Tiny random models, written once a session, and engines that run them in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine import EngineConfig, InferenceEngine
+
+MakeModel = Callable[[str], Path]
+MakeEngine = Callable[[str], InferenceEngine]
+MakeReference = Callable[[str], Any]
+
+_SCRIPT = Path(__file__).parents[2] / "deploy" / "tiny_model.py"
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """The directory of a tiny model of the given shape."""
+    spec = importlib.util.spec_from_file_location("tiny_model", _SCRIPT)
+    assert spec is not None and spec.loader is not None
+    tiny_model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny_model)
+    root = tmp_path_factory.mktemp("models")
+
+    def make(shape: str) -> Path:
+        path: Path = root / shape
+        return path if path.exists() else tiny_model.make_tiny_model(path, shape)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine_of(model_directory: MakeModel) -> Iterator[MakeEngine]:
+    """A running engine with a tiny model of the given shape."""
+    engines: dict[str, InferenceEngine] = {}
+    with ExitStack() as stack:
+
+        def make(shape: str) -> InferenceEngine:
+            if shape not in engines:
+                config = EngineConfig(model=str(model_directory(shape)), dtype="float32", device="cpu")
+                engines[shape] = stack.enter_context(InferenceEngine(config))
+            return engines[shape]
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def reference_of(model_directory: MakeModel) -> MakeReference:
+    """The same model in transformers' own hands."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: dict[str, Any] = {}
+
+    def make(shape: str) -> Any:
+        if shape not in loaded:
+            loaded[shape] = AutoModelForCausalLM.from_pretrained(model_directory(shape), dtype="float32")
+        return loaded[shape]
+
+    return make
+
+
+@pytest.fixture
+def llama(engine_of: MakeEngine) -> InferenceEngine:
+    return engine_of("llama")
+
+
+@pytest.fixture
+def echo() -> Iterator[InferenceEngine]:
+    with InferenceEngine(EngineConfig(model="echo", backend="echo")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Sixteen prompts of different lengths, 1 to 61 tokens."""
+    return [[3 + (7 * row + place * place) % 500 for place in range(1 + 4 * row)] for row in range(16)]
