@@ -22,7 +22,7 @@ def configure_logging(settings: Settings, **context: object) -> None:
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
     ]
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -34,9 +34,7 @@ def configure_logging(settings: Settings, **context: object) -> None:
     if not console:
         final.append(structlog.processors.format_exc_info)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(processors=[*final, renderer], foreign_pre_chain=shared)
-    )
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*final, renderer], foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     for chatty in ("httpx", "httpcore", "nats", "uvicorn", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

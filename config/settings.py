@@ -69,11 +69,16 @@ class Settings(BaseSettings):
     pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         BUILT_IN_STAGES, description="Order of the stages; custom ones stand between validate and batch."
     )
-    jobs_limit: int = Field(1_000, ge=1, description="Jobs that may wait to be validated before publishers are refused.")
+    jobs_limit: int = Field(
+        1_000, ge=1, description="Jobs that may wait to be validated before publishers are refused."
+    )
     queue_limit: int = Field(10_000, ge=1, description="Requests that may wait in each priority before 503.")
     batch_window: float = Field(0.002, ge=0, le=1, description="How long the batch stage waits for company.")
     stream_partitions: int = Field(8, ge=1, le=256, description="Shares in which copies of the stream stage work.")
-    lease: float = Field(30.0, ge=0.2, description="Silence after which a stage's message goes to another copy.")
+    lease: float = Field(5.0, ge=0.2, description="Silence after which a dead stage's message goes to another copy.")
+    worker_lease: float = Field(
+        30.0, ge=0.2, description="The same for a worker's batch: how long its engine may make no progress."
+    )
     max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
     heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers say they live.")
 
@@ -111,7 +116,12 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # `sources.py` merges, because it must know where each value came from.
         return (init_settings,)

@@ -23,7 +23,11 @@ MESSAGES: dict[str, tuple[str, Any]] = {
 
 # name: (address below the namespace, message, what a user of it should know)
 _CHANNELS: dict[str, tuple[str, str, str]] = {
-    "jobs": ("jobs.{priority}.{tenant}", "Job", "Publish a job here. Give it a Nats-Msg-Id, so that a retry is harmless."),
+    "jobs": (
+        "jobs.{priority}.{tenant}",
+        "Job",
+        "Publish a job here. Give it a Nats-Msg-Id, so that a retry is harmless.",
+    ),
     "queue": ("queue.{priority}.{tenant}", "ValidatedJob", "Input of the queue stage."),
     "custom": (
         "{stage}.{priority}.{tenant}",
@@ -54,7 +58,7 @@ def asyncapi(namespace: str, version: str) -> dict[str, Any]:
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
     for name, (address, message, description) in _CHANNELS.items():
-        parameters = {part: {} for part in _parameters(address)}
+        parameters: dict[str, Any] = {part: {} for part in _parameters(address)}
         channels[name] = {
             "address": f"{namespace}.{address}",
             "description": description,

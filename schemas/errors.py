@@ -1,21 +1,21 @@
 """Errors as a protocol: each branch says what whoever catches it will do.
 
-    PenstockError
-    ├── Refusal                 reply to the client with `status`, and forget the request
-    │   ├── InvalidRequest      400  what was asked can never be served; `param` names the fault
-    │   ├── ModelNotFound       404
-    │   ├── DeadlineExceeded    408
-    │   ├── PayloadTooLarge     413
-    │   ├── QuotaExceeded       429  one tenant over its own quota; `retry_after`
-    │   ├── Overloaded          503  everyone is; `retry_after`
-    │   └── GenerationFailed    500  the engine could not finish this one request
-    ├── Transient               leave the delivery to be retried after a wait
-    │   ├── StreamFull          the broker refused a message: a limit of its stream is reached
-    │   └── BrokerUnavailable   no answer from the broker in time
-    └── Fatal                   stop the process: exit code 2, the message says what to do
-        ├── ConfigurationError  every fault of the configuration, one a line
-        ├── ModelLoadError      the model's files are missing, broken or unsupported
-        └── StartupError        a port, directory, binary or broker that cannot be had
+PenstockError
+├── Refusal                 reply to the client with `status`, and forget the request
+│   ├── InvalidRequest      400  what was asked can never be served; `param` names the fault
+│   ├── ModelNotFound       404
+│   ├── DeadlineExceeded    408
+│   ├── PayloadTooLarge     413
+│   ├── QuotaExceeded       429  one tenant over its own quota; `retry_after`
+│   ├── Overloaded          503  everyone is; `retry_after`
+│   └── GenerationFailed    500  the engine could not finish this one request
+├── Transient               leave the delivery to be retried after a wait
+│   ├── StreamFull          the broker refused a message: a limit of its stream is reached
+│   └── BrokerUnavailable   no answer from the broker in time
+└── Fatal                   stop the process: exit code 2, the message says what to do
+    ├── ConfigurationError  every fault of the configuration, one a line
+    ├── ModelLoadError      the model's files are missing, broken or unsupported
+    └── StartupError        a port, directory, binary or broker that cannot be had
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .errors import Refusal
+
 FinishReason = Literal["stop", "length", "stop_sequence", "tool_calls", "cancelled", "error"]
 
 
@@ -52,6 +54,10 @@ class ErrorBody:
     code: str | None = None
     param: str | None = None
     retry_after: float | None = None
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> ErrorBody:
+        return cls(refusal.status, str(refusal), refusal.type, refusal.code, refusal.param, refusal.retry_after)
 
 
 @dataclass(frozen=True, slots=True)

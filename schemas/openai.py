@@ -6,6 +6,7 @@ change it and cannot be honoured yet (refused unless they hold their neutral val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -21,14 +22,14 @@ def _is_prompt(value: object) -> object:
     match value:
         case str():
             return value
-        case [_, *_] if all(isinstance(item, str) for item in value) or _are_token_ids(value):
+        case [_, *_] as items if all(isinstance(item, str) for item in items) or _are_token_ids(items):
             return value
-        case [_, *_] if all(isinstance(item, list) and _are_token_ids(item) for item in value):
+        case [_, *_] as items if all(isinstance(item, list) and _are_token_ids(item) for item in items):
             return value
     raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
 
 
-def _are_token_ids(value: list[Any]) -> bool:
+def _are_token_ids(value: Sequence[Any]) -> bool:
     return all(type(item) is int and item >= 0 for item in value)
 
 
@@ -153,14 +154,11 @@ class CompletionRequest(_Sampling):
     best_of: int | None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        match self.prompt:
-            case str():
-                return [self.prompt]
-            case [int(), *_]:
-                return [self.prompt]  # type: ignore[list-item]  # a list that begins with a number holds only numbers
-            case _:
-                return self.prompt  # type: ignore[return-value]
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        one = [token for token in self.prompt if isinstance(token, int)]
+        return [one] if one else [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
 Request = ChatRequest | CompletionRequest

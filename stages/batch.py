@@ -73,7 +73,7 @@ class Batch(JobStage):
         heapq.heappush(self._waiting[job.model], place)
         self._arrived.set()
         try:
-            with self.pipe.cancellations.calling(job.id, lambda: sent.done() or sent.set_result(False)):
+            with self.pipe.cancellations.calling(job.id, lambda: None if sent.done() else sent.set_result(False)):
                 if not await sent:
                     await self.is_over(job)
         finally:
@@ -92,9 +92,7 @@ class Batch(JobStage):
                 await self._send(worker, chosen)
         for place in heap:
             if place.job.deadline <= self.pipe.now() and not place.sent.done():
-                place.sent.set_exception(
-                    DeadlineExceeded("No worker took the request before its deadline.")
-                )
+                place.sent.set_exception(DeadlineExceeded("No worker took the request before its deadline."))
 
     def _take(self, heap: list[Waiting], worker: WorkerCard) -> list[Waiting]:
         """The first jobs in line, as many as the batch and one message can hold, but at least one."""

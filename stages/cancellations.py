@@ -20,7 +20,7 @@ MOST = 100_000
 class Cancellations:
     def __init__(self) -> None:
         self._heard: OrderedDict[str, float] = OrderedDict()  # request → loop time
-        self._callbacks: dict[str, Callable[[], object]] = {}
+        self._callbacks: dict[str, Callable[[], None]] = {}
 
     async def listen(self, broker: Broker, subjects: Subjects) -> None:
         await broker.listen(subjects.cancel_all(), self._hear)
@@ -29,7 +29,7 @@ class Cancellations:
         return request in self._heard
 
     @contextmanager
-    def calling(self, request: str, callback: Callable[[], object]) -> Iterator[None]:
+    def calling(self, request: str, callback: Callable[[], None]) -> Iterator[None]:
         """Call back, at once if it was heard before, should the request be cancelled inside this context."""
         self._callbacks[request] = callback
         try:

@@ -56,9 +56,7 @@ class Pipe:
         """Publish a client event; `place` names it within its request, and makes a repetition harmless."""
         subject = self.subjects.events(tenant, bridge, event.request)
         headers = {SCHEMA: codec.EVENT}
-        await self.broker.publish(
-            subject, codec.encode(event), message_id=f"{event.request}.{place}", headers=headers
-        )
+        await self.broker.publish(subject, codec.encode(event), message_id=f"{event.request}.{place}", headers=headers)
 
 
 class Stage(ABC):
@@ -69,6 +67,11 @@ class Stage(ABC):
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
+
+    @property
+    def lease(self) -> float:
+        """Seconds without a sign of life after which another copy gets what this one has in hand."""
+        return self.pipe.settings.lease
 
     @abstractmethod
     async def run(self, intake: Intake) -> None:

@@ -24,28 +24,15 @@ class Address(NamedTuple):
     bridge: str
 
 
-def error_body(refusal: Refusal) -> ErrorBody:
-    return ErrorBody(
-        status=refusal.status,
-        message=str(refusal),
-        type=refusal.type,
-        code=refusal.code,
-        param=refusal.param,
-        retry_after=refusal.retry_after,
-    )
-
-
 def ending(request: str, refusal: Refusal) -> Event:
-    body = error_body(refusal)
+    body = ErrorBody.of(refusal)
     return Expired(request, body) if body.status == 408 else Failed(request, body)
 
 
 async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
     """Tell every client that this message speaks for."""
     for address in addresses(delivery.message):
-        await pipe.emit(
-            ending(address.request, refusal), tenant=address.tenant, bridge=address.bridge, place="end"
-        )
+        await pipe.emit(ending(address.request, refusal), tenant=address.tenant, bridge=address.bridge, place="end")
 
 
 async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
@@ -96,5 +83,3 @@ def place(error: BaseException) -> str:
     """File and line where an exception arose, without its text."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "unknown"
-
-

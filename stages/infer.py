@@ -38,22 +38,27 @@ class Infer(Stage):
         self._card = card
         self._progress = -1  # the engine's, when leases were last renewed; set by alive
 
+    @property
+    def lease(self) -> float:
+        return self.pipe.settings.worker_lease
+
     async def run(self, intake: Intake) -> None:
         await intake.consume("INFER", f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id))
         try:
-            while True:
-                if self._engine.healthy:
-                    try:
-                        await self.pipe.registry.announce_worker(self._card)
-                    except BrokerUnavailable as error:
-                        log.warning("heartbeat missed", reason=str(error))
+            while self._engine.healthy:
+                try:
+                    await self.pipe.registry.announce_worker(self._card)
+                except BrokerUnavailable as error:
+                    log.warning("heartbeat missed", reason=str(error))
                 await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+            raise RuntimeError("the engine has died") from self._engine.error
         finally:
             await self.pipe.registry.withdraw(self._card)
 
     def alive(self) -> bool:
         before, self._progress = self._progress, self._engine.progress
-        return self._engine.healthy and (self._progress != before or not self._engine.busy)
+        stats = self._engine.stats()
+        return self._engine.healthy and (self._progress != before or not (stats.num_running or stats.num_waiting))
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -81,11 +86,10 @@ class Infer(Stage):
         said = await voice.transcript() if epoch > 1 else Transcript()
         handles = self._open(job, epoch, said)
         try:
-            with self.pipe.cancellations.calling(job.id, lambda: [handle.cancel() for handle in handles]):
+            with self.pipe.cancellations.calling(job.id, lambda: _cancel(handles)):
                 await asyncio.gather(*(voice.relay(handle) for handle in handles))
         finally:
-            for handle in handles:
-                handle.cancel()
+            _cancel(handles)
 
     def _open(self, job: ValidatedJob, epoch: int, said: Transcript) -> list[RequestHandle]:
         """One engine request for each prompt that is not finished yet."""
@@ -106,6 +110,11 @@ class Infer(Stage):
             )
             handles.append(self._engine.open(request))
         return handles
+
+
+def _cancel(handles: list[RequestHandle]) -> None:
+    for handle in handles:
+        handle.cancel()
 
 
 class Voice:

@@ -65,8 +65,8 @@ class Leases:
         for share in range(self._shares):
             if len(self._held) >= fair:
                 break
-            if share not in self._held and (revision := await self._bucket.create(self._key(share), me)):
-                self._held[share] = revision
+            if share not in self._held and (created := await self._bucket.create(self._key(share), me)):
+                self._held[share] = created
                 await gained(share)
 
     async def _give_back(self, share: int, lost: Callback) -> None:

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class Runner:
-    """Owns one stage's tasks. `run` returns when `stop` has drained it, and raises what the stage's own `run` raises."""
+    """Owns one stage's tasks. `run` returns when `stop` has drained it, and raises what the stage's `run` raises."""
 
     def __init__(self, stage: Stage, pipe: Pipe) -> None:
         self._stage = stage
@@ -63,7 +63,7 @@ class Runner:
             stream=stream,
             name=name,
             subject=subject,
-            ack_wait=self._pipe.settings.lease,
+            ack_wait=self._stage.lease,
             max_deliver=-1,  # attempts are counted here: the broker would keep a spent message and tell nobody
             max_ack_pending=max(1024, 2 * self._stage.concurrency),
             takeover=takeover,
@@ -135,7 +135,7 @@ class Runner:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self._pipe.settings.lease / 3)
+            await asyncio.sleep(self._stage.lease / 3)
             if self._stage.alive():
                 for delivery in list(self._in_hand.values()):
                     with contextlib.suppress(Transient):

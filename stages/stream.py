@@ -39,9 +39,7 @@ class Stream(Stage):
 
         async def lost(share: int) -> None:
             await self._consumers.pop(share).close()
-            self._tellers = {
-                request: teller for request, teller in self._tellers.items() if teller.share != share
-            }
+            self._tellers = {request: teller for request, teller in self._tellers.items() if teller.share != share}
 
         bucket = await self.pipe.broker.bucket("leases")
         leases = Leases(bucket, self.name, settings.stream_partitions, interval=LEASE_TTL / 4)

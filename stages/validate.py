@@ -1,9 +1,11 @@
-"""validate: the door of the pipeline. A job is checked whole, its prompt rendered and tokenised, or refused with why."""
+"""validate: the door of the pipeline. A job is checked, its prompt rendered and tokenised, or refused with why."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterable
+from typing import get_args
 
 from ..engine.tokenizer import TokenizerLike, load_tokenizer
 from ..schemas import codec
@@ -14,7 +16,6 @@ from ..schemas.openai import ChatMessage, ChatRequest, CompletionRequest, Reques
 from ..schemas.params import MAX_CHOICES
 from ..schemas.registry import ModelCard
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
-from ..streams.topology import PRIORITIES
 from . import endings
 from .contract import Intake, Pipe, Stage
 
@@ -44,10 +45,10 @@ class Validate(Stage):
 
     def _lane(self, message: Message) -> tuple[Priority, str]:
         priority, tenant = message.subject.split(".")[-2:]
-        for known in PRIORITIES:
+        for known in get_args(Priority):
             if priority == known:
                 return known, tenant
-        raise InvalidRequest(f"The priority is one of {', '.join(PRIORITIES)}.", param="priority")
+        raise InvalidRequest(f"The priority is one of {', '.join(get_args(Priority))}.", param="priority")
 
     def _decode(self, message: Message) -> Job:
         try:
@@ -74,6 +75,8 @@ class Validate(Stage):
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
             )
         params = generation_params(request, room=model.context_length - longest, seed=secrets.randbits(63))
+        _check_vocabulary("logit_bias", params.logit_bias, tokenizer)
+        _check_vocabulary("stop_token_ids", params.stop_token_ids, tokenizer)
         if len(prompts) * params.n > MAX_CHOICES:
             raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}.", param="n")
         return ValidatedJob(
@@ -119,11 +122,11 @@ class Validate(Stage):
                 return [await self._completion(prompt, tokenizer) for prompt in request.prompts]
 
     async def _chat(self, request: ChatRequest, tokenizer: TokenizerLike) -> list[int]:
-        if not any(message.text.strip() or message.tool_calls for message in request.messages):
-            raise InvalidRequest("Every message is blank.", code="empty_prompt", param="messages")
         for place, message in enumerate(request.messages):
             if message.content is None and not (message.role == "assistant" and message.tool_calls):
                 raise InvalidRequest(f"messages[{place}].content is missing.", param=f"messages[{place}].content")
+        if not any(message.text.strip() or message.tool_calls for message in request.messages):
+            raise InvalidRequest("Every message is blank.", code="empty_prompt", param="messages")
         messages = [_for_template(message) for message in request.messages]
         size = sum(len(message.text) for message in request.messages)
         options = request.chat_template_kwargs or {}
@@ -135,14 +138,18 @@ class Validate(Stage):
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise InvalidRequest("The prompt is blank.", code="empty_prompt", param="prompt")
         if isinstance(prompt, list):
-            if (highest := max(prompt)) >= tokenizer.vocabulary_size:
-                raise InvalidRequest(
-                    f"Token id {highest} is outside the vocabulary of {tokenizer.vocabulary_size}.", param="prompt"
-                )
+            _check_vocabulary("prompt", prompt, tokenizer)
             return prompt
         if len(prompt) <= LONG:
             return tokenizer.encode(prompt)
         return await asyncio.to_thread(tokenizer.encode, prompt)
+
+
+def _check_vocabulary(param: str, ids: Iterable[int], tokenizer: TokenizerLike) -> None:
+    if (highest := max(ids, default=0)) >= tokenizer.vocabulary_size:
+        raise InvalidRequest(
+            f"{param}: token id {highest} is outside the vocabulary of {tokenizer.vocabulary_size}.", param=param
+        )
 
 
 def _for_template(message: ChatMessage) -> dict[str, object]:

@@ -1,0 +1,18 @@
+"""The whole pipeline in one process, over the in-memory broker and the echo engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from memory_pipeline import Pipeline
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    with asyncio.Runner() as runner:
+        pipeline = runner.run(Pipeline.start())
+        pipeline.runner = runner
+        yield pipeline
+        runner.run(pipeline.stop())
