@@ -22,12 +22,16 @@ _RETRY_WAIT = 0.1
 _NOTHING = "404"
 _END_OF_BATCH = "204"
 _REMAINING = "Nats-Num-Pending"
+_SEQUENCE = "Nats-Sequence"
 
 
 async def last_message(link: Link, stream: str, subject: str) -> Message | None:
     """The newest message on exactly `subject`. Raises `BrokerUnavailable`."""
     answer = await link.exchange(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")
-    return None if status(answer.headers) else _message(answer)
+    code = _outcome(answer)
+    if code is not None and code != _NOTHING:
+        raise BrokerUnavailable(f"NATS at {link.address}: no answer for stream {stream} ({code})")
+    return _message(answer) if code is None else None
 
 
 async def stored_messages(link: Link, stream: str, subject: str, after: int = 0) -> list[Message]:
@@ -74,7 +78,7 @@ class _Batch:
         return "no answer"
 
     async def arrived(self, answer: Msg) -> None:
-        code = status(answer.headers)
+        code = _outcome(answer)
         if code is None:
             message = _message(answer)
             # A request that was given up and repeated may still be answered.
@@ -93,11 +97,17 @@ class _Batch:
             self._ended.set_result(outcome)
 
 
+def _outcome(answer: Msg) -> str | None:
+    """The status that stands in place of a message, None for a message (which may have a `Status` of its own)."""
+    headers = answer.headers or {}
+    return None if _SEQUENCE in headers else status(headers) or "no status"
+
+
 def _message(answer: Msg) -> Message:
     """The stored message inside a direct answer, which carries its origin in headers of the server's."""
     headers = dict(answer.headers or {})
     subject = headers.pop("Nats-Subject")
-    sequence = int(headers.pop("Nats-Sequence"))
+    sequence = int(headers.pop(_SEQUENCE))
     for name in ("Nats-Stream", "Nats-Time-Stamp", "Nats-Last-Sequence", "Nats-UpTo-Sequence", _REMAINING):
         headers.pop(name, None)
     return Message(subject, answer.data, headers, sequence)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import orjson
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -13,7 +12,7 @@ from ..schemas.errors import BrokerUnavailable, PayloadTooLarge, StartupError, S
 from .buckets import JetStreamBucket
 from .direct import stored_messages
 from .link import Link
-from .management import STREAM_EXISTS, STREAM_FULL, TOO_LARGE, ApiError, Json, bucket_config, call, stream_config
+from .management import STREAM_EXISTS, STREAM_FULL, TOO_LARGE, ApiError, Json, ask, bucket_config, call, stream_config
 from .port import MESSAGE_ID, Bucket, BucketSpec, ConsumerSpec, Headers, Message, Published, StreamSpec
 from .pull import PullConsumer
 from .sizes import check_size
@@ -93,9 +92,13 @@ class JetStreamBroker:
         async def heard(message: Msg) -> None:
             callback(Message(message.subject, message.data, message.headers or {}))
 
-        subscription = await self._link.subscribe(subject, heard)
-        await self._link.flush()
-        return _Listening(self._link, subscription)
+        listening = _Listening(self._link, await self._link.subscribe(subject, heard))
+        try:
+            await self._link.flush()
+        except BaseException:
+            await listening.close()
+            raise
+        return listening
 
     async def bucket(self, name: str) -> Bucket:
         return JetStreamBucket(self._link, self._bucket(name), self._store)
@@ -108,15 +111,15 @@ class JetStreamBroker:
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> Published:
         """Publish, and return when stored. Raises as `publish` does; a bucket looks closer at the `ApiError`."""
         check_size(data, headers, self._link.max_payload)
-        answer = orjson.loads((await self._link.exchange(subject, data, headers)).data)
-        if "error" not in answer:
-            return Published(answer["seq"], answer.get("duplicate", False))
-        error = ApiError(answer["error"])
-        if error.code in STREAM_FULL:
-            raise StreamFull(f"{answer.get('stream', subject)}: {error}")
-        if error.code == TOO_LARGE:
-            raise PayloadTooLarge(f"{subject}: {error}")
-        raise error
+        try:
+            stored = await ask(self._link, subject, data, headers)
+        except ApiError as error:
+            if error.code in STREAM_FULL:
+                raise StreamFull(f"{subject}: {error}") from error
+            if error.code == TOO_LARGE:
+                raise PayloadTooLarge(f"{subject}: {error}") from error
+            raise
+        return Published(stored["seq"], stored.get("duplicate", False))
 
     async def _ensure(self, config: Json) -> None:
         name = config["name"]

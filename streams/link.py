@@ -31,6 +31,7 @@ NO_RESPONDERS = "503"
 _CONNECT_TIMEOUT = 2  # seconds for one server to greet us
 _RECONNECT_WAIT = 0.2  # seconds between two attempts at one server
 _PING_INTERVAL = 10  # seconds; a connection that answers two pings in a row with silence is given up
+_FLUSH_TIMEOUT = 1.0  # seconds that a sender waits while nats-py's buffer is full; without it, until a reconnect
 _SWEEP = 0.1  # seconds between looks at the unanswered exchanges, and before an unheard one is tried again
 _RESEND_AFTER = 1.0  # seconds without an answer
 _RECOVERY_WAIT = 0.5  # seconds before a failed recovery is tried again
@@ -74,6 +75,7 @@ class Link:
         self._reconnected = asyncio.Event()
         self._held = False  # set by `_disconnected`, reset at the end of `_recover`
         self._outages = 0
+        self._subscriptions: set[Subscription] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -84,7 +86,7 @@ class Link:
         """
         link = cls(public_address(url), timeout)
         await link._connect(url.split(","), name)
-        await link._client.subscribe(f"{link._inbox}*", cb=link._answered, pending_msgs_limit=0, pending_bytes_limit=0)
+        await link.subscribe(f"{link._inbox}*", link._answered)
         link._tasks = [asyncio.create_task(link._sweep()), asyncio.create_task(link._recover())]
         return link
 
@@ -112,6 +114,7 @@ class Link:
                 reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type]  # declared int, but only slept for
                 max_reconnect_attempts=-1,
                 ping_interval=_PING_INTERVAL,
+                flush_timeout=_FLUSH_TIMEOUT,
             )
         )
         try:
@@ -129,7 +132,7 @@ class Link:
                 connecting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await connecting
-                await self._client.close()
+                await self._disconnect()
 
     @property
     def connected(self) -> bool:
@@ -169,6 +172,7 @@ class Link:
                 await self._send(token, exchange)
             elif not at_once:
                 exchange.resend_at = exchange.deadline  # not by `_sweep`, which would break the order
+                exchange.trouble = "not connected"
             return await exchange.answer
         finally:
             del self._open[token]
@@ -177,24 +181,27 @@ class Link:
         """Return when the server has read everything sent before."""
         await self.exchange(f"{self._inbox}{self._count + 1}", b"")  # to its own reply subject, so it answers itself
 
-    async def send(self, subject: str, data: bytes, *, reply: str = "") -> bool:
-        """Send without waiting for anything; False if the message is certain not to leave."""
-        try:
+    async def send(self, subject: str, data: bytes, *, reply: str = "") -> None:
+        """Send without waiting for anything; during an outage it may be sent afterwards or be lost."""
+        with contextlib.suppress(*_NOT_SENT):
             await self._client.publish(subject, data, reply=reply)
-        except _NOT_SENT:
-            return False
-        return True
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
         try:
-            return await self._client.subscribe(subject, cb=callback, pending_bytes_limit=0)
+            # No limit, beyond which nats-py drops: callbacks do not wait, so no more piles up than one read brings.
+            subscription = await self._client.subscribe(
+                subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
+            )
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BrokerUnavailable(f"the connection to {self.address} is closed") from error
+        self._subscriptions.add(subscription)
+        return subscription
 
     async def unsubscribe(self, subscription: Subscription, *, drain: bool = False) -> None:
         """End `subscription`; with `drain`, after the callback has seen all that the server had sent."""
-        if self._client.is_closed:
+        if subscription not in self._subscriptions:
             return
+        self._subscriptions.discard(subscription)
         if drain and self.connected:
             # Shielded because a cancelled flush, which this is inside, breaks nats-py: see the head of this file.
             with contextlib.suppress(Error):
@@ -216,7 +223,14 @@ class Link:
         for exchange in self._open.values():
             if not exchange.answer.done():
                 exchange.answer.set_exception(BrokerUnavailable(f"the connection to {self.address} was closed"))
-        await self._client.close()
+        for subscription in tuple(self._subscriptions):
+            await self.unsubscribe(subscription)
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        # nats-py tries to write out what it has left, to a socket that may be gone.
+        with contextlib.suppress(OSError):
+            await self._client.close()
 
     async def _send(self, token: str, exchange: _Exchange) -> None:
         exchange.resend_at = self._loop.time() + _RESEND_AFTER
@@ -226,8 +240,9 @@ class Link:
             )
         except _NOT_SENT as error:
             exchange.trouble = str(error)
-        except Error as error:
-            exchange.answer.set_exception(error)
+        except (Error, ValueError) as error:  # something in it that cannot be sent, ever
+            if not exchange.answer.done():
+                exchange.answer.set_exception(error)
 
     async def _answered(self, message: Msg) -> None:
         exchange = self._open.get(message.subject[len(self._inbox) :])

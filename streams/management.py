@@ -47,11 +47,20 @@ async def call(link: Link, method: str, body: Mapping[str, Any] | None = None, *
 
     Raises `ApiError`, or `BrokerUnavailable` when the server cannot answer in time.
     """
-    data = orjson.dumps(body) if body else b""
+    return await ask(link, f"$JS.API.{method}", orjson.dumps(body) if body else b"", at_once=at_once)
+
+
+async def ask(
+    link: Link, subject: str, data: bytes, headers: dict[str, str] | None = None, *, at_once: bool = False
+) -> Json:
+    """Send what JetStream answers in JSON, be it a call or a message to store, until the answer is a lasting one.
+
+    Raises as `call` does.
+    """
     clock = asyncio.get_running_loop().time
     deadline = clock() + link.timeout
     while True:
-        answer: Json = orjson.loads((await link.exchange(f"$JS.API.{method}", data, at_once=at_once)).data)
+        answer: Json = orjson.loads((await link.exchange(subject, data, headers, at_once=at_once)).data)
         if "error" not in answer:
             return answer
         error = ApiError(answer["error"])

@@ -60,9 +60,11 @@ class MemoryBroker:
     async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
         whole = {**(headers or {}), MESSAGE_ID: message_id}
         check_size(data, whole, self._max_payload)
+        if self._closed:
+            raise BrokerUnavailable("the broker is closed")
         self._tell(Message(subject, data, whole))
         for name, stream in self._streams.items():
-            if not self._closed and stream.accepts(subject):
+            if stream.accepts(subject):
                 published = stream.store(subject, data, whole)
                 for (of_stream, _), group in self._groups.items():
                     if of_stream == name:

@@ -58,7 +58,7 @@ class Group:
         self._next = 1  # the first sequence never looked at
         self._lent: dict[int, _Lease] = {}  # by sequence
         self._again: deque[int] = deque()  # sequences to deliver once more
-        self._members: deque[MemoryConsumer] = deque()  # whose turn it is comes first
+        self._members: list[MemoryConsumer] = []  # whose turn it is comes first
 
     def join(self, spec: ConsumerSpec, prefetch: int) -> MemoryConsumer:
         """Open one more copy; under `takeover` the only one, which starts behind what is settled without a gap."""
@@ -85,6 +85,8 @@ class Group:
     def dispatch(self) -> None:
         """Lend what can be lent to whoever has room, in turn."""
         while (member := self._with_room()) is not None and (message := self._take_next()) is not None:
+            self._members.remove(member)
+            self._members.append(member)
             sequence = message.sequence
             attempt = self._lent[sequence].attempt + 1 if sequence in self._lent else 1
             delivery = MemoryDelivery(self, message, attempt)
@@ -132,11 +134,7 @@ class Group:
         return lease if lease is not None and lease.attempt == delivery.attempt else None
 
     def _with_room(self) -> MemoryConsumer | None:
-        for _ in range(len(self._members)):
-            self._members.rotate(-1)
-            if self._members[-1].has_room:
-                return self._members[-1]
-        return None
+        return next((member for member in self._members if member.has_room), None)
 
     def _take_next(self) -> Message | None:
         while self._again:

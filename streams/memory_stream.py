@@ -41,8 +41,10 @@ class MemoryStream:
 
     def configure(self, spec: StreamSpec) -> None:
         """Take on a changed spec. Raises `StartupError` where a stream cannot change."""
-        if (spec.retention, spec.storage) != (self.spec.retention, self.spec.storage):
-            raise StartupError(f"stream {spec.name} exists with {self.spec.retention} in {self.spec.storage}")
+        for fixed in ("retention", "storage"):
+            present, wanted = getattr(self.spec, fixed), getattr(spec, fixed)
+            if present != wanted:
+                raise StartupError(f"stream {spec.name} exists with {fixed} {present!r} where {wanted!r} is needed")
         self._adopt(spec)
 
     @property

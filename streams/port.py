@@ -1,7 +1,7 @@
 """The broker as the pipeline sees it: durable streams, deliveries with one acknowledgement each, keys and values.
 
 Nothing here knows NATS. `jetstream.py` and `memory.py` implement it and pass one conformance suite
-(`tests/test_streams_conformance.py`); no other module imports either, but for the composition root.
+(`tests/streams/test_conformance.py`); no other module imports either, but for the composition root.
 
 Guarantees every implementation gives:
 

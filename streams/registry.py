@@ -43,9 +43,7 @@ class Registry:
         live = await (await self._broker.bucket("workers")).entries()
         known = await (await self._broker.bucket("models")).entries()
         self.workers = tuple(
-            WorkerCard.model_validate_json(entry.value)
-            for entry in sorted(live)
-            if entry.key.startswith("worker.")
+            WorkerCard.model_validate_json(entry.value) for entry in sorted(live) if entry.key.startswith("worker.")
         )
         self.stages = tuple(
             StageCard.model_validate_json(entry.value) for entry in sorted(live) if entry.key.startswith("stage.")

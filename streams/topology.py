@@ -30,7 +30,7 @@ RESPONSES = "responses"
 STATE = "state"
 LEASES = "leases"
 
-LEASE_TTL = 10.0  # seconds without renewal after which a partition is free
+LEASE_TTL = 4.0  # seconds without renewal after which a partition is free
 
 _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
 
@@ -125,7 +125,7 @@ def topology(
     relay_bytes: int = 256 << 20,
     relay_age: float = 600.0,
     workers_ttl: float = 15.0,
-    models_ttl: float = 300.0,
+    models_ttl: float = 60.0,
     responses_ttl: float = 30 * 86400.0,
 ) -> Topology:
     """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
@@ -154,7 +154,7 @@ def topology(
     dead = StreamSpec(DEAD, (subjects.dead_all(),), "limits", "file", max_messages=dead_limit)
     buckets = (
         BucketSpec(WORKERS, ttl=workers_ttl),
-        BucketSpec(MODELS, ttl=models_ttl),
+        BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known again as soon as the broker is back
         BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
         BucketSpec(STATE),
         BucketSpec(LEASES, ttl=LEASE_TTL),

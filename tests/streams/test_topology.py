@@ -1,0 +1,101 @@
+"""Subjects, the streams behind them, and the patterns that join the two."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.streams.memory import MemoryBroker
+from penstock.streams.port import Broker
+from penstock.streams.topology import PRIORITIES, Subjects, partition, stage_stream, topology
+from penstock.streams.wildcards import matcher, overlap
+
+SUBJECTS = Subjects("root")
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "*", ">", "a b", "a\r\n", "é"])
+def test_only_tokens_enter_a_subject(name: str) -> None:
+    for subject in (SUBJECTS.infer, SUBJECTS.tools, SUBJECTS.dead, SUBJECTS.cancel, SUBJECTS.events_of, stage_stream):
+        with pytest.raises(ValueError, match="cannot be a token"):
+            subject(name)
+    with pytest.raises(ValueError, match="cannot be a token"):
+        SUBJECTS.events("tenant", name, "request")
+
+
+def test_every_subject_belongs_to_one_stream() -> None:
+    streams, _ = topology("root", ["queue", "custom"])
+    patterns = {subject: spec.name for spec in streams for subject in spec.subjects}
+    assert not [pair for pair in itertools.combinations(patterns, 2) if overlap(*pair)]
+
+    def owner(subject: str) -> str | None:
+        return next((name for pattern, name in patterns.items() if matcher(pattern).fullmatch(subject)), None)
+
+    assert owner(SUBJECTS.jobs("high", "t")) == "JOBS"
+    assert owner(SUBJECTS.stage("queue", "low", "t")) == "STAGE_QUEUE"
+    assert owner(SUBJECTS.stage("custom", "low", "t")) == "STAGE_CUSTOM"
+    assert [owner(SUBJECTS.batch(priority, "t")) for priority in PRIORITIES] == [
+        "BATCH_HIGH",
+        "BATCH_NORMAL",
+        "BATCH_LOW",
+    ]
+    assert owner(SUBJECTS.infer("w1")) == "INFER"
+    assert owner(SUBJECTS.stream(3, "r1")) == "STREAM"
+    assert owner(SUBJECTS.events("t", "b", "r1")) == "EVENTS"
+    assert owner(SUBJECTS.tools("t")) == "TOOLS"
+    assert owner(SUBJECTS.dead("validate")) == "DEAD"
+    assert owner(SUBJECTS.cancel("r1")) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject"),
+    [
+        (SUBJECTS.jobs_all(), SUBJECTS.jobs("high", "t")),
+        (SUBJECTS.stage_all("queue"), SUBJECTS.stage("queue", "high", "t")),
+        (SUBJECTS.batch_all("low"), SUBJECTS.batch("low", "t")),
+        (SUBJECTS.stream_all(3), SUBJECTS.stream(3, "r")),
+        (SUBJECTS.events_of("b"), SUBJECTS.events("t", "b", "r")),
+        (SUBJECTS.tools_all(), SUBJECTS.tools("t")),
+        (SUBJECTS.dead_all(), SUBJECTS.dead("infer")),
+        (SUBJECTS.cancel_all(), SUBJECTS.cancel("r")),
+    ],
+)
+def test_a_wildcard_takes_in_its_subjects(pattern: str, subject: str) -> None:
+    assert matcher(pattern).fullmatch(subject)
+
+
+async def test_the_whole_topology_can_be_made(broker: Broker, namespace: str) -> None:
+    await broker.ensure(*topology(namespace, ["queue"]))
+    subjects = Subjects(namespace)
+    for index, priority in enumerate(PRIORITIES):
+        published = await broker.publish(subjects.batch(priority, "t"), b"", message_id=f"m{index}")
+        assert published == (1, False)
+    for name in ("workers", "models", "responses", "state", "leases"):
+        assert await (await broker.bucket(name)).create("key", b"") is not None
+
+
+async def test_stream_names_are_case_blind(namespace: str) -> None:
+    broker = MemoryBroker()
+    await broker.ensure(*topology(namespace, ["queue"]))
+    assert await broker.replay("STAGE_queue", "x") == []
+    await broker.close()
+
+
+def test_partitions_never_change() -> None:
+    assert [partition(name, 8) for name in ("a", "b", "request-1")] == [3, 1, 1]
+
+
+token = st.sampled_from(["a", "b", "*"])
+pattern = st.lists(token, min_size=1, max_size=4).flatmap(
+    lambda tokens: st.sampled_from([".".join(tokens), ".".join([*tokens, ">"])])
+)
+
+
+@given(pattern, pattern)
+def test_patterns_overlap_where_a_subject_matches_both(one: str, other: str) -> None:
+    subjects = [".".join(tokens) for length in range(1, 7) for tokens in itertools.product("ab", repeat=length)]
+    first, second = matcher(one), matcher(other)
+    shared = any(first.fullmatch(subject) and second.fullmatch(subject) for subject in subjects)
+    assert overlap(one, other) == shared
