@@ -17,7 +17,7 @@ MESSAGES: dict[str, tuple[str, Any]] = {
     "Job": (codec.JOB, Job),
     "ValidatedJob": (codec.VALIDATED_JOB, ValidatedJob),
     "InferenceBatch": (codec.BATCH, InferenceBatch),
-    "Output": (codec.OUTPUT, Output),
+    "Outputs": (codec.OUTPUTS, list[Output]),
     "Event": (codec.EVENT, Event),
 }
 
@@ -37,7 +37,7 @@ _CHANNELS: dict[str, tuple[str, str, str]] = {
     ),
     "batch": ("batch.{priority}.{tenant}", "ValidatedJob", "The priority lanes."),
     "infer": ("infer.{worker}", "InferenceBatch", "Input of one worker."),
-    "stream": ("stream.{partition}.{request}", "Output", "What the engine says of one request."),
+    "stream": ("stream.{partition}.{request}", "Outputs", "What the engine says of one request."),
     "events": ("events.{tenant}.{bridge}.{request}", "Event", "Read a request's events here, live or replayed."),
 }
 

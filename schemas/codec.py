@@ -5,6 +5,7 @@ Strict in what it reads: an unknown type, another version, a missing or unknown 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -33,7 +34,7 @@ from .jobs import InferenceBatch, Job, ValidatedJob
 JOB = "job/1"
 VALIDATED_JOB = "validated-job/1"
 BATCH = "batch/1"
-OUTPUT = "output/1"
+OUTPUTS = "outputs/1"
 EVENT = "event/1"
 
 Model = TypeVar("Model", Job, ValidatedJob, InferenceBatch)
@@ -45,10 +46,15 @@ class DecodeError(PenstockError):
     """The bytes are not what their header says. The message names the fault, never the content."""
 
 
-def encode(value: Job | ValidatedJob | InferenceBatch | Output | Event) -> bytes:
+def encode(value: Job | ValidatedJob | InferenceBatch | Event) -> bytes:
     if isinstance(value, BaseModel):
         return orjson.dumps(value.model_dump(), option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(value)
+
+
+def encode_outputs(outputs: Sequence[Output]) -> bytes:
+    """One message may hold several outputs of a request: its beginning travels with its first token."""
+    return orjson.dumps(outputs)
 
 
 def decode_model(kind: type[Model], data: bytes, schema: str | None) -> Model:
@@ -57,30 +63,39 @@ def decode_model(kind: type[Model], data: bytes, schema: str | None) -> Model:
     if schema is not None and schema != expected:
         raise DecodeError(f"expected schema {expected}, got {schema}")
     try:
-        return kind.model_validate_json(data)
+        # A client's job is read by the parser that will write it again: what one of them cannot say must not get in.
+        return kind.model_validate(_json(data)) if kind is Job else kind.model_validate_json(data)
     except ValidationError as error:
         raise DecodeError(faults(error)) from None
 
 
-def decode_output(data: bytes) -> Output:
-    value = _object(data)
+def decode_outputs(data: bytes) -> list[Output]:
+    values = _json(data)
+    if not isinstance(values, list) or not values:
+        raise DecodeError("not a list of engine outputs")
     try:
-        match value.get("type"):
-            case "delta":
-                value["token_ids"] = tuple(value["token_ids"])
-                value["logprobs"] = _logprobs(value["logprobs"])
-                value["error"] = None if value["error"] is None else ErrorBody(**value["error"])
-                return Delta(**value)
-            case "started":
-                return Started(**value)
-            case other:
-                raise DecodeError(f"unknown output type {other!r}")
-    except (KeyError, TypeError) as error:
+        return [_output(value) for value in values]
+    except (AttributeError, KeyError, TypeError) as error:
         raise DecodeError(f"not an engine output: {error}") from None
 
 
+def _output(value: dict[str, Any]) -> Output:
+    match value.get("type"):
+        case "delta":
+            value["token_ids"] = tuple(value["token_ids"])
+            value["logprobs"] = _logprobs(value["logprobs"])
+            value["error"] = None if value["error"] is None else ErrorBody(**value["error"])
+            return Delta(**value)
+        case "started":
+            return Started(**value)
+        case _:
+            raise DecodeError("unknown type of output")
+
+
 def decode_event(data: bytes) -> Event:
-    value = _object(data)
+    value = _json(data)
+    if not isinstance(value, dict):
+        raise DecodeError("not a JSON object")
     try:
         match value.get("type"):
             case "token":
@@ -104,8 +119,8 @@ def decode_event(data: bytes) -> Event:
             case "expired":
                 value["error"] = ErrorBody(**value["error"])
                 return Expired(**value)
-            case other:
-                raise DecodeError(f"unknown event type {other!r}")
+            case _:
+                raise DecodeError("unknown type of event")
     except (KeyError, TypeError) as error:
         raise DecodeError(f"not an event: {error}") from None
 
@@ -118,14 +133,11 @@ def faults(error: ValidationError) -> str:
     )
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _json(data: bytes) -> Any:
     try:
-        value = orjson.loads(data)
+        return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise DecodeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise DecodeError("not a JSON object")
-    return value
 
 
 def _logprobs(value: list[dict[str, Any]] | None) -> tuple[TokenLogprob, ...] | None:
@@ -133,11 +145,11 @@ def _logprobs(value: list[dict[str, Any]] | None) -> tuple[TokenLogprob, ...] | 
         return None
     return tuple(
         TokenLogprob(
-            token=entry["token"],
-            token_id=entry["token_id"],
-            logprob=entry["logprob"],
-            bytes=tuple(entry["bytes"]),
-            top=tuple(TopLogprob(**{**rival, "bytes": tuple(rival["bytes"])}) for rival in entry["top"]),
+            **{
+                **entry,
+                "bytes": tuple(entry["bytes"]),
+                "top": tuple(TopLogprob(**{**rival, "bytes": tuple(rival["bytes"])}) for rival in entry["top"]),
+            }
         )
         for entry in value
     )

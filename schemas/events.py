@@ -62,10 +62,14 @@ class ErrorBody:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A worker has taken the request: the first message of its epoch, and all that a reader of deltas must know."""
+    """A worker has taken the request: the first output of its epoch, and all that a reader of deltas must know.
+
+    `holder` is a name that no other announcement has, by which a worker knows its own.
+    """
 
     request: str
     epoch: int
+    holder: str
     tenant: str
     bridge: str
     choices: int

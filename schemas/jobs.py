@@ -20,7 +20,7 @@ Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 
 
 class _Wire(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Job(_Wire):

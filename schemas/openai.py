@@ -6,7 +6,8 @@ change it and cannot be honoured yet (refused unless they hold their neutral val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -195,8 +196,11 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
     values.setdefault("seed", seed)
     if request.stop is not None:
         values["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    names: dict[str, str] = {}  # what the client calls a parameter, where that differs
     if isinstance(request, ChatRequest):
+        names["logprobs"] = "top_logprobs"
         if request.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
             if request.max_tokens not in (None, request.max_completion_tokens):
                 raise InvalidRequest("max_tokens and max_completion_tokens differ; give one.", param="max_tokens")
             values["max_tokens"] = request.max_completion_tokens
@@ -208,35 +212,36 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
         if request.best_of not in (None, request.n or 1):
             raise InvalidRequest("best_of above n is not supported.", code="unsupported_parameter", param="best_of")
     if values.get("max_tokens", 0) > room:
+        param = names.get("max_tokens", "max_tokens")
         raise InvalidRequest(
-            f"max_tokens is {values['max_tokens']}, but the prompt leaves {room} tokens of the context.",
+            f"{param} is {values['max_tokens']}, but the prompt leaves {room} tokens of the context.",
             code="context_length_exceeded",
-            param="max_tokens",
+            param=param,
         )
     values.setdefault("max_tokens", room)
     try:
         return GenerationParams.model_validate(values)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, names) from None
 
 
-def _refusal(error: ValidationError) -> InvalidRequest:
+def _refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> InvalidRequest:
     """The first fault as the error's `param` and `code`, all of them in its message."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
+    paths = [_path((names.get(str(fault["loc"][0]), fault["loc"][0]), *fault["loc"][1:])) for fault in faults]
     sentences = []
-    for fault in faults:
-        path = _path(fault["loc"])
+    for fault, path in zip(faults, paths, strict=True):
         match fault["type"]:
             case "missing":
                 sentences.append(f"{path} is missing.")
             case "extra_forbidden":
                 sentences.append(f"{path} is not a known parameter.")
             case _:
-                sentences.append(f"{path + ': ' if path else ''}{fault['msg'].removeprefix('Value error, ')}.")
+                sentences.append(f"{path}: {fault['msg'].removeprefix('Value error, ')}.")
     codes = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
     kind = faults[0]["type"]
     code = codes.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    return InvalidRequest(" ".join(sentences), code=code, param=_path(faults[0]["loc"]) or None)
+    return InvalidRequest(" ".join(sentences), code=code, param=paths[0])
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -56,8 +56,10 @@ class GenerationParams(BaseModel):
             raise ValueError("token ids must not be negative")
         return value
 
-    @model_validator(mode="after")
-    def _minimum_fits(self) -> GenerationParams:
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
-        return self
+    @field_validator("min_tokens")
+    @classmethod
+    def _minimum_fits(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens")
+        if most is not None and value > most:
+            raise ValueError(f"{value} is above the {most} tokens allowed")
+        return value
