@@ -73,7 +73,7 @@ class Settings(BaseSettings):
         1_000, ge=1, description="Jobs that may wait to be validated before publishers are refused."
     )
     queue_limit: int = Field(10_000, ge=1, description="Requests that may wait in each priority before 503.")
-    batch_window: float = Field(0.002, ge=0, le=1, description="How long the batch stage waits for company.")
+    batch_window: float = Field(0.0, ge=0, le=1, description="How long a job waits for company in a batch.")
     stream_partitions: int = Field(8, ge=1, le=256, description="Shares in which copies of the stream stage work.")
     lease: float = Field(5.0, ge=0.2, description="Silence after which a dead stage's message goes to another copy.")
     worker_lease: float = Field(
@@ -103,7 +103,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must hold {', '.join(BUILT_IN_STAGES)} in this order")
         if value[0] != "validate" or value[-3:] != ("batch", "infer", "stream"):
             raise ValueError("custom stages stand between validate and batch")
-        if bad := [name for name in value if not re.match(TOKEN_PATTERN, name)]:
+        if bad := [name for name in value if not re.fullmatch(TOKEN_PATTERN, name)]:
             raise ValueError(f"{', '.join(map(repr, bad))}: a name holds letters, digits, '_' and '-' alone")
         if taken := [name for name in value if name in RESERVED]:
             raise ValueError(f"{', '.join(taken)}: the name means something else in subjects")

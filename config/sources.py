@@ -17,6 +17,7 @@ from ..schemas.errors import ConfigurationError
 from .settings import Settings
 
 DEFAULT_FILE = Path("penstock.toml")
+SECRET = frozenset({"nats_url"})  # may hold a token or a password: not for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def load(command_line: Mapping[str, Any] | None = None, *, config: Path | None =
     except ValidationError as error:
         for fault in error.errors(include_url=False, include_context=False):
             field = str(fault["loc"][0]) if fault["loc"] else ""
-            faults.append(f"{field} ({origins.get(field, 'default')}): {fault['msg']}, got {fault['input']!r}")
+            given = "" if field in SECRET else f", got {fault['input']!r}"
+            faults.append(f"{field} ({origins.get(field, 'default')}): {fault['msg']}{given}")
     if settings is None or faults:
         raise ConfigurationError(faults)
     return Loaded(settings, origins)
