@@ -64,13 +64,13 @@ def addresses(message: Message) -> list[Address]:
 def request_id(message: Message) -> str:
     """The name of a request that brought none: its message id, or its place in the stream."""
     given = message.headers.get(MESSAGE_ID, "")
-    return given if re.match(TOKEN_PATTERN, given) else f"job-{message.sequence}"
+    return given if re.fullmatch(TOKEN_PATTERN, given) else f"job-{message.sequence}"
 
 
 def _address(body: Any, message: Message) -> Address:
     def token(name: str, otherwise: str) -> str:
         value = body.get(name) if isinstance(body, dict) else None
-        return value if isinstance(value, str) and re.match(TOKEN_PATTERN, value) else otherwise
+        return value if isinstance(value, str) and re.fullmatch(TOKEN_PATTERN, value) else otherwise
 
     return Address(
         request=token("id", request_id(message)),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import uuid
+from collections.abc import Sequence
 
 import structlog
 
@@ -81,11 +83,11 @@ class Infer(Stage):
             await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
 
     async def _speak(self, job: ValidatedJob, voice: Voice, epoch: int) -> None:
-        if not await voice.start():
-            return  # another worker has it
-        said = await voice.transcript() if epoch > 1 else Transcript()
-        handles = self._open(job, epoch, said)
+        handles: list[RequestHandle] = []
         try:
+            # A successor announces itself before it reads what was said: nothing can be added after that.
+            said = await voice.transcript() if epoch > 1 and await voice.announce() else Transcript()
+            handles += self._open(job, epoch, said)
             with self.pipe.cancellations.calling(job.id, lambda: _cancel(handles)):
                 await asyncio.gather(*(voice.relay(handle) for handle in handles))
         finally:
@@ -118,7 +120,11 @@ def _cancel(handles: list[RequestHandle]) -> None:
 
 
 class Voice:
-    """Publishes the outputs of one request in one epoch; an outage of the broker makes it wait, never skip."""
+    """Publishes the outputs of one request in one epoch; an outage of the broker makes it wait, never skip.
+
+    The epoch's announcement goes out with its first token, or before it where `announce` is called. If somebody else
+    has announced the same epoch, the request is theirs, and this voice stays silent.
+    """
 
     def __init__(self, pipe: Pipe, job: ValidatedJob, epoch: int) -> None:
         self._pipe = pipe
@@ -126,39 +132,52 @@ class Voice:
         self._epoch = epoch
         share = partition(job.id, pipe.settings.stream_partitions)
         self._subject = pipe.subjects.stream(share, job.id)
+        self._announcing = asyncio.Lock()
+        self._ours: bool | None = None  # None until announced; set by announce
 
-    async def start(self) -> bool:
-        """Announce the epoch; False if it was announced before."""
-        job = self._job
-        started = Started(job.id, self._epoch, job.tenant, job.bridge, job.choices, job.prompt_tokens)
-        return await self._say(started, "started")
+    async def announce(self, *first: Delta) -> bool:
+        """Say that the epoch begins, with its first output if there is one; False if the request is another's."""
+        job, holder = self._job, uuid.uuid4().hex
+        started = Started(job.id, self._epoch, holder, job.tenant, job.bridge, job.choices, job.prompt_tokens)
+        self._ours = await self._say((started, *first), "started")
+        if not self._ours:  # somebody else's, or our own, stored by a publish whose answer was lost
+            stored = (await self.transcript()).started
+            self._ours = stored is not None and stored.holder == holder
+        return self._ours
 
     async def transcript(self) -> Transcript:
-        """What earlier epochs have said; to be read after this one was announced, so that nothing can be added."""
+        """What has been said of the request so far."""
         said = Transcript()
         for message in await self._pipe.broker.replay("STREAM", self._subject):
-            said.apply(codec.decode_output(message.data))
+            for output in codec.decode_outputs(message.data):
+                said.apply(output)
         return said
 
     async def relay(self, handle: RequestHandle) -> None:
         """Publish the deltas of one engine request to its end; those made during a publish go out together."""
-        while not handle.finished:
+        while not handle.finished and self._ours is not False:
             for delta in await handle.take():
-                await self._delta(delta)
+                await self._tell(dataclasses.replace(delta, request=self._job.id))
 
-    async def _delta(self, delta: Delta) -> None:
-        delta = dataclasses.replace(delta, request=self._job.id)
-        await self._say(delta, f"{delta.choice}.{delta.index}")
+    async def _tell(self, delta: Delta) -> None:
+        if self._ours is None:
+            async with self._announcing:
+                if self._ours is None:
+                    await self.announce(delta)
+                    return
+        if self._ours:
+            await self._say((delta,), f"{delta.choice}.{delta.index}")
 
-    async def _say(self, output: Output, place: str) -> bool:
-        data = codec.encode(output)
+    async def _say(self, outputs: Sequence[Output], place: str) -> bool:
+        """Store outputs; False if something else is stored in their place."""
+        data = codec.encode_outputs(outputs)
         while True:
             try:
                 published = await self._pipe.broker.publish(
                     self._subject,
                     data,
                     message_id=f"{self._job.id}.{self._epoch}.{place}",
-                    headers={SCHEMA: codec.OUTPUT},
+                    headers={SCHEMA: codec.OUTPUTS},
                 )
                 return not published.duplicate
             except BrokerUnavailable:

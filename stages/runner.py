@@ -116,9 +116,10 @@ class Runner:
     async def _refuse(self, delivery: Delivery, refusal: Refusal) -> None:
         try:
             await endings.refuse(self._pipe, delivery, refusal)
+        except Exception as error:
+            await self._fail(delivery, error)
+        else:
             await delivery.ack()
-        except Transient as error:
-            await delivery.nak(error.delay)
 
     async def _fail(self, delivery: Delivery, error: Exception) -> None:
         stage, attempt = self._stage.name, delivery.attempt
@@ -128,10 +129,10 @@ class Runner:
         try:
             if attempt >= self._pipe.settings.max_attempts:
                 await endings.bury(self._pipe, stage, delivery, reason)
-            else:
-                await delivery.nak(min(2.0 ** (attempt - 1), 30.0))
-        except Transient:
-            await delivery.nak(1.0)
+                return
+        except Exception as second:
+            log.error("could not be buried", stage=stage, attempt=attempt, reason=type(second).__name__)
+        await delivery.nak(min(2.0 ** (attempt - 1), 30.0))
 
     async def _beat(self) -> None:
         while True:

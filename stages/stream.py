@@ -47,19 +47,19 @@ class Stream(Stage):
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
-        output = codec.decode_output(message.data)
-        teller = self._tellers.get(output.request)
+        outputs = codec.decode_outputs(message.data)
+        share, request = message.subject.split(".")[-2:]
+        teller = self._tellers.get(request)
         if teller is None:
-            share = int(message.subject.split(".")[-2])
-            teller = self._tellers[output.request] = Teller(self.pipe, share)
+            teller = self._tellers[request] = Teller(self.pipe, int(share))
         try:
-            await teller.tell(output, message)
+            await teller.tell(outputs, message)
         except BaseException:
             # It may have counted what was never published: a new one will read that again.
-            self._tellers.pop(output.request, None)
+            self._tellers.pop(request, None)
             raise
         if teller.ended:
-            self._tellers.pop(output.request, None)
+            self._tellers.pop(request, None)
 
 
 class Teller:
@@ -72,15 +72,17 @@ class Teller:
         self._said = Transcript()
         self._order = asyncio.Lock()
 
-    async def tell(self, output: Output, message: Message) -> None:
-        """Publish what this output means to the client; returns when it is stored."""
+    async def tell(self, outputs: list[Output], message: Message) -> None:
+        """Publish what these outputs mean to the client; returns when it is stored."""
         async with self._order:
-            if self._said.started is None and isinstance(output, Delta):
+            if self._said.started is None and isinstance(outputs[0], Delta):
                 await self._rebuild(message)
-            counts = self._said.apply(output)
+            events: list[tuple[Event, str]] = []
+            for output in outputs:
+                if self._said.apply(output) and isinstance(output, Delta):
+                    events += self._events(output)
             if self._said.gap:
-                raise Transient(f"outputs of {output.request} are missing", delay=0.5)
-            events = self._events(output) if counts and isinstance(output, Delta) else []
+                raise Transient(f"outputs on {message.subject} are missing", delay=0.5)
         # Nothing suspends between here and the sending, so events leave in the order of their outputs.
         for event, place in events:
             await self._emit(event, place)
@@ -89,7 +91,8 @@ class Teller:
     async def _rebuild(self, message: Message) -> None:
         for stored in await self._pipe.broker.replay("STREAM", message.subject):
             if stored.sequence < message.sequence:
-                self._said.apply(codec.decode_output(stored.data))
+                for output in codec.decode_outputs(stored.data):
+                    self._said.apply(output)
 
     def _events(self, delta: Delta) -> list[tuple[Event, str]]:
         said, request = self._said, delta.request

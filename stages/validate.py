@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Iterable
 from typing import get_args
@@ -98,7 +99,9 @@ class Validate(Stage):
         try:
             deadline = float(given) if given else created + (job.timeout or self.pipe.settings.default_timeout)
         except ValueError:
-            raise InvalidRequest(f"The header {DEADLINE} must hold Unix seconds.", param="deadline") from None
+            deadline = math.nan
+        if not math.isfinite(deadline):
+            raise InvalidRequest(f"The header {DEADLINE} must hold Unix seconds.", param="deadline")
         if deadline <= created:
             raise DeadlineExceeded("The deadline passed before the job was looked at.")
         return deadline

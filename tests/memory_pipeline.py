@@ -78,8 +78,8 @@ class Pipeline:
         pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]
         pipeline._tasks.append(asyncio.create_task(registry.run()))
         await pipeline.bridge.start()
-        while not registry.models:
-            await asyncio.sleep(0)
+        await registry.announce_worker(worker)
+        await registry.refresh()
         return pipeline
 
     async def stop(self) -> None:
@@ -93,9 +93,7 @@ class Pipeline:
     def ask(self, body: dict[str, Any], endpoint: Endpoint = "/v1/completions", **fields: Any) -> list[Event]:
         return self.runner.run(self.events(body, endpoint, **fields))
 
-    async def events(
-        self, body: dict[str, Any], endpoint: Endpoint = "/v1/completions", **fields: Any
-    ) -> list[Event]:
+    async def events(self, body: dict[str, Any], endpoint: Endpoint = "/v1/completions", **fields: Any) -> list[Event]:
         job = Job(id=f"test-{uuid.uuid4().hex}", endpoint=endpoint, bridge="test", body=body, **fields)
         reading = await self.bridge.open(job, priority="normal", tenant="default")
         events: list[Event] = []

@@ -1,0 +1,191 @@
+"""What becomes of a delivery: acknowledged, refused, retried, buried; and what of the requests it speaks for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from memory_pipeline import MODEL, Pipeline
+
+from penstock.config.settings import Settings
+from penstock.schemas import codec
+from penstock.schemas.errors import InvalidRequest, Transient
+from penstock.schemas.events import Done, Failed, Token
+from penstock.schemas.jobs import Job, ValidatedJob
+from penstock.schemas.params import GenerationParams
+from penstock.stages import JobStage, Pipe, Runner
+from penstock.stages.cancellations import Cancellations
+from penstock.streams.memory import MemoryBroker
+from penstock.streams.port import NEXT, Message
+from penstock.streams.registry import Registry
+from penstock.streams.topology import Subjects, topology
+
+BODY = {"model": MODEL, "prompt": "hello"}
+PIPELINE = ("validate", "odd", "queue", "batch", "infer", "stream")
+
+
+class Odd(JobStage):
+    """Does what the prompt says."""
+
+    name = "odd"
+    attempts = 0
+
+    async def process(self, job: ValidatedJob) -> ValidatedJob:
+        Odd.attempts += 1
+        match job.body["prompt"]:
+            case "refuse":
+                raise InvalidRequest("not today", code="policy")
+            case "crash":
+                raise ZeroDivisionError("secret words of a prompt")
+            case "wait" if Odd.attempts == 1:
+                raise Transient("not yet", delay=0.01)
+        return job
+
+
+@pytest.fixture
+def odd() -> Iterator[Pipeline]:
+    Odd.attempts = 0
+    with asyncio.Runner() as runner:
+        pipeline = runner.run(Pipeline.start(Odd, pipeline=PIPELINE, max_attempts=2))
+        pipeline.runner = runner
+        yield pipeline
+        runner.run(pipeline.stop())
+
+
+def dead(pipeline: Pipeline) -> list[Message]:
+    return pipeline.runner.run(pipeline.pipe.broker.replay("DEAD", pipeline.pipe.subjects.dead("odd")))
+
+
+def test_a_custom_stage_passes_refuses_and_retries(odd: Pipeline) -> None:
+    assert isinstance(odd.ask(BODY)[-1], Done)
+    refused = odd.ask(BODY | {"prompt": "refuse"})[-1]
+    assert isinstance(refused, Failed)
+    assert (refused.error.status, refused.error.message, refused.error.code) == (400, "not today", "policy")
+    Odd.attempts = 0
+    assert isinstance(odd.ask(BODY | {"prompt": "wait"})[-1], Done)
+    assert Odd.attempts == 2
+    assert dead(odd) == []
+
+
+def test_a_job_that_cannot_be_handled_is_buried_and_its_client_told(
+    odd: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = odd.ask(BODY | {"prompt": "crash"})
+    assert len(events) == 1
+    failed = events[0]
+    assert isinstance(failed, Failed)
+    assert failed.error.status == 500
+    assert Odd.attempts == 2
+    letter = dead(odd)[0]
+    assert letter.headers["Penstock-Dead-Attempts"] == "2"
+    assert letter.headers["Penstock-Dead-Reason"] == "ZeroDivisionError"
+    assert codec.decode_model(ValidatedJob, letter.data, None).id == failed.request
+    logged = capsys.readouterr()
+    assert "ZeroDivisionError" in logged.out + logged.err
+    assert "secret words" not in logged.out + logged.err
+
+
+def test_the_same_job_twice_runs_once(pipeline: Pipeline) -> None:
+    async def twice() -> list[Token]:
+        job = Job(id=uuid.uuid4().hex, endpoint="/v1/completions", bridge="test", body=BODY)
+        reading = await pipeline.bridge.open(job, priority="normal", tenant="default")
+        subject = pipeline.pipe.subjects.jobs("normal", "default")
+        # Another message id, as from a client that lost its own: the request's id makes it harmless all the same.
+        await pipeline.pipe.broker.publish(subject, codec.encode(job), message_id=uuid.uuid4().hex)
+        events = []
+        while not reading.ended:
+            events += await reading.take(60.0)
+        reading.close()
+        stored = await pipeline.pipe.broker.replay(
+            "EVENTS", pipeline.pipe.subjects.events("default", "test", job.id or "")
+        )
+        decoded = [codec.decode_event(message.data) for message in stored]
+        assert [event.type for event in decoded].count("done") == 1
+        return [event for event in decoded if isinstance(event, Token)]
+
+    assert "".join(token.text for token in pipeline.runner.run(twice())) == "hello"
+
+
+def test_nothing_is_left_in_any_work_queue(pipeline: Pipeline) -> None:
+    for _ in range(20):
+        pipeline.ask(BODY)
+    subjects = pipeline.pipe.subjects
+    for stream, subject in (
+        ("JOBS", subjects.jobs("normal", "default")),
+        ("STAGE_QUEUE", subjects.stage("queue", "normal", "default")),
+        ("BATCH_NORMAL", subjects.batch("normal", "default")),
+        ("INFER", subjects.infer("w0")),
+    ):
+        while pipeline.runner.run(pipeline.pipe.broker.replay(stream, subject)):
+            pass  # the last acknowledgement may still be on its way
+
+
+class Slow(JobStage):
+    """Holds every job until it is released."""
+
+    name = "slow"
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe)
+        self.holding = asyncio.Event()
+        self.released = asyncio.Event()
+
+    async def process(self, job: ValidatedJob) -> ValidatedJob:
+        self.holding.set()
+        await self.released.wait()
+        return job
+
+
+async def held(drain_timeout: float) -> tuple[Pipe, Slow, Runner, asyncio.Task[None]]:
+    """A runner with one job in the hands of its stage."""
+    settings = Settings(pipeline=("validate", "slow", *PIPELINE[2:]), drain_timeout=drain_timeout)
+    broker, subjects = MemoryBroker(), Subjects("penstock")
+    await broker.ensure(*topology("penstock", settings.job_stages))
+    pipe = Pipe(broker, subjects, settings, Registry(broker, interval=1.0), Cancellations())
+    job = ValidatedJob(
+        id="held",
+        endpoint="/v1/completions",
+        bridge="test",
+        tenant="default",
+        priority="normal",
+        model=MODEL,
+        prompts=((1,),),
+        params=GenerationParams(),
+        created=time.time(),
+        deadline=time.time() + 600,
+        body=BODY,
+    )
+    headers = {NEXT: subjects.stage("queue", "normal", "default")}
+    subject = subjects.stage("slow", "normal", "default")
+    await broker.publish(subject, codec.encode(job), message_id="held", headers=headers)
+    slow = Slow(pipe)
+    runner = Runner(slow, pipe)
+    running = asyncio.create_task(runner.run())
+    await slow.holding.wait()
+    return pipe, slow, runner, running
+
+
+async def test_a_drain_finishes_what_is_in_hand() -> None:
+    pipe, slow, runner, running = await held(drain_timeout=60.0)
+    runner.stop()
+    slow.released.set()
+    await running
+    subject = pipe.subjects.stage("queue", "normal", "default")
+    assert len(await pipe.broker.replay("STAGE_QUEUE", subject)) == 1
+    assert await pipe.broker.replay("STAGE_SLOW", pipe.subjects.stage("slow", "normal", "default")) == []
+
+
+async def test_what_a_drain_cannot_finish_goes_to_another_copy_at_once() -> None:
+    pipe, _, runner, running = await held(drain_timeout=0.0)
+    runner.stop()
+    await running
+    other = Slow(pipe)
+    taking_over = Runner(other, pipe)
+    running = asyncio.create_task(taking_over.run())
+    await other.holding.wait()
+    other.released.set()
+    taking_over.stop()
+    await running
