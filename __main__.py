@@ -26,7 +26,9 @@ from .api.supervisor import Supervisor, base_url, broker_url, listen, ready
 from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
-from .schemas.errors import BrokerUnavailable, StartupError
+from .engine import BACKENDS, resolve_model
+from .engine.models import read_model_info
+from .schemas.errors import BrokerUnavailable, ConfigurationError, Overloaded, StartupError
 from .schemas.registry import ModelCard, StageCard, WorkerCard
 from .stages import Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
@@ -48,11 +50,8 @@ def serve(
 
     Prints `penstock ready URL` when a first request would be answered. Ctrl-C lets running requests finish.
     """
-    settings = loaded.settings
-    if settings.model is None and settings.backend != "echo":
-        raise StartupError("name a model: penstock serve MODEL (a directory or a Hugging Face id)")
-    configure_logging(settings)
-    _run(Supervisor(_with_absolute_model(settings)).run())
+    configure_logging(loaded.settings)
+    _run(Supervisor(_with_model(loaded.settings, "serve")).run())
 
 
 @app.command(rich_help_panel="Run")
@@ -63,11 +62,8 @@ def worker(
     id: Annotated[str | None, typer.Option(help="A name that stays over restarts; a random one by default.")] = None,
 ) -> None:
     """Run the infer stage alone: one engine that takes batches from the broker."""
-    settings = loaded.settings
-    if settings.model is None and settings.backend != "echo":
-        raise StartupError("name a model: penstock worker MODEL (a directory or a Hugging Face id)")
-    configure_logging(settings, process="worker")
-    _run(_worker(_with_absolute_model(settings), id or f"w-{uuid.uuid4().hex[:8]}"))
+    configure_logging(loaded.settings, process="worker")
+    _run(_worker(_with_model(loaded.settings, "worker"), id or f"w-{uuid.uuid4().hex[:8]}"))
 
 
 @app.command(rich_help_panel="Run")
@@ -90,6 +86,7 @@ def bridge(loaded: Loaded) -> None:
     listener = listen(loaded.settings.host, loaded.settings.port)
 
     async def run() -> None:
+        log.info("listening; the other parts may still be missing", url=base_url(listener))
         announcing = asyncio.create_task(_announce(base_url(listener)))
         try:
             await _parts(loaded.settings, [], listener)
@@ -118,7 +115,10 @@ async def _announce(url: str) -> None:
 async def _parts(settings: Settings, stages: Iterable[type[Stage]], listener: socket.socket | None) -> None:
     """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
     stopping = _stop_signal()
-    async with _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe, asyncio.TaskGroup() as group:
+    async with (
+        _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe,
+        asyncio.TaskGroup() as group,
+    ):
         runners = [Runner(kind(pipe), pipe) for kind in stages]
         copy = uuid.uuid4().hex[:8]
         cards = [StageCard(stage=kind.name, id=copy, pid=os.getpid()) for kind in stages]
@@ -145,7 +145,7 @@ async def _bridge(pipe: Pipe, listener: socket.socket, stopping: asyncio.Event) 
             application,
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=max(1, round(pipe.settings.drain_timeout)),
+            timeout_graceful_shutdown=round(pipe.settings.drain_timeout) + 5,
             timeout_keep_alive=75,
         )
     )
@@ -153,6 +153,8 @@ async def _bridge(pipe: Pipe, listener: socket.socket, stopping: asyncio.Event) 
     async def stop() -> None:
         await stopping.wait()
         server.should_exit = True
+        await asyncio.sleep(pipe.settings.drain_timeout)
+        await bridge.shut(Overloaded("Penstock is shutting down.", code="shutting_down", retry_after=5.0))
 
     stopper = asyncio.create_task(stop())
     try:
@@ -181,7 +183,7 @@ async def _worker(settings: Settings, name: str) -> None:
         card = WorkerCard(
             id=name,
             model=ModelCard(
-                name=settings.served_model_name or Path(source).name,
+                name=settings.served_model_name or source,
                 source=source,
                 backend=settings.backend,
                 context_length=engine.model_info().context_length,
@@ -251,13 +253,19 @@ def _stop_signal() -> asyncio.Event:
     return stopping
 
 
-def _with_absolute_model(settings: Settings) -> Settings:
-    """The settings with a local model by its whole path: other processes load its tokenizer too."""
-    if settings.model is None or not Path(settings.model).expanduser().is_dir():
-        return settings
-    path = Path(settings.model).expanduser().resolve()
-    name = settings.served_model_name or path.name
-    return settings.model_copy(update={"model": str(path), "served_model_name": name})
+def _with_model(settings: Settings, command: str) -> Settings:
+    """The settings with the model on this disk, downloaded if need be, and a name for it; faults show here, early."""
+    if settings.backend not in BACKENDS:
+        raise ConfigurationError([f"unknown backend {settings.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
+    if settings.model is None:
+        if settings.backend != "echo":
+            raise StartupError(f"name a model: penstock {command} MODEL (a directory or a Hugging Face id)")
+        return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
+    directory = resolve_model(settings.model)
+    read_model_info(directory, settings.model, settings.max_sequence_length)
+    is_path = Path(settings.model).expanduser().is_dir()
+    name = settings.served_model_name or (directory.resolve().name if is_path else settings.model)
+    return settings.model_copy(update={"model": str(directory.resolve()), "served_model_name": name})
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

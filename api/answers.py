@@ -13,21 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..schemas.errors import GenerationFailed, PayloadTooLarge, Refusal
+from ..schemas.errors import PayloadTooLarge
 from ..schemas.events import Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
 from .bridge import Reading
 from .rendering import Renderer, error_message, error_payload
 
 PING = b": ping\n\n"
 FOR_EVER = 1e9  # seconds
-
-
-def refusal_response(refusal: Refusal, request: str | None = None) -> Response:
-    """The HTTP form of a refusal, for what is refused before there is any event."""
-    body = ErrorBody(
-        refusal.status, str(refusal), refusal.type, refusal.code, refusal.param, refusal.retry_after
-    )
-    return error_response(body, request)
 
 
 def error_response(error: ErrorBody, request: str | None = None) -> Response:
@@ -37,9 +29,7 @@ def error_response(error: ErrorBody, request: str | None = None) -> Response:
         headers["retry-after-ms"] = str(round(error.retry_after * 1000))
     if request:
         headers["x-request-id"] = request
-    return Response(
-        orjson.dumps(error_payload(error)), error.status, headers=headers, media_type="application/json"
-    )
+    return Response(orjson.dumps(error_payload(error)), error.status, headers=headers, media_type="application/json")
 
 
 class Answer(Response):
@@ -145,9 +135,6 @@ def _error(event: Event) -> ErrorBody | None:
         case Failed(error=error) | Expired(error=error):
             return error
         case Cancelled():
-            cancelled = GenerationFailed("The request was cancelled.", code="cancelled")
-            return ErrorBody(499, str(cancelled), cancelled.type, cancelled.code)
+            return ErrorBody(499, "The request was cancelled.", "cancelled_error", "cancelled")
         case _:
             return None
-
-

@@ -21,7 +21,7 @@ from ..schemas.openai import ChatRequest, CompletionRequest
 from ..schemas.registry import ModelCard
 from ..streams.port import Broker
 from ..streams.registry import Registry
-from .answers import Answer, error_response, read_body, refusal_response
+from .answers import Answer, error_response, read_body
 from .bridge import Bridge
 from .rendering import Renderer
 
@@ -33,9 +33,14 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     """The ASGI application; whoever calls this starts `bridge` and runs `registry`."""
     app = FastAPI(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
     _add_errors(app)
-    for endpoint, body in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
+    bodies: dict[Endpoint, type[BaseModel]] = {
+        "/v1/chat/completions": ChatRequest,
+        "/v1/completions": CompletionRequest,
+    }
+    for endpoint, body in bodies.items():
         schema = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(body)}}}}
-        app.post(endpoint, tags=["openai"], openapi_extra=schema, name=endpoint)(_generation(endpoint, bridge, settings))
+        generate = _generation(endpoint, bridge, settings)
+        app.post(endpoint, tags=["openai"], openapi_extra=schema, name=endpoint)(generate)
 
     @app.get("/v1/models", tags=["openai"])
     async def models() -> Any:
@@ -134,7 +139,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        return refusal_response(error)
+        return error_response(ErrorBody.of(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: Exception) -> Response:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import structlog
 
 from ..schemas import codec
-from ..schemas.errors import BrokerUnavailable, Overloaded, StreamFull
-from ..schemas.events import FINAL, Accepted, Cancelled, Done, Event, Token
+from ..schemas.errors import BrokerUnavailable, Overloaded, Refusal, StreamFull
+from ..schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, Token
 from ..schemas.jobs import Job, Priority
 from ..streams.port import DEADLINE, SCHEMA, Broker, Message
 from ..streams.topology import Subjects
@@ -35,10 +35,6 @@ class Bridge:
 
     async def start(self) -> None:
         await self._broker.listen(self._subjects.events_of(self.name), self._hear)
-
-    @property
-    def active(self) -> int:
-        return len(self._readings)
 
     async def open(self, job: Job, *, priority: Priority, tenant: str, deadline: float | None = None) -> Reading:
         """Publish a job, which must name this bridge and have an id. Raises `Overloaded` where it is not taken."""
@@ -61,6 +57,12 @@ class Bridge:
             self._close(job.id)
             raise
         return reading
+
+    async def shut(self, refusal: Refusal) -> None:
+        """End every open reading with this, and stop what it asked for: the process is about to go."""
+        for reading in list(self._readings.values()):
+            reading.end(refusal)
+            await reading.cancel()
 
     def _close(self, request: str) -> None:
         self._readings.pop(request, None)
@@ -115,10 +117,17 @@ class Reading:
                 self._ready.append(event)
         self._news.set()
 
-    async def take(self, timeout: float) -> list[Event]:
-        """Wait for news and return all there is, oldest first; empty after `timeout` seconds of silence."""
+    def end(self, refusal: Refusal) -> None:
+        """Stop reading: what `take` gives last is this."""
+        if self._final is None:
+            self._final = Failed(self.request, ErrorBody.of(refusal))
+            self._ready.append(self._final)
+            self._news.set()
+
+    async def take(self, patience: float) -> list[Event]:
+        """Wait for news and return all there is, oldest first; empty after `patience` seconds of silence."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + timeout
+        until = loop.time() + patience
         while not self._ready:
             self._news.clear()
             try:

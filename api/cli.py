@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import uuid
 from typing import Annotated, Literal
@@ -14,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
-from ..config.sources import Loaded, flag, variable
+from ..config.sources import SECRET, Loaded, flag, variable
 from ..schemas.asyncapi import asyncapi, json_schemas
 from ..schemas.errors import StartupError
 from ..schemas.events import Accepted, Cancelled, Done, Expired, Failed, Token
 from ..schemas.jobs import Job, Priority
 from ..streams.jetstream import JetStreamBroker
 from ..streams.topology import Subjects
+from .bench_pipeline import pipeline
 from .bridge import Bridge
 from .options import with_settings
 from .supervisor import broker_url
@@ -33,6 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=True,
 )
+bench = typer.Typer(help="Measure Penstock, or a part of it.", no_args_is_help=True)
+bench.command()(pipeline)
+app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 
 def _version(asked: bool) -> None:
@@ -52,15 +57,23 @@ def penstock(
 @with_settings
 def config(loaded: Loaded) -> None:
     """Print every setting's effective value and where it comes from."""
-    table = Table("setting", "value", "set by", box=None, pad_edge=False)
-    for name, value in loaded.settings.model_dump().items():
-        text = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
-        if name == "nats_url" and "@" in text:
-            text = text.split("//", 1)[0] + "//***@" + text.rpartition("@")[2]
-        table.add_row(name, text.replace("[", "\\["), loaded.origins[name])
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(table)
-    console.print(f"\nSet one with its flag ({flag('max_batch_size')}), its variable ({variable('max_batch_size')}) or its key in penstock.toml.")
+    rows = [(name, _shown(name, value), loaded.origins[name]) for name, value in loaded.settings.model_dump().items()]
+    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    sys.stdout.writelines(f"{name:<{names}}  {value:<{values}}  {origin}\n" for name, value, origin in rows)
+    if sys.stdout.isatty():
+        sys.stdout.write(
+            f"\nSet one with its flag ({flag('max_batch_size')}), its variable ({variable('max_batch_size')}) "
+            "or its key in penstock.toml.\n"
+        )
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if value is None:
+        return ""
+    # Up to the last @, since a password may hold anything: of several servers only the last one shows.
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", str(value), flags=re.DOTALL) if name in SECRET else str(value)
 
 
 @app.command(rich_help_panel="Look")
@@ -113,7 +126,7 @@ def submit(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": temperature}
-    given = {name: value for name, value in body.items() if value is not None}
+    given: dict[str, object] = {name: value for name, value in body.items() if value is not None}
     failure = asyncio.run(_submit(loaded, given, ask, priority, tenant, as_events=events))
     if failure is not None:
         Console(stderr=True).print(f"[bold red]error:[/] {failure}", highlight=False)

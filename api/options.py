@@ -60,7 +60,7 @@ def _parameters(command: Callable[..., None]) -> list[tuple[str, inspect.Paramet
     return list(inspect.signature(command).parameters.items())
 
 
-class fatal_errors:  # noqa: N801  # reads as a statement
+class fatal_errors:  # reads as a statement
     """Turns a `Fatal` into its message on standard error, a line a fault, and exit code 2."""
 
     def __enter__(self) -> None:

@@ -1,0 +1,220 @@
+"""`penstock bench pipeline` against servers of its own, and its client against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.api.bench_load import Client, EventStream, Sample, closed_loop, open_loop
+from penstock.api.bench_report import Figure, percentile
+
+CHUNK = b'data: {"choices": [{"delta": {"content": "hello"}}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\n'
+DONE = b"data: [DONE]\n\n"
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+def chunked(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "bench", "pipeline", *arguments]
+    environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+class Answering(asyncio.Protocol):
+    """A server's end of a connection that says the same to every request, a part at a time."""
+
+    def __init__(self, parts: tuple[bytes, ...]) -> None:
+        self._parts = parts
+        self.lost = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.writelines(self._parts)
+        if b"Connection: close" in self._parts[0]:
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+
+@contextlib.asynccontextmanager
+async def answering(*parts: bytes) -> AsyncIterator[Client]:
+    """A client of a server that says this."""
+    connections: list[Answering] = []
+
+    def connect() -> Answering:
+        connections.append(Answering(parts))
+        return connections[-1]
+
+    server = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", 0)
+    async with server:
+        with contextlib.closing(Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")) as client:
+            yield client
+        for connection in connections:
+            await connection.lost.wait()
+
+
+async def ask(client: Client, *, stream: bool = True) -> Sample:
+    return await client.post("/v1/chat/completions", {"model": "m", "stream": stream})
+
+
+def test_the_command_measures_and_writes_a_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    options = {"rate": 20, "seconds": 1, "warm-up": 0.5, "tokens": 4, "concurrency": 3, "relay-tokens": 16}
+    ran = bench(*(f"--{name}={value}" for name, value in options.items()), f"--output={report}")
+    assert ran.returncode == 0, ran.stderr
+    assert "added by the pipeline, p99" in ran.stdout
+
+    document = json.loads(report.read_text())
+    assert document["benchmark"] == "pipeline"
+    assert document["options"]["relay_tokens"] == 16
+    assert document["machine"]["cores"] == os.cpu_count()
+    assert {"penstock", "python", "nats-py"} <= document["versions"].keys()
+    assert "--relay-tokens=16" in document["command"]
+    figures = {figure["name"]: figure for figure in document["figures"]}
+    assert all(figure["value"] is not None for figure in figures.values())
+    assert {name for name, figure in figures.items() if figure["target"] is not None} == {
+        "added by the pipeline, p50",
+        "added by the pipeline, p99",
+        "tokens relayed",
+    }
+    loads = document["loads"]
+    assert list(loads) == ["direct", "first_token", "relay", "requests"]
+    for load, tokens in zip(loads.values(), (4, 4, 16, 1), strict=True):
+        assert load["failed"] == 0
+        assert load["tokens"] == tokens * load["requests"]
+        assert 0 < load["counted"] <= load["requests"]
+    assert loads["direct"]["requests"] == loads["first_token"]["requests"] == 30
+
+
+def test_a_server_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    ran = bench("--url=http://127.0.0.1:1", "--seconds=0.1", "--warm-up=0")
+    assert ran.returncode == 2
+    assert "no OpenAI-compatible server answers at http://127.0.0.1:1" in ran.stderr
+
+    ran = bench(f"--output={tmp_path}/none/report.json")
+    assert ran.returncode == 2
+    assert "choose another --output" in ran.stderr
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_events_are_the_same_wherever_they_are_cut(newline: bytes) -> None:
+    lines = (
+        b": ping",
+        b"",
+        b"event: x",
+        b"data: one",
+        b"",
+        b"data:two",
+        b"data:  lines",
+        b"",
+        b"data: [DONE]",
+        b"",
+        b"",
+    )
+    text = newline.join(lines)
+    whole = [b"one", b"two\n lines", b"[DONE]"]
+    assert EventStream().feed(text) == whole
+    for place in range(len(text)):
+        events = EventStream()
+        assert events.feed(text[:place]) + events.feed(text[place:]) == whole
+    events = EventStream()
+    assert [data for place in range(len(text)) for data in events.feed(text[place : place + 1])] == whole
+
+
+async def test_a_stream_is_timed_and_counted_and_its_connection_used_again() -> None:
+    async with answering(STREAM, chunked(CHUNK), chunked(CHUNK), chunked(USAGE + DONE) + END) as client:
+        for _ in range(2):
+            sample = await ask(client)
+            assert sample.error is None
+            assert sample.sizes == [5, 5]
+            assert sample.tokens == 5
+            assert sample.to_first is not None
+            assert len(sample.gaps) == 1
+            assert sample.sent <= sample.times[0] <= sample.times[1] <= sample.ended
+            assert sample.tokens_between(sample.sent, sample.ended + 1) == 5
+            assert sample.tokens_between(0, sample.sent) == 0
+
+
+async def test_without_usage_pieces_are_counted() -> None:
+    async with answering(STREAM + chunked(CHUNK * 3 + DONE) + END) as client:
+        assert (await ask(client)).tokens == 3
+
+
+async def test_a_whole_answer_is_one_piece() -> None:
+    body = b'{"choices": [{"message": {"content": "hello"}}], "usage": {"completion_tokens": 2}}'
+    async with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as client:
+        sample = await ask(client, stream=False)
+        assert (sample.error, sample.tokens, sample.sizes) == (None, 2, [5])
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy", "HTTP 503: busy"),
+        (STREAM + chunked(CHUNK) + END, "the stream ended without"),
+        (STREAM + chunked(b'data: {"error": {"message": "broken"}}\n\n') + END, "in the answer: broken"),
+        (STREAM + chunked(b"data: {\n\n") + END, "cannot be read"),
+        (b"nonsense\r\n\r\n", "cannot be read"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 9\r\n\r\nhalf", "closed the connection"),
+    ],
+)
+async def test_what_goes_wrong_is_the_samples_error(answer: bytes, error: str) -> None:
+    async with answering(answer) as client:
+        sample = await ask(client)
+        assert sample.error is not None
+        assert error in sample.error
+
+
+async def test_loops_send_what_they_should() -> None:
+    async def send() -> Sample:
+        await asyncio.sleep(0)
+        return Sample()
+
+    samples = await open_loop(send, rate=1000, seconds=0.02)
+    assert len(samples) == 20
+    assert all(sample.late >= 0 for sample in samples)
+    assert [sample.sent for sample in samples] == sorted(sample.sent for sample in samples)
+
+    running = most = 0
+
+    async def count() -> Sample:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return Sample()
+
+    assert await closed_loop(count, concurrency=3, seconds=0.01)
+    assert most == 3
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentile([], 50) is None
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([float(x) for x in range(1, 101)], 99) == 99.0
+    assert percentile([7.0], 99) == 7.0
+
+
+def test_a_target_is_met_from_its_side() -> None:
+    assert Figure("", 5.0, "ms", 5.0).met
+    assert Figure("", 4.0, "1/s", 5.0, at_least=True).met is False
+    assert Figure("", 4.0, "ms").met is None
+    assert Figure("", None, "ms", 5.0).met is None

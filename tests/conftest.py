@@ -1,0 +1,71 @@
+"""What all tests share: a tiny model, and Penstock's real processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Process, Serve, Served, Start
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a `penstock` command; it is ended after the test."""
+    processes: list[Process] = []
+
+    def run(*arguments: str, environment: dict[str, str] | None = None) -> Process:
+        processes.append(Process(*arguments, environment=environment, cwd=tmp_path))
+        return processes[-1]
+
+    yield run
+    for process in reversed(processes):
+        process.end()
+
+
+@pytest.fixture
+def serve(start: Start, tmp_path: Path) -> Serve:
+    """Start `penstock serve` on a free port with a state directory of its own, and wait until it is ready."""
+
+    def run(*arguments: str, environment: dict[str, str] | None = None) -> Served:
+        state_dir = tmp_path / "state"
+        process = start("serve", *arguments, "--port", "0", "--state-dir", str(state_dir), environment=environment)
+        return Served(process, state_dir)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One `penstock serve --backend echo` for all tests that only talk to it."""
+    yield from _session_server(tmp_path_factory, "--backend", "echo")
+
+
+@pytest.fixture(scope="session")
+def model_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Served]:
+    """One server of the tiny model in float32, for all tests that only talk to it."""
+    yield from _session_server(tmp_path_factory, str(tiny_model), "--dtype", "float32", "--served-model-name", "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of a few megabytes, with a real tokenizer and chat template."""
+    spec = importlib.util.spec_from_file_location("tiny_model", ROOT / "deploy" / "tiny_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    module.make_tiny_model(directory)
+    return directory
+
+
+def _session_server(factory: pytest.TempPathFactory, *arguments: str) -> Iterator[Served]:
+    state_dir = factory.mktemp("serve") / "state"
+    process = Process("serve", *arguments, "--port", "0", "--state-dir", str(state_dir))
+    try:
+        yield Served(process, state_dir)
+    finally:
+        process.end()

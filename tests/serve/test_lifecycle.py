@@ -1,0 +1,148 @@
+"""Starting, stopping and dying: what a person at a terminal sees, and that no process is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from serving import Serve, Start
+
+BODY = {"model": "echo", "prompt": "x" * 200, "max_tokens": 200, "stream": True}
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return list(psutil.Process(pid).children(recursive=True))
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return not alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal.Signals) -> None:
+    served = serve("--backend", "echo", "--echo-rate", "200")
+    family = children(served.process.pid)
+    assert len(family) == 3  # broker, front, worker
+    text = ""
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=BODY, timeout=60) as response:
+        for line in response.iter_lines():
+            if not text:
+                served.process.send(number)
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    assert text == "x" * 200
+    assert served.process.wait() == 0
+    assert gone(family)
+    assert not (served.state_dir / "nats-url").exists()
+
+
+def test_what_outlasts_the_drain_limit_is_told_so(serve: Serve) -> None:
+    served = serve("--backend", "echo", "--echo-rate", "1", "--drain-timeout", "1")
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=BODY, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.process.send(signal.SIGINT)
+        rest = "".join(lines) if response.status_code == 200 else ""
+    assert '"error"' in rest
+    assert served.process.wait() == 0
+
+
+def test_a_killed_parent_leaves_no_process(serve: Serve) -> None:
+    served = serve("--backend", "echo")
+    family = children(served.process.pid)
+    served.process.send(signal.SIGKILL)
+    served.process.wait()
+    assert gone(family)
+
+
+def test_a_killed_front_or_broker_is_started_again(serve: Serve) -> None:
+    served = serve("--backend", "echo")
+    for name in ("front", "nats-server"):
+        victim = next(child for child in children(served.process.pid) if name in " ".join(child.cmdline()))
+        os.kill(victim.pid, signal.SIGKILL)
+        psutil.wait_procs([victim], timeout=30)
+        with httpx.Client(base_url=served.url, timeout=60, transport=httpx.HTTPTransport(retries=20)) as client:
+            while client.get("/health/ready").status_code != 200:
+                pass
+            answer = client.post("/v1/completions", json=BODY | {"stream": False})
+        assert answer.json()["choices"][0]["text"] == "x" * 200
+
+
+def test_a_port_in_use_is_told_at_once(start: Start, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = start("serve", "--backend", "echo", "--port", port, "--state-dir", str(tmp_path / "state"))
+        assert process.wait() == 2
+    assert f"port {port}" in process.output
+    assert "--port" in process.output
+    assert len(process.lines) == 1
+
+
+def test_a_state_directory_in_use_is_told_at_once(serve: Serve, start: Start) -> None:
+    served = serve("--backend", "echo")
+    second = start("serve", "--backend", "echo", "--port", "0", "--state-dir", str(served.state_dir))
+    assert second.wait() == 2
+    assert str(served.state_dir) in second.output
+    assert "--state-dir" in second.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve"], "name a model"),
+        (["serve", "/no/such/directory"], "no such directory: /no/such/directory"),
+        (["serve", "EMPTY"], "has no config.json"),
+        (["serve", "BROKEN"], "model.safetensors"),
+        (["serve", "--prot", "1"], "No such option"),
+        (["serve", "--config", "BAD_TOML"], "not valid TOML"),
+        (["serve", "--config", "/no/such/file.toml"], "no such file"),
+        (["serve", "--backend", "nonsense"], "unknown backend 'nonsense'"),
+        (["serve", "--backend", "echo", "--nats-url", "nats://127.0.0.1:1"], "127.0.0.1:1"),
+        (["serve", "--backend", "echo", "--nats-server", "/no/such/binary"], "--nats-server"),
+        (["worker", "--backend", "echo"], "no broker"),
+        (["stage", "nonsense"], "no stage is called nonsense"),
+        (["stage", "infer"], "penstock worker MODEL"),
+        (["submit", "hello"], "no broker"),
+    ],
+)
+def test_bad_input_is_told_with_exit_code_2(
+    start: Start, tmp_path: Path, tiny_model: Path, arguments: list[str], told: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(b"these are no weights")
+    (tmp_path / "bad.toml").write_text("port = = 1")
+    places = {"EMPTY": tmp_path / "empty", "BROKEN": broken, "BAD_TOML": tmp_path / "bad.toml"}
+    process = start(
+        *(str(places.get(argument, argument)) for argument in arguments),
+        environment={"PENSTOCK_STATE_DIR": str(tmp_path / "state"), "PENSTOCK_PORT": "0"},
+    )
+    assert process.wait() == 2
+    assert told in process.output
+    assert "Traceback" not in process.output
+
+
+def test_submit_prints_the_answer(serve: Serve, start: Start) -> None:
+    served = serve("--backend", "echo")
+    process = start("submit", "hello there", "--state-dir", str(served.state_dir))
+    assert process.wait() == 0
+    assert "hello there" in process.output
+
+
+def test_jobs_of_many_threads_over_one_server(serve: Serve) -> None:
+    served = serve("--backend", "echo")
+    with httpx.Client(base_url=served.url, timeout=60) as client, ThreadPoolExecutor(32) as pool:
+        bodies = [BODY | {"stream": False, "prompt": f"request {place}"} for place in range(200)]
+        texts = pool.map(lambda body: client.post("/v1/completions", json=body).json()["choices"][0]["text"], bodies)
+        assert list(texts) == [body["prompt"] for body in bodies]

@@ -1,0 +1,95 @@
+"""Every part in a process of its own against a separate nats-server; parts are killed while requests run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+from serving import Process, Start
+
+from penstock.streams.server import EmbeddedServer
+
+STAGES = ("validate", "queue", "batch", "stream")
+REQUESTS = 20
+TOKENS = 150
+
+
+@pytest.fixture
+async def nats_url(tmp_path: Path) -> AsyncIterator[str]:
+    server = await EmbeddedServer.start(tmp_path / "nats")
+    yield server.url
+    await server.stop()
+
+
+class Parts:
+    """A bridge, a worker and every light stage, each its own process."""
+
+    def __init__(self, start: Start, nats_url: str, *worker: str) -> None:
+        self._start = start
+        self._environment = {"PENSTOCK_NATS_URL": nats_url, "PENSTOCK_LEASE": "1", "PENSTOCK_HEARTBEAT_INTERVAL": "0.5"}
+        self.stages = {name: self.stage(name) for name in STAGES}
+        self.worker = start("worker", *worker, "--id", "w0", environment=self._environment)
+        bridge = start("bridge", "--port", "0", environment=self._environment)
+        self.url = bridge.wait_for(r"penstock ready (http://\S+)")[1]
+
+    def stage(self, name: str) -> Process:
+        return self._start("stage", name, environment=self._environment)
+
+
+def answers(url: str, model: str, prompts: list[str], **body: object) -> list[str]:
+    """The answers to all prompts, asked at once and streamed."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        def ask(prompt: str) -> str:
+            stream = client.completions.create(
+                model=model, prompt=prompt, temperature=0, max_tokens=TOKENS, stream=True, extra_body=body
+            )
+            return "".join(chunk.choices[0].text for chunk in stream)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts))
+
+
+def test_six_processes_give_what_one_gives(start: Start, nats_url: str, tiny_model: Path, model_server: object) -> None:
+    from serving import Served
+
+    assert isinstance(model_server, Served)
+    parts = Parts(start, nats_url, str(tiny_model), "--dtype", "float32", "--served-model-name", "tiny")
+    prompts = [f"prompt number {place}" for place in range(8)]
+    assert answers(parts.url, "tiny", prompts) == answers(model_server.url, "tiny", prompts)
+
+
+@pytest.mark.parametrize("victim", STAGES)
+def test_a_stage_killed_under_load_loses_nothing(start: Start, nats_url: str, victim: str) -> None:
+    parts = Parts(start, nats_url, "--backend", "echo", "--echo-rate", "100")
+    prompts = [f"request {place} " + "abc " * 40 for place in range(REQUESTS)]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answers, parts.url, "echo", prompts)
+        first_half = pool_of_early_requests(parts.url)
+        parts.stages[victim].send(signal.SIGKILL)
+        parts.stages[victim].wait()
+        parts.stage(victim)
+        assert asked.result() == [prompt[:TOKENS] for prompt in prompts]
+        assert first_half == ["early"]
+
+
+def pool_of_early_requests(url: str) -> list[str]:
+    """One short answer: when it is there, the pipeline is in the middle of the others."""
+    return answers(url, "echo", ["early"])
+
+
+def test_a_second_copy_takes_over(start: Start, nats_url: str) -> None:
+    parts = Parts(start, nats_url, "--backend", "echo", "--echo-rate", "100")
+    for name in STAGES:
+        parts.stage(name)
+    prompts = [f"request {place} " + "abc " * 40 for place in range(REQUESTS)]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answers, parts.url, "echo", prompts)
+        assert pool_of_early_requests(parts.url) == ["early"]
+        for process in parts.stages.values():
+            process.send(signal.SIGKILL)
+        assert asked.result() == [prompt[:TOKENS] for prompt in prompts]

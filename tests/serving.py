@@ -1,0 +1,103 @@
+"""Penstock's real processes for tests: on loopback, ended by their own ids."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Protocol
+
+START_TIMEOUT = 120.0  # seconds; loading torch in several processes on two busy cores takes a while
+
+
+class Process:
+    """A `penstock` command as a child in a session of its own, its output kept line by line."""
+
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+        self.lines: list[str] = []
+        self._news: Queue[str | None] = Queue()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments],
+            env=os.environ | {"PENSTOCK_LOG_FORMAT": "console"} | (environment or {}),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line of output that matches; fails with all of it should the process end before."""
+        for line in list(self.lines):
+            if found := re.search(pattern, line):
+                return found
+        while True:
+            try:
+                news = self._news.get(timeout=START_TIMEOUT)
+            except Empty:
+                raise AssertionError(f"no {pattern!r} in:\n{self.output}") from None
+            if news is None:
+                raise AssertionError(f"ended without {pattern!r}:\n{self.output}")
+            if found := re.search(pattern, news):
+                return found
+
+    def send(self, number: signal.Signals) -> None:
+        self._child.send_signal(number)
+
+    def wait(self) -> int:
+        status = self._child.wait(START_TIMEOUT)
+        self._reader.join()
+        return status
+
+    def end(self) -> None:
+        """Whatever is left of it goes now."""
+        if self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+        self._reader.join()
+        assert self._child.stdout is not None
+        self._child.stdout.close()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self._news.put(self.lines[-1])
+        self._news.put(None)
+
+
+class Start(Protocol):
+    def __call__(self, *arguments: str, environment: dict[str, str] | None = None) -> Process: ...
+
+
+class Served:
+    """A whole `penstock serve`, ready."""
+
+    def __init__(self, process: Process, state_dir: Path) -> None:
+        self.process = process
+        self.state_dir = state_dir
+        self.url = process.wait_for(r"penstock ready (http://\S+)")[1]
+
+    @property
+    def nats_url(self) -> str:
+        return (self.state_dir / "nats-url").read_text()
+
+
+Serve = Callable[..., Served]

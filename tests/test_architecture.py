@@ -1,0 +1,175 @@
+"""The shape of the code: which folder may import which, what the package holds, and how large a file may grow."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 350
+
+# What each folder may import; all may take `__version__` from the root.
+ARROWS: dict[str, set[str]] = {
+    "schemas": set(),
+    "config": {"schemas"},
+    "streams": {"schemas", "config"},
+    "engine": {"schemas", "config"},
+    "stages": {"streams", "schemas", "config"},
+    "api": {"engine", "streams", "schemas", "config"},
+}
+# What single files may import besides.
+EXCEPTIONS: dict[str, set[str]] = {
+    "stages/infer.py": {"engine"},
+    "stages/validate.py": {"engine.tokenizer"},
+    "__main__.py": set(ARROWS),
+}
+NO_CODE = {"tests", "deploy", "build", "dist", "node_modules"}  # folders that may hold Python and are no rooms of ours
+
+
+class Arrow(NamedTuple):
+    """An import: of what, dotted below the package, and in which line."""
+
+    target: str
+    line: int
+
+
+def _folders() -> list[str]:
+    """The rooms of the package, as they lie on disk."""
+    return sorted(
+        path.name
+        for path in ROOT.iterdir()
+        if path.is_dir() and path.name not in NO_CODE and path.name.isidentifier() and any(path.rglob("*.py"))
+        if not path.name.startswith("__")
+    )
+
+
+def _files() -> list[str]:
+    """All product code, relative to the root."""
+    files = [*ROOT.glob("*.py"), *(file for folder in _folders() for file in (ROOT / folder).rglob("*.py"))]
+    return sorted(file.relative_to(ROOT).as_posix() for file in files)
+
+
+def _arrows(name: str, source: str) -> Iterator[Arrow]:
+    """Every import of Penstock's own modules, wherever in the file it stands."""
+    package = ["penstock", *name.split("/")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "penstock":
+                    yield Arrow(alias.name.partition(".")[2], node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            if module.split(".")[0] != "penstock":
+                continue
+            below = module.partition(".")[2]
+            for alias in node.names:
+                yield Arrow(below if below.count(".") else f"{below}.{alias.name}".strip("."), node.lineno)
+
+
+def _faults(name: str, source: str) -> list[str]:
+    """The imports of one file that the table does not allow."""
+    room = name.split("/")[0] if "/" in name else ""
+    allowed = ARROWS.get(room, set()) | EXCEPTIONS.get(name, set())
+    faults = []
+    for arrow in _arrows(name, source):
+        target = arrow.target.split(".")[0]
+        fits = target == room or any(f"{arrow.target}.".startswith(f"{one}.") for one in allowed)
+        if not fits and arrow.target != "__version__":
+            faults.append(f"{name}:{arrow.line} imports {arrow.target}")
+    return faults
+
+
+def _source(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def test_every_folder_has_its_arrows() -> None:
+    assert _folders() == sorted(ARROWS)
+
+
+def test_engine_and_streams_never_meet() -> None:
+    for room, other in (("engine", "streams"), ("streams", "engine")):
+        assert other not in ARROWS[room]
+
+
+@pytest.mark.parametrize("name", _files())
+def test_imports_follow_the_table(name: str) -> None:
+    assert _faults(name, _source(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "fault"),
+    [
+        ("schemas/a.py", "from ..config import settings", "config.settings"),
+        ("schemas/a.py", "from ..config.settings import Settings", "config.settings"),
+        ("config/a.py", "def f():\n    from .. import streams", "streams"),
+        ("streams/a.py", "from ..engine import Engine", "engine.Engine"),
+        ("engine/a.py", "import penstock.streams.port", "streams.port"),
+        ("engine/a.py", "from penstock.stages import Stage", "stages.Stage"),
+        ("stages/a.py", "from ..engine.tokenizer import load_tokenizer", "engine.tokenizer"),
+        ("stages/validate.py", "from ..engine import tokenizer, chat", "engine.chat"),
+        ("stages/validate.py", "from ..engine.engine import InferenceEngine", "engine.engine"),
+        ("api/a.py", "from ..stages.endings import refuse", "stages.endings"),
+        ("api/a.py", "from .. import __main__", "__main__"),
+        ("__init__.py", "from .engine import InferenceEngine", "engine.InferenceEngine"),
+    ],
+)
+def test_arrow_against_the_table_is_found(name: str, source: str, fault: str) -> None:
+    (found,) = _faults(name, source)
+    assert found.endswith(f" imports {fault}")
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("stages/infer.py", "from ..engine import InferenceEngine"),
+        ("stages/validate.py", "from ..engine.tokenizer import load_tokenizer"),
+        ("api/a.py", "from .. import __version__\nfrom ..streams.port import Broker\nfrom .b import c"),
+        ("engine/a.py", "from . import chat\nfrom .chat import normalise\nimport torch.nn\nfrom .. import schemas"),
+        ("__main__.py", "from .api.app import create_app\nfrom .stages import Stage\nfrom . import __version__"),
+    ],
+)
+def test_arrow_along_the_table_is_let_pass(name: str, source: str) -> None:
+    assert _faults(name, source) == []
+
+
+@pytest.mark.parametrize("name", _files())
+def test_product_code_imports_itself_relatively(name: str) -> None:
+    for node in ast.walk(ast.parse(_source(name))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        assert not [name for name in names if name.split(".")[0] == "penstock"]
+
+
+def test_package_list_is_the_folders() -> None:
+    project = tomllib.loads(_source("pyproject.toml"))
+    assert sorted(project["tool"]["setuptools"]["packages"]) == [
+        "penstock",
+        *(f"penstock.{name}" for name in _folders()),
+    ]
+
+
+def test_root_holds_no_other_code() -> None:
+    assert sorted(path.name for path in ROOT.glob("*.py")) == ["__init__.py", "__main__.py"]
+
+
+def test_packages_are_flat() -> None:
+    assert [name for name in _files() if name.count("/") > 1] == []
+
+
+@pytest.mark.parametrize("name", _files())
+def test_no_file_grows_too_large(name: str) -> None:
+    assert len(_source(name).splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", [name for name in _files() if not name.startswith("api/") and name != "__main__.py"])
+def test_only_commands_print(name: str) -> None:
+    for node in ast.walk(ast.parse(_source(name))):
+        prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        assert not prints, f"{name}:{getattr(node, 'lineno', 0)} prints; log it"
