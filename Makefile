@@ -15,7 +15,8 @@ test: $(VENV)/test.done
 	$(PIP) install -q --no-deps --force-reinstall --no-build-isolation -c deploy/constraints.txt .
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
+	cd $(VENV)/src && ../bin/mypy --config-file penstock/pyproject.toml penstock
 	$(BIN)/pytest $(ARGS)
 
 $(MODEL)/config.json:
@@ -33,9 +34,9 @@ $(VENV)/run.done: $(VENV)/venv.done pyproject.toml
 	$(PIP) install -q -c deploy/constraints.txt -e .
 	@touch $@
 
-$(VENV)/test.done: $(VENV)/venv.done pyproject.toml
+$(VENV)/test.done: $(VENV)/venv.done pyproject.toml deploy/examples/package-lock.json
 	$(PIP) install -q -c deploy/constraints.txt ".[test]"
-	npm install --silent --no-audit --no-fund --prefix deploy/examples
+	npm ci --silent --no-audit --no-fund --prefix deploy/examples
 	@touch $@
 
 clean:
