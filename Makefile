@@ -16,7 +16,7 @@ test: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
-	cd $(VENV)/src && ../bin/mypy --config-file penstock/pyproject.toml penstock
+	cd $(VENV)/src && ../bin/mypy --config-file ../../pyproject.toml penstock
 	$(BIN)/pytest $(ARGS)
 
 $(MODEL)/config.json:
