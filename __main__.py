@@ -219,6 +219,7 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
             settings.job_stages,
             jobs_limit=settings.jobs_limit,
             queue_limit=settings.queue_limit,
+            workers_ttl=5 * settings.heartbeat_interval,
         )
         await broker.ensure(streams, buckets)
         subjects = Subjects(settings.namespace)

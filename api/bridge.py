@@ -128,17 +128,19 @@ class Reading:
         """Wait for news and return all there is, oldest first; empty after `patience` seconds of silence."""
         loop = asyncio.get_running_loop()
         until = loop.time() + patience
-        while not self._ready:
+        while True:
+            if self._missed:
+                await self._catch_up()
+            if self._ready:
+                break
+            if loop.time() >= until:
+                return []
             self._news.clear()
             try:
                 async with asyncio.timeout(min(SILENCE, until - loop.time())):
                     await self._news.wait()
             except TimeoutError:
                 self._missed = True  # perhaps; asking costs a millisecond
-            if self._missed:
-                await self._catch_up()
-            if not self._ready and loop.time() >= until:
-                return []
         events, self._ready = self._ready, []
         self.ended = self.ended or isinstance(events[-1], FINAL)
         return events
@@ -151,9 +153,9 @@ class Reading:
         self._on_close(self.request)
 
     async def _catch_up(self) -> None:
-        self._missed = False
         try:
             for message in await self._broker.replay("EVENTS", self._subject):
                 self.feed(message)
         except BrokerUnavailable as error:
             log.warning("cannot catch up yet", request=self.request, reason=str(error))
+        self._missed = False  # what is still missing is asked for again after a silence

@@ -10,7 +10,8 @@ from .handle import RequestHandle
 from .models import ModelInfo, resolve_model
 from .output import Choice, EngineStats, GenerationOutput, GenerationStats
 from .request import EngineRequest, check_request, resolve_seed
-from .tokenizer import Tokenizer, TokenizerLike, load_tokenizer
+from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer_port import TokenizerLike
 
 __all__ = [
     "BACKENDS",

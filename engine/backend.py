@@ -13,7 +13,7 @@ from ..schemas.params import GenerationParams
 from .config import EngineConfig
 from .models import ModelInfo
 from .sequence import Sequence
-from .tokenizer import TokenizerLike
+from .tokenizer_port import TokenizerLike
 
 ProgressCallback = Callable[[int, int], None]
 """Told how far loading is: (weights done, weights in all)."""

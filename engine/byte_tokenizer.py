@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .chat import flatten, normalise
-from .tokenizer import Piece
+from .tokenizer_port import Piece
 
 END_OF_TEXT, TURN_START, TURN_END = 256, 257, 258
 _SPECIAL = {"<|endoftext|>": END_OF_TEXT, "<|im_start|>": TURN_START, "<|im_end|>": TURN_END}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .tokenizer import TokenizerLike
+from .tokenizer_port import TokenizerLike
 
 _PRIMING = 6  # prompt tokens in front, since a decoder may treat the first token of a text differently
 _WINDOW = 16  # tokens decoded together before the window moves on

@@ -23,7 +23,7 @@ from .output import EngineStats, GenerationOutput, OutputBuilder
 from .progress import loading_bar
 from .request import EngineRequest, check_request, resolve_seed
 from .sequence import Sequence as Choice
-from .tokenizer import TokenizerLike
+from .tokenizer_port import TokenizerLike
 
 Prompt = str | Sequence[int]
 

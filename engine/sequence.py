@@ -12,7 +12,7 @@ from .detokenizer import Detokenizer
 from .models import ModelInfo
 from .request import EngineRequest
 from .stops import StopMatcher
-from .tokenizer import TokenizerLike
+from .tokenizer_port import TokenizerLike
 
 _log = logging.getLogger(__name__)
 

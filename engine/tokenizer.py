@@ -5,66 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ..schemas.errors import InvalidRequest, ModelLoadError
+from .byte_tokenizer import ByteTokenizer
 from .models import looks_like_path, read_model_info, resolve_model
-
-
-class Piece(NamedTuple):
-    """One token by itself: its text, and its bytes where the text is only part of a character."""
-
-    text: str
-    bytes: tuple[int, ...]
-
-
-class TokenizerLike(Protocol):
-    """What the engine and the validate stage ask of a tokenizer. May be used from several threads."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Token ids run from 0 to one less than this."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
-        ...
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """The tokens that clean text leaves out."""
-        ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` also those that the model wants around a bare text."""
-        ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of `ids`, a replacement character for what is not valid UTF-8."""
-        ...
-
-    def piece(self, token: int) -> Piece:
-        """One token by itself, for reporting log-probabilities."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
-    ) -> str:
-        """The prompt that the chat template makes of `messages`. Raises `InvalidRequest`."""
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
-    ) -> list[int]:
-        """`render_chat` in tokens."""
-        ...
+from .tokenizer_port import Piece, TokenizerLike
 
 
 def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
@@ -74,8 +20,6 @@ def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
     Raises `ModelLoadError`.
     """
     if backend == "echo" and not Path(source).expanduser().is_dir() and not looks_like_path(source):
-        from .byte_tokenizer import ByteTokenizer
-
         return ByteTokenizer()
     return Tokenizer(resolve_model(source))
 

@@ -8,7 +8,8 @@ import secrets
 from collections.abc import Iterable
 from typing import get_args
 
-from ..engine.tokenizer import TokenizerLike, load_tokenizer
+from ..engine.tokenizer import load_tokenizer
+from ..engine.tokenizer_port import TokenizerLike
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, ModelNotFound

@@ -1,0 +1,62 @@
+"""What the engine and the validate stage ask of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Piece(NamedTuple):
+    """One token by itself: its text, and its bytes where the text is only part of a character."""
+
+    text: str
+    bytes: tuple[int, ...]
+
+
+class TokenizerLike(Protocol):
+    """What the engine and the validate stage ask of a tokenizer. May be used from several threads."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids run from 0 to one less than this."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that clean text leaves out."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` also those that the model wants around a bare text."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`, a replacement character for what is not valid UTF-8."""
+        ...
+
+    def piece(self, token: int) -> Piece:
+        """One token by itself, for reporting log-probabilities."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt that the chat template makes of `messages`. Raises `InvalidRequest`."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """`render_chat` in tokens."""
+        ...
