@@ -177,6 +177,7 @@ async def _worker(settings: Settings, name: str) -> None:
     stopping = _stop_signal()
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     config = EngineConfig(**{name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"})
+    log.info("loading", model=config.model, backend=config.backend)
     engine = await asyncio.to_thread(InferenceEngine, config)
     try:
         source = settings.model or "echo"

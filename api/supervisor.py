@@ -83,10 +83,10 @@ class Supervisor:
             front_gone = asyncio.Event()
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
-                    group.create_task(self._keep(worker, environment, listener, front_gone, asyncio.Event()))
-                group.create_task(self._keep(front, environment, listener, self._stopping, front_gone))
+                    group.create_task(self._keep(worker, environment, listener, front_gone))
                 announcing = group.create_task(self._announce(base_url(listener)))
-                await front_gone.wait()
+                await self._keep(front, environment, listener, self._stopping)
+                front_gone.set()
                 announcing.cancel()
         if self._fatal is not None:
             raise self._fatal
@@ -119,47 +119,43 @@ class Supervisor:
         while True:
             status = await server.wait()
             log.error("the broker died and is started again", status=status)
-            await server.restart()
+            try:
+                await server.restart()
+            except StartupError as error:
+                log.error("the broker cannot be started", reason=str(error), delay=MOST_DELAY)
+                await asyncio.sleep(MOST_DELAY)
 
     async def _keep(
-        self,
-        part: Part,
-        environment: dict[str, str],
-        listener: socket.socket,
-        until: asyncio.Event,
-        gone: asyncio.Event,
+        self, part: Part, environment: dict[str, str], listener: socket.socket, until: asyncio.Event
     ) -> None:
-        """Run a child until `until` is set, starting it again when it dies; then end it, and set `gone`."""
+        """Run a child until `until` is set, starting it again when it dies; then end it."""
         delay = LEAST_DELAY
-        try:
-            while not until.is_set() and self._fatal is None:
-                born = asyncio.get_running_loop().time()
-                child = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "penstock",
-                    *part.arguments,
-                    env=environment,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(listener.fileno(),),
-                    start_new_session=True,  # Ctrl-C reaches the supervisor alone, which knows the order
-                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
-                )
-                status = await self._until(child, until)
-                if until.is_set():
-                    return
-                if status == FATAL_EXIT:
-                    # The child has said why.
-                    self._fatal = StartupError(f"{part.name} cannot run")
-                    self._stopping.set()
-                    return
-                lived = asyncio.get_running_loop().time() - born
-                delay = LEAST_DELAY if lived > STEADY else min(2 * delay, MOST_DELAY)
-                log.error("died and will be started again", process=part.name, status=status, delay=delay)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(until.wait(), delay)
-        finally:
-            gone.set()
+        while not until.is_set() and self._fatal is None:
+            born = asyncio.get_running_loop().time()
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "penstock",
+                *part.arguments,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which knows the order
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
+            status = await self._until(child, until)
+            if until.is_set():
+                return
+            if status == FATAL_EXIT:
+                # The child has said why.
+                self._fatal = StartupError(f"{part.name} cannot run")
+                self._stopping.set()
+                return
+            lived = asyncio.get_running_loop().time() - born
+            delay = LEAST_DELAY if lived > STEADY else min(2 * delay, MOST_DELAY)
+            log.error("died and will be started again", process=part.name, status=status, delay=delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(until.wait(), delay)
 
     async def _until(self, child: asyncio.subprocess.Process, until: asyncio.Event) -> int:
         """Wait for the child's end; once `until` is set, ask for it, and insist when the drain took too long."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from typing import TypeVar
 
 import structlog
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ..schemas.errors import Transient
 from ..schemas.registry import ModelCard, StageCard, WorkerCard
-from .port import Broker
+from .port import Broker, Entry
 
 log = structlog.get_logger(__name__)
+
+Card = TypeVar("Card", bound=BaseModel)
 
 
 class Registry:
@@ -42,14 +45,9 @@ class Registry:
     async def refresh(self) -> None:
         live = await (await self._broker.bucket("workers")).entries()
         known = await (await self._broker.bucket("models")).entries()
-        self.workers = tuple(
-            WorkerCard.model_validate_json(entry.value) for entry in sorted(live) if entry.key.startswith("worker.")
-        )
-        self.stages = tuple(
-            StageCard.model_validate_json(entry.value) for entry in sorted(live) if entry.key.startswith("stage.")
-        )
-        cards = [ModelCard.model_validate_json(entry.value) for entry in known]
-        self.models = {card.name: card for card in sorted(cards, key=lambda card: card.created)}
+        self.workers = tuple(_cards(WorkerCard, live, "worker."))
+        self.stages = tuple(_cards(StageCard, live, "stage."))
+        self.models = {card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: card.created)}
 
     def workers_for(self, model: str) -> list[WorkerCard]:
         return [worker for worker in self.workers if worker.model.name == model]
@@ -70,6 +68,18 @@ class Registry:
     async def withdraw(self, card: WorkerCard | StageCard) -> None:
         key = f"worker.{card.id}" if isinstance(card, WorkerCard) else f"stage.{card.stage}.{card.id}"
         await (await self._broker.bucket("workers")).delete(key)
+
+
+def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Card]:
+    """The cards among `entries`, by key; one that cannot be read, of another version say, is passed over."""
+    cards = []
+    for entry in sorted(entries):
+        if entry.key.startswith(prefix):
+            try:
+                cards.append(kind.model_validate_json(entry.value))
+            except ValidationError:
+                log.warning("a card cannot be read", key=entry.key)
+    return cards
 
 
 def _encoded(card: BaseModel) -> bytes:
