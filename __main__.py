@@ -174,11 +174,11 @@ async def _worker(settings: Settings, name: str) -> None:
     from .engine import EngineConfig, InferenceEngine
     from .stages.infer import Infer
 
-    stopping = _stop_signal()
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     config = EngineConfig(**{name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"})
     log.info("loading", model=config.model, backend=config.backend)
     engine = await asyncio.to_thread(InferenceEngine, config)
+    stopping = _stop_signal()  # not before: what loads may simply be killed
     try:
         source = settings.model or "echo"
         card = WorkerCard(

@@ -6,6 +6,7 @@ A client that leaves, at whatever moment, cancels its request.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
 import orjson
@@ -23,12 +24,10 @@ FOR_EVER = 1e9  # seconds
 
 
 def error_response(error: ErrorBody, request: str | None = None) -> Response:
-    headers = {}
+    headers = {"x-request-id": request or f"req-{uuid.uuid4().hex}"}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
         headers["retry-after-ms"] = str(round(error.retry_after * 1000))
-    if request:
-        headers["x-request-id"] = request
     return Response(orjson.dumps(error_payload(error)), error.status, headers=headers, media_type="application/json")
 
 
@@ -60,7 +59,7 @@ class Answer(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = await self._reading.take(FOR_EVER)
-        if error := _error(events[0]):
+        if error := next((found for event in events if (found := _error(event))), None):
             await error_response(error, self._reading.request)(scope, receive, send)
             return
         await send(self._opening("text/event-stream", {"cache-control": "no-cache", "x-accel-buffering": "no"}))

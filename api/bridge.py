@@ -94,11 +94,13 @@ class Reading:
 
     def feed(self, message: Message) -> None:
         """Hear one event: repetitions are dropped, a gap is noted and filled by the next `take`."""
+        if self._final is not None:
+            return
         event = codec.decode_event(message.data)
         match event:
             case Token():
                 place = self._next.get(event.choice, 0)
-                if event.index == place and self._final is None:
+                if event.index == place:
                     self._next[event.choice] = place + len(event.token_ids)
                     self._ready.append(event)
                 elif event.index > place:
@@ -110,9 +112,8 @@ class Reading:
             case Done(usage=usage) | Cancelled(usage=usage) if usage.completion_tokens > sum(self._next.values()):
                 self._missed = True
             case _ if isinstance(event, FINAL):
-                if self._final is None:
-                    self._final = event
-                    self._ready.append(event)
+                self._final = event
+                self._ready.append(event)
             case _:
                 self._ready.append(event)
         self._news.set()
@@ -142,7 +143,7 @@ class Reading:
             except TimeoutError:
                 self._missed = True  # perhaps; asking costs a millisecond
         events, self._ready = self._ready, []
-        self.ended = self.ended or isinstance(events[-1], FINAL)
+        self.ended = self._final is not None
         return events
 
     async def cancel(self) -> None:
@@ -154,8 +155,10 @@ class Reading:
 
     async def _catch_up(self) -> None:
         try:
-            for message in await self._broker.replay("EVENTS", self._subject):
-                self.feed(message)
+            stored = await self._broker.replay("EVENTS", self._subject)
+            for _ in range(2):  # after an outage, two events may be stored in the wrong order
+                for message in stored:
+                    self.feed(message)
         except BrokerUnavailable as error:
             log.warning("cannot catch up yet", request=self.request, reason=str(error))
         self._missed = False  # what is still missing is asked for again after a silence

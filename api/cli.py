@@ -129,7 +129,7 @@ def submit(
     given: dict[str, object] = {name: value for name, value in body.items() if value is not None}
     failure = asyncio.run(_submit(loaded, given, ask, priority, tenant, as_events=events))
     if failure is not None:
-        Console(stderr=True).print(f"[bold red]error:[/] {failure}", highlight=False)
+        Console(stderr=True).print("error:", failure, highlight=False, markup=False)
         raise typer.Exit(1)
 
 

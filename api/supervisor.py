@@ -130,6 +130,7 @@ class Supervisor:
     ) -> None:
         """Run a child until `until` is set, starting it again when it dies; then end it."""
         delay = LEAST_DELAY
+        is_first = True
         while not until.is_set() and self._fatal is None:
             born = asyncio.get_running_loop().time()
             child = await asyncio.create_subprocess_exec(
@@ -146,11 +147,12 @@ class Supervisor:
             status = await self._until(child, until)
             if until.is_set():
                 return
-            if status == FATAL_EXIT:
+            if status == FATAL_EXIT and is_first:
                 # The child has said why.
                 self._fatal = StartupError(f"{part.name} cannot run")
                 self._stopping.set()
                 return
+            is_first = False
             lived = asyncio.get_running_loop().time() - born
             delay = LEAST_DELAY if lived > STEADY else min(2 * delay, MOST_DELAY)
             log.error("died and will be started again", process=part.name, status=status, delay=delay)
@@ -185,7 +187,7 @@ class Supervisor:
 
 async def ready(url: str) -> None:
     """Return when a first request to `url` would be answered."""
-    async with httpx.AsyncClient(base_url=url, timeout=5.0) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get("/health/ready")).status_code == 200:
@@ -215,4 +217,4 @@ def _environment(settings: Settings, url: str) -> dict[str, str]:
     texts = {
         variable(name): ",".join(value) if isinstance(value, tuple) else str(value) for name, value in values.items()
     }
-    return os.environ | texts
+    return os.environ | texts | {"PENSTOCK_CONFIG": os.devnull}  # what a file said is among the values

@@ -85,7 +85,9 @@ class Settings(BaseSettings):
     # Engine
     backend: str = Field("hf", min_length=1, description="Engine backend: hf (transformers) or echo (no model).")
     device: str = Field("auto", min_length=1, description="auto, cpu, cuda:N or mps.")
-    dtype: str = Field("bfloat16", min_length=1, description="bfloat16, float32, float16, or auto: the checkpoint's.")
+    dtype: Literal["bfloat16", "float32", "float16", "auto"] = Field(
+        "bfloat16", description="bfloat16, float32, float16, or auto: the checkpoint's."
+    )
     quantization: str | None = Field(None, min_length=1, description="Weight quantization, where the backend has it.")
     attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
     max_batch_size: int = Field(16, ge=1, description="Requests that run together.")

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded
@@ -24,15 +24,18 @@ POLL = 0.1  # seconds between looks at the registry while jobs wait for a worker
 ENVELOPE = 4096  # bytes of a message that are not jobs
 
 
-@dataclass(order=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Waiting:
     """A job and the promise to its delivery; ordered by lane, then by place in it."""
 
     rank: int
     sequence: int
-    job: ValidatedJob = field(compare=False)
-    size: int = field(compare=False)  # bytes on the wire
-    sent: asyncio.Future[bool] = field(compare=False)  # False: cancelled before it was
+    job: ValidatedJob
+    size: int  # bytes on the wire
+    sent: asyncio.Future[bool]  # False: cancelled before it was
+
+    def __lt__(self, other: Waiting) -> bool:
+        return (self.rank, self.sequence) < (other.rank, other.sequence)
 
 
 class Batch(JobStage):
@@ -42,7 +45,7 @@ class Batch(JobStage):
     """
 
     name = "batch"
-    concurrency = 512
+    concurrency = 4096
 
     def __init__(self, pipe: Pipe, strategy: Strategy | None = None) -> None:
         super().__init__(pipe)

@@ -20,7 +20,7 @@ MOST = 100_000
 class Cancellations:
     def __init__(self) -> None:
         self._heard: OrderedDict[str, float] = OrderedDict()  # request → loop time
-        self._callbacks: dict[str, Callable[[], None]] = {}
+        self._callbacks: dict[str, list[Callable[[], None]]] = {}
 
     async def listen(self, broker: Broker, subjects: Subjects) -> None:
         await broker.listen(subjects.cancel_all(), self._hear)
@@ -31,19 +31,22 @@ class Cancellations:
     @contextmanager
     def calling(self, request: str, callback: Callable[[], None]) -> Iterator[None]:
         """Call back, at once if it was heard before, should the request be cancelled inside this context."""
-        self._callbacks[request] = callback
+        self._callbacks.setdefault(request, []).append(callback)
         try:
             if request in self._heard:
                 callback()
             yield
         finally:
-            del self._callbacks[request]
+            self._callbacks[request].remove(callback)
+            if not self._callbacks[request]:
+                del self._callbacks[request]
 
     def _hear(self, message: Message) -> None:
         request = message.subject.rpartition(".")[2]
         now = asyncio.get_running_loop().time()
         self._heard[request] = now
+        self._heard.move_to_end(request)
         while len(self._heard) > MOST or next(iter(self._heard.values())) < now - MEMORY:
             self._heard.popitem(last=False)
-        if callback := self._callbacks.get(request):
+        for callback in list(self._callbacks.get(request, ())):
             callback()

@@ -7,21 +7,28 @@ letter. A stage knows neither acknowledgements, leases nor retries: those are th
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import structlog
+
 from ..config.settings import Settings
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded
+from ..schemas.errors import BrokerUnavailable, DeadlineExceeded
 from ..schemas.events import Cancelled, Event, Usage
 from ..schemas.jobs import ValidatedJob
-from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery
+from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery, Published
 from ..streams.registry import Registry
 from ..streams.topology import Subjects
 from .cancellations import Cancellations
+
+log = structlog.get_logger(__name__)
+
+OUTAGE_PAUSE = 0.2  # seconds between tries while the broker refuses
 
 
 class Intake(Protocol):
@@ -53,17 +60,33 @@ class Pipe:
         await self.broker.publish(route[0], codec.encode(job), message_id=job.id, headers=headers)
 
     async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> None:
-        """Publish a client event; `place` names it within its request, and makes a repetition harmless."""
+        """Store a client event, however long the broker is away; returns when it is stored.
+
+        `place` names the event within its request, and makes a repetition harmless.
+        """
         subject = self.subjects.events(tenant, bridge, event.request)
-        headers = {SCHEMA: codec.EVENT}
-        await self.broker.publish(subject, codec.encode(event), message_id=f"{event.request}.{place}", headers=headers)
+        await self.store(subject, codec.encode(event), f"{event.request}.{place}", codec.EVENT)
+
+    async def store(self, subject: str, data: bytes, message_id: str, schema: str) -> Published:
+        """Publish what must not be skipped: an outage of the broker is waited out."""
+        while True:
+            try:
+                return await self.broker.publish(subject, data, message_id=message_id, headers={SCHEMA: schema})
+            except BrokerUnavailable as error:
+                log.warning("the broker is away; a message waits", subject=subject, reason=str(error))
+                await asyncio.sleep(OUTAGE_PAUSE)
 
 
 class Stage(ABC):
-    """Base of every stage. `concurrency` bounds the deliveries in `handle` at once."""
+    """Base of every stage.
+
+    No consumer takes more while `concurrency` deliveries are in `handle`; it holds up to `prefetch` more in reserve,
+    whose lease nobody renews, so that is small where deliveries stay long.
+    """
 
     name: ClassVar[str]
     concurrency: int = 64
+    prefetch: int = 64
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -80,6 +103,9 @@ class Stage(ABC):
     @abstractmethod
     async def handle(self, delivery: Delivery) -> None:
         """Do this message's work, and return when its effects are stored."""
+
+    async def leave(self) -> None:  # noqa: B027  # most stages have nobody to tell
+        """The drain begins: tell whoever sends work to send it elsewhere."""
 
     def alive(self) -> bool:
         """Whether work in hand gets on; while it does not, leases are not renewed. Asked a few times a lease."""

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from ..schemas import codec
 from ..schemas.errors import GenerationFailed, Refusal
-from ..schemas.events import ErrorBody, Event, Expired, Failed
+from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
 from ..schemas.jobs import TOKEN_PATTERN
-from ..streams.port import MESSAGE_ID, Delivery, Message
+from ..streams.port import MESSAGE_ID, SCHEMA, Delivery, Message
 from .contract import Pipe
 
 
@@ -31,7 +32,9 @@ def ending(request: str, refusal: Refusal) -> Event:
 
 async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
     """Tell every client that this message speaks for."""
-    for address in addresses(delivery.message):
+    message = delivery.message
+    is_output = message.headers.get(SCHEMA) == codec.OUTPUTS
+    for address in await _asked(pipe, message.subject) if is_output else addresses(message):
         await pipe.emit(ending(address.request, refusal), tenant=address.tenant, bridge=address.bridge, place="end")
 
 
@@ -46,8 +49,10 @@ async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
     }
     name = message.headers.get(MESSAGE_ID, f"{message.subject}.{message.sequence}")
     await pipe.broker.publish(pipe.subjects.dead(stage), message.data, message_id=f"{stage}.{name}", headers=headers)
-    await refuse(pipe, delivery, GenerationFailed(f"The request failed in the stage {stage} and was given up."))
-    await delivery.term(reason)
+    try:
+        await refuse(pipe, delivery, GenerationFailed(f"The request failed in the stage {stage} and was given up."))
+    finally:
+        await delivery.term(reason)
 
 
 def addresses(message: Message) -> list[Address]:
@@ -61,6 +66,15 @@ def addresses(message: Message) -> list[Address]:
     return [_address(body, message)]
 
 
+async def _asked(pipe: Pipe, subject: str) -> list[Address]:
+    """Whom outputs speak for: that stands at the beginning of their request's subject."""
+    for stored in await pipe.broker.replay("STREAM", subject):
+        for output in codec.decode_outputs(stored.data):
+            if isinstance(output, Started):
+                return [Address(output.request, output.tenant, output.bridge)]
+    return []
+
+
 def request_id(message: Message) -> str:
     """The name of a request that brought none: its message id, or its place in the stream."""
     given = message.headers.get(MESSAGE_ID, "")
@@ -72,9 +86,10 @@ def _address(body: Any, message: Message) -> Address:
         value = body.get(name) if isinstance(body, dict) else None
         return value if isinstance(value, str) and re.fullmatch(TOKEN_PATTERN, value) else otherwise
 
+    tenant = message.subject.rpartition(".")[2]
     return Address(
         request=token("id", request_id(message)),
-        tenant=token("tenant", message.subject.rpartition(".")[2]),
+        tenant=token("tenant", tenant if re.fullmatch(TOKEN_PATTERN, tenant) else "default"),
         bridge=token("bridge", "default"),
     )
 

@@ -15,11 +15,11 @@ import structlog
 
 from ..engine import EngineRequest, InferenceEngine, RequestHandle
 from ..schemas import codec
-from ..schemas.errors import BrokerUnavailable, GenerationFailed, Refusal
+from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Overloaded, Refusal
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import InferenceBatch, ValidatedJob
 from ..schemas.registry import WorkerCard
-from ..streams.port import SCHEMA, Delivery
+from ..streams.port import SCHEMA, Delivery, Message
 from ..streams.topology import partition
 from . import endings
 from .contract import Intake, Pipe, Stage
@@ -32,13 +32,16 @@ class Infer(Stage):
     """Runs every job of a batch in the engine's continuous batch; a job's failure is its own."""
 
     name = "infer"
-    concurrency = 256
+    concurrency = 1024
+    prefetch = 16
 
     def __init__(self, pipe: Pipe, engine: InferenceEngine, card: WorkerCard) -> None:
         super().__init__(pipe)
         self._engine = engine
         self._card = card
         self._progress = -1  # the engine's, when leases were last renewed; set by alive
+        self._voices: dict[str, Voice] = {}  # by request; set by _speak
+        self._leaving = False  # set by leave
 
     @property
     def lease(self) -> float:
@@ -46,16 +49,32 @@ class Infer(Stage):
 
     async def run(self, intake: Intake) -> None:
         await intake.consume("INFER", f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id))
-        try:
-            while self._engine.healthy:
-                try:
-                    await self.pipe.registry.announce_worker(self._card)
-                except BrokerUnavailable as error:
-                    log.warning("heartbeat missed", reason=str(error))
-                await asyncio.sleep(self.pipe.settings.heartbeat_interval)
-            raise RuntimeError("the engine has died") from self._engine.error
-        finally:
-            await self.pipe.registry.withdraw(self._card)
+        async with asyncio.TaskGroup() as group:
+
+            def restate(message: Message) -> None:
+                if voice := self._voices.get(message.subject.rpartition(".")[2]):
+                    group.create_task(voice.restate())
+
+            listening = await self.pipe.broker.listen(self.pipe.subjects.restate_all(), restate)
+            try:
+                await self._heartbeats()
+            finally:
+                await listening.close()
+
+    async def leave(self) -> None:
+        self._leaving = True
+        await self.pipe.registry.withdraw(self._card)
+
+    async def _heartbeats(self) -> None:
+        while self._engine.healthy:
+            if self._leaving:
+                await asyncio.Event().wait()  # what runs is finished; nothing more is asked for
+            try:
+                await self.pipe.registry.announce_worker(self._card)
+            except BrokerUnavailable as error:
+                log.warning("heartbeat missed", reason=str(error))
+            await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+        raise RuntimeError("the engine has died") from self._engine.error
 
     def alive(self) -> bool:
         before, self._progress = self._progress, self._engine.progress
@@ -71,7 +90,15 @@ class Infer(Stage):
 
     async def _run(self, job: ValidatedJob, epoch: int) -> None:
         """Run one job to its end. Only the engine's own death reaches the rest of the batch."""
+        if running := self._voices.get(job.id):
+            # It came again, since a lease was lost or it was dispatched twice: its end is this delivery's end too.
+            await running.ended.wait()
+            return
         try:
+            if job.model != self._card.model.name:
+                raise Overloaded(f"The worker does not serve {job.model} any more.", retry_after=1.0)
+            if job.deadline <= self.pipe.now():
+                raise DeadlineExceeded("No worker began the request before its deadline.")
             await self._speak(job, Voice(self.pipe, job, epoch), epoch)
         except Exception as error:
             if not self._engine.healthy:
@@ -84,6 +111,7 @@ class Infer(Stage):
 
     async def _speak(self, job: ValidatedJob, voice: Voice, epoch: int) -> None:
         handles: list[RequestHandle] = []
+        self._voices[job.id] = voice
         try:
             # A successor announces itself before it reads what was said: nothing can be added after that.
             said = await voice.transcript() if epoch > 1 and await voice.announce() else Transcript()
@@ -92,6 +120,8 @@ class Infer(Stage):
                 await asyncio.gather(*(voice.relay(handle) for handle in handles))
         finally:
             _cancel(handles)
+            del self._voices[job.id]
+            voice.ended.set()
 
     def _open(self, job: ValidatedJob, epoch: int, said: Transcript) -> list[RequestHandle]:
         """One engine request for each prompt that is not finished yet."""
@@ -132,8 +162,12 @@ class Voice:
         self._epoch = epoch
         share = partition(job.id, pipe.settings.stream_partitions)
         self._subject = pipe.subjects.stream(share, job.id)
-        self._announcing = asyncio.Lock()
+        self.ended = asyncio.Event()  # set by Infer
+        self._turn = asyncio.Lock()  # outputs are stored one after the other
         self._ours: bool | None = None  # None until announced; set by announce
+        self._before: list[tuple[Sequence[Output], str]] = []  # what earlier epochs said; set by transcript
+        self._said: list[tuple[Sequence[Output], str]] = []  # outputs and their places; set by _say
+        self._restated = 0.0  # loop time of the last restatement; set by restate
 
     async def announce(self, *first: Delta) -> bool:
         """Say that the epoch begins, with its first output if there is one; False if the request is another's."""
@@ -146,11 +180,15 @@ class Voice:
         return self._ours
 
     async def transcript(self) -> Transcript:
-        """What has been said of the request so far."""
+        """What has been said of the request so far; what others said is kept, to be restated."""
         said = Transcript()
+        self._before.clear()
         for message in await self._pipe.broker.replay("STREAM", self._subject):
-            for output in codec.decode_outputs(message.data):
+            outputs = codec.decode_outputs(message.data)
+            for output in outputs:
                 said.apply(output)
+            if outputs[0].epoch < self._epoch:
+                self._before.append((outputs, f"before.{message.sequence}"))
         return said
 
     async def relay(self, handle: RequestHandle) -> None:
@@ -159,26 +197,28 @@ class Voice:
             for delta in await handle.take():
                 await self._tell(dataclasses.replace(delta, request=self._job.id))
 
+    async def restate(self) -> None:
+        """Say everything again, just as it was said, since the broker has lost it; at most once a second."""
+        async with self._turn:
+            now = asyncio.get_running_loop().time()
+            if self._ours and now - self._restated >= 1.0:
+                self._restated = now
+                for outputs, place in [*self._before, *self._said]:
+                    await self._store(outputs, f"{place}.{now:.3f}")  # an id of its own, or it would count as stored
+
     async def _tell(self, delta: Delta) -> None:
-        if self._ours is None:
-            async with self._announcing:
-                if self._ours is None:
-                    await self.announce(delta)
-                    return
-        if self._ours:
-            await self._say((delta,), f"{delta.choice}.{delta.index}")
+        async with self._turn:
+            if self._ours is None:
+                await self.announce(delta)
+            elif self._ours:
+                await self._say((delta,), f"{delta.choice}.{delta.index}")
 
     async def _say(self, outputs: Sequence[Output], place: str) -> bool:
-        """Store outputs; False if something else is stored in their place."""
+        self._said.append((outputs, place))
+        return await self._store(outputs, place)
+
+    async def _store(self, outputs: Sequence[Output], place: str) -> bool:
+        """Publish outputs, however long it takes; False if something else is stored in their place."""
         data = codec.encode_outputs(outputs)
-        while True:
-            try:
-                published = await self._pipe.broker.publish(
-                    self._subject,
-                    data,
-                    message_id=f"{self._job.id}.{self._epoch}.{place}",
-                    headers={SCHEMA: codec.OUTPUTS},
-                )
-                return not published.duplicate
-            except BrokerUnavailable:
-                log.warning("the broker is away; tokens wait", request=self._job.id)
+        message_id = f"{self._job.id}.{self._epoch}.{place}"
+        return not (await self._pipe.store(self._subject, data, message_id, codec.OUTPUTS)).duplicate

@@ -45,9 +45,9 @@ class Leases:
                     log.warning("leases are stale", stage=self._stage, reason=str(error))
                 await asyncio.sleep(self._interval)
         finally:
-            await self._bucket.delete(f"{self._stage}.member.{self._name}")
             for share in list(self._held):
                 await self._give_back(share, lost)
+            await self._bucket.delete(f"{self._stage}.member.{self._name}")
 
     async def _renew(self, gained: Callback, lost: Callback) -> None:
         me = self._name.encode()
@@ -59,15 +59,20 @@ class Leases:
                 await lost(share)
             else:
                 self._held[share] = renewed
-        fair = ceil(self._shares / len(await self._bucket.entries(f"{self._stage}.member.")))
+        members = await self._bucket.entries(f"{self._stage}.member.")
+        fair = ceil(self._shares / max(1, len(members)))
         for share in list(self._held)[fair:]:
             await self._give_back(share, lost)
         for share in range(self._shares):
             if len(self._held) >= fair:
                 break
             if share not in self._held and (created := await self._bucket.create(self._key(share), me)):
+                try:
+                    await gained(share)
+                except BaseException:
+                    await self._bucket.delete(self._key(share))
+                    raise
                 self._held[share] = created
-                await gained(share)
 
     async def _give_back(self, share: int, lost: Callback) -> None:
         await lost(share)

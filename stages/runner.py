@@ -5,7 +5,7 @@ What an outcome of `handle` means:
     returned            ack
     Refusal             tell the client, then ack
     Transient           nak with its delay
-    anything else       nak, later each time; past `max_attempts` the message goes to the dead letters, its clients are
+    anything else       nak, later each time; at `max_attempts` the message goes to the dead letters, its clients are
                         told, and it is terminated
     cancelled (drain)   nak: another copy takes it at once
 """
@@ -24,6 +24,8 @@ from .contract import Pipe, Stage
 
 log = structlog.get_logger(__name__)
 
+CRASHES = 4  # times `max_attempts`: deliveries that were put off, by an outage or a full stream, count here too
+
 
 class Runner:
     """Owns one stage's tasks. `run` returns when `stop` has drained it, and raises what the stage's `run` raises."""
@@ -31,19 +33,24 @@ class Runner:
     def __init__(self, stage: Stage, pipe: Pipe) -> None:
         self._stage = stage
         self._pipe = pipe
-        self._slots = asyncio.Semaphore(stage.concurrency)
         self._in_hand: dict[asyncio.Task[None], Delivery] = {}
         self._consumers: set[Consumer] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # a pump's
 
     async def run(self) -> None:
         owned = [asyncio.create_task(self._stage.run(self)), asyncio.create_task(self._beat())]
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await self._until(stopping, owned)
+            with contextlib.suppress(Transient):
+                await self._stage.leave()
             for consumer in list(self._consumers):
                 await consumer.close()
+            self._has_room.set()
             if self._pumps:
                 await asyncio.wait(self._pumps)
             if self._in_hand:
@@ -68,37 +75,48 @@ class Runner:
             max_ack_pending=max(1024, 2 * self._stage.concurrency),
             takeover=takeover,
         )
-        consumer = await self._pipe.broker.consume(spec, prefetch=self._stage.concurrency)
+        consumer = await self._pipe.broker.consume(spec, prefetch=self._stage.prefetch)
         self._consumers.add(consumer)
         pump = asyncio.create_task(self._pump(consumer))
         self._pumps.add(pump)
-        pump.add_done_callback(self._pumps.discard)
+        pump.add_done_callback(self._pump_ended)
         return consumer
 
+    def _pump_ended(self, pump: asyncio.Task[None]) -> None:
+        self._pumps.discard(pump)
+        if not pump.cancelled() and (error := pump.exception()) is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
     async def _until(self, stopping: asyncio.Task[bool], owned: list[asyncio.Task[None]]) -> None:
-        waiting: set[asyncio.Task[None] | asyncio.Task[bool]] = {stopping, *owned}
+        waiting: set[asyncio.Future[None] | asyncio.Task[bool]] = {stopping, self._failure, *owned}
         while not stopping.done():
-            done, waiting = await asyncio.wait(waiting | self._pumps, return_when=asyncio.FIRST_COMPLETED)
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
 
     async def _pump(self, consumer: Consumer) -> None:
-        while deliveries := await consumer.take(self._stage.concurrency):
+        while True:
+            await self._has_room.wait()
+            deliveries = await consumer.take(max(1, self._stage.concurrency - len(self._in_hand)))
+            if not deliveries:
+                break
             for delivery in deliveries:
-                await self._slots.acquire()
                 task = asyncio.create_task(self._work(delivery))
                 self._in_hand[task] = delivery
                 task.add_done_callback(self._release)
+            if len(self._in_hand) >= self._stage.concurrency:
+                self._has_room.clear()
         self._consumers.discard(consumer)
 
     def _release(self, task: asyncio.Task[None]) -> None:
         del self._in_hand[task]
-        self._slots.release()
+        self._has_room.set()
 
     async def _work(self, delivery: Delivery) -> None:
         try:
-            if delivery.attempt > self._pipe.settings.max_attempts:
-                await endings.bury(self._pipe, self._stage.name, delivery, "its last attempt ended with its process")
+            if delivery.attempt > CRASHES * self._pipe.settings.max_attempts:
+                # Not one attempt came to an end of its own: each took its process with it, or was only put off.
+                await endings.bury(self._pipe, self._stage.name, delivery, f"delivered {delivery.attempt} times")
                 return
             await self._stage.handle(delivery)
             await delivery.ack()

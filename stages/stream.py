@@ -7,6 +7,7 @@ one had not settled, and rebuilds what it must know of a request by reading its 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 
 from ..schemas import codec
 from ..schemas.errors import Transient
@@ -17,6 +18,8 @@ from .contract import Intake, Pipe, Stage
 from .leases import Leases
 from .transcript import Transcript
 
+MOST_TELLERS = 10_000  # one that is forgotten and needed again is rebuilt
+
 
 class Stream(Stage):
     """Engine outputs in, client events out: one event a delta, so that a repetition looks the same every time."""
@@ -26,7 +29,7 @@ class Stream(Stage):
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
-        self._tellers: dict[str, Teller] = {}
+        self._tellers: OrderedDict[str, Teller] = OrderedDict()  # by request, the least recently told first
         self._consumers: dict[int, Consumer] = {}
 
     async def run(self, intake: Intake) -> None:
@@ -39,7 +42,8 @@ class Stream(Stage):
 
         async def lost(share: int) -> None:
             await self._consumers.pop(share).close()
-            self._tellers = {request: teller for request, teller in self._tellers.items() if teller.share != share}
+            for request in [request for request, teller in self._tellers.items() if teller.share == share]:
+                del self._tellers[request]
 
         bucket = await self.pipe.broker.bucket("leases")
         leases = Leases(bucket, self.name, settings.stream_partitions, interval=LEASE_TTL / 4)
@@ -52,6 +56,9 @@ class Stream(Stage):
         teller = self._tellers.get(request)
         if teller is None:
             teller = self._tellers[request] = Teller(self.pipe, int(share))
+            if len(self._tellers) > MOST_TELLERS:
+                self._tellers.popitem(last=False)
+        self._tellers.move_to_end(request)
         try:
             await teller.tell(outputs, message)
         except BaseException:
@@ -68,6 +75,7 @@ class Teller:
     def __init__(self, pipe: Pipe, share: int) -> None:
         self.share = share
         self.ended = False  # the final event is stored; set by tell
+        self._over = False  # the final event is decided, and nothing may follow it; set by tell
         self._pipe = pipe
         self._said = Transcript()
         self._order = asyncio.Lock()
@@ -79,9 +87,13 @@ class Teller:
                 await self._rebuild(message)
             events: list[tuple[Event, str]] = []
             for output in outputs:
-                if self._said.apply(output) and isinstance(output, Delta):
+                if self._said.apply(output) and isinstance(output, Delta) and not self._over:
                     events += self._events(output)
+            self._over = self._over or any(place == "end" for _, place in events)
             if self._said.gap:
+                # The broker has lost what it held in memory; the worker has not.
+                request = message.subject.rpartition(".")[2]
+                await self._pipe.broker.notify(self._pipe.subjects.restate(request), b"")
                 raise Transient(f"outputs on {message.subject} are missing", delay=0.5)
         # Nothing suspends between here and the sending, so events leave in the order of their outputs.
         for event, place in events:

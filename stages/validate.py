@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 from collections.abc import Iterable
 from typing import get_args
@@ -13,7 +14,7 @@ from ..engine.tokenizer_port import TokenizerLike
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
-from ..schemas.jobs import Job, Priority, ValidatedJob
+from ..schemas.jobs import TOKEN_PATTERN, Job, Priority, ValidatedJob
 from ..schemas.openai import ChatMessage, ChatRequest, CompletionRequest, Request, generation_params, parse_request
 from ..schemas.params import MAX_CHOICES
 from ..schemas.registry import ModelCard
@@ -31,7 +32,7 @@ class Validate(Stage):
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
-        self._tokenizers: dict[ModelCard, asyncio.Task[TokenizerLike]] = {}
+        self._tokenizers: dict[tuple[str, str], asyncio.Task[TokenizerLike]] = {}  # by source and backend
 
     async def run(self, intake: Intake) -> None:
         await intake.consume("JOBS", self.name, self.pipe.subjects.jobs_all())
@@ -47,6 +48,8 @@ class Validate(Stage):
 
     def _lane(self, message: Message) -> tuple[Priority, str]:
         priority, tenant = message.subject.split(".")[-2:]
+        if re.fullmatch(TOKEN_PATTERN, tenant) is None:
+            raise InvalidRequest("A tenant's name holds letters, digits, '_' and '-' alone.", param="tenant")
         for known in get_args(Priority):
             if priority == known:
                 return known, tenant
@@ -79,8 +82,6 @@ class Validate(Stage):
         params = generation_params(request, room=model.context_length - longest, seed=secrets.randbits(63))
         _check_vocabulary("logit_bias", params.logit_bias, tokenizer)
         _check_vocabulary("stop_token_ids", params.stop_token_ids, tokenizer)
-        if len(prompts) * params.n > MAX_CHOICES:
-            raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}.", param="n")
         return ValidatedJob(
             id=job.id or endings.request_id(message),
             endpoint=job.endpoint,
@@ -109,13 +110,13 @@ class Validate(Stage):
 
     async def _tokenizer(self, model: ModelCard) -> TokenizerLike:
         """Raises `ModelLoadError` where this machine cannot load the model's tokenizer."""
-        if model not in self._tokenizers:
-            loading = asyncio.to_thread(load_tokenizer, model.source, model.backend)
-            self._tokenizers[model] = asyncio.create_task(loading)
+        key = (model.source, model.backend)
+        if key not in self._tokenizers:
+            self._tokenizers[key] = asyncio.create_task(asyncio.to_thread(load_tokenizer, *key))
         try:
-            return await asyncio.shield(self._tokenizers[model])
+            return await asyncio.shield(self._tokenizers[key])
         except Exception:
-            self._tokenizers.pop(model, None)  # the next request tries again
+            self._tokenizers.pop(key, None)  # the next request tries again
             raise
 
     async def _prompts(self, request: Request, tokenizer: TokenizerLike) -> list[list[int]]:
@@ -123,6 +124,8 @@ class Validate(Stage):
             case ChatRequest():
                 return [await self._chat(request, tokenizer)]
             case CompletionRequest():
+                if len(request.prompts) * (request.n or 1) > MAX_CHOICES:
+                    raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}.", param="n")
                 return [await self._completion(prompt, tokenizer) for prompt in request.prompts]
 
     async def _chat(self, request: ChatRequest, tokenizer: TokenizerLike) -> list[int]:

@@ -22,6 +22,7 @@ from .port import (
     Message,
     Published,
     StreamSpec,
+    Subscription,
 )
 from .sizes import check_size
 from .wildcards import matcher, overlap
@@ -93,7 +94,7 @@ class MemoryBroker:
     async def notify(self, subject: str, data: bytes) -> None:
         self._tell(Message(subject, data, {}))
 
-    async def listen(self, subject: str, callback: Callable[[Message], None]) -> _Listener:
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
         listener = _Listener(self._listeners, subject, callback)
         self._listeners.append(listener)
         return listener

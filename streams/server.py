@@ -104,6 +104,7 @@ class EmbeddedServer:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    start_new_session=True,  # Ctrl-C is for the parent, which stops the server last
                     preexec_fn=functools.partial(die_with_parent, os.getpid()),
                 )
             except OSError as error:

@@ -113,6 +113,13 @@ class Subjects:
     def cancel_all(self) -> str:
         return f"{self.root}.control.cancel.*"
 
+    def restate(self, request: str) -> str:
+        """Asks the worker that has the request to say again all that it has said."""
+        return f"{self.root}.control.restate.{_token(request)}"
+
+    def restate_all(self) -> str:
+        return f"{self.root}.control.restate.*"
+
 
 def topology(
     root: str,

@@ -8,6 +8,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import httpx
 import psutil
@@ -74,6 +75,31 @@ def test_a_killed_front_or_broker_is_started_again(serve: Serve) -> None:
                 pass
             answer = client.post("/v1/completions", json=BODY | {"stream": False})
         assert answer.json()["choices"][0]["text"] == "x" * 200
+
+
+@pytest.mark.parametrize("name", ["worker", "nats-server"])
+def test_streams_go_on_after_a_kill(serve: Serve, name: str) -> None:
+    served = serve("--backend", "echo", "--echo-rate", "50", "--worker-lease", "2")
+    started = Barrier(9)
+
+    def ask(place: int) -> str:
+        text = ""
+        body = BODY | {"prompt": f"{place}" * 150}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    if not text:
+                        started.wait()
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(ask, range(8))
+        started.wait()
+        for child in children(served.process.pid):
+            if name in " ".join(child.cmdline()):
+                child.kill()
+        assert list(answers) == [f"{place}" * 150 for place in range(8)]
 
 
 def test_a_port_in_use_is_told_at_once(start: Start, tmp_path: Path) -> None:
