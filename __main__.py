@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ from .config.sources import Loaded
 from .engine import BACKENDS, resolve_model
 from .engine.models import read_model_info
 from .schemas.errors import BrokerUnavailable, ConfigurationError, Overloaded, StartupError
+from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard
 from .stages import Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
@@ -62,6 +64,8 @@ def worker(
     id: Annotated[str | None, typer.Option(help="A name that stays over restarts; a random one by default.")] = None,
 ) -> None:
     """Run the infer stage alone: one engine that takes batches from the broker."""
+    if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
+        raise StartupError(f"--id {id!r}: letters, digits, '_' and '-' alone, at most 64")
     configure_logging(loaded.settings, process="worker")
     _run(_worker(_with_model(loaded.settings, "worker"), id or f"w-{uuid.uuid4().hex[:8]}"))
 
@@ -112,18 +116,18 @@ async def _announce(url: str) -> None:
     print(f"penstock ready {url}", flush=True)
 
 
-async def _parts(settings: Settings, stages: Iterable[type[Stage]], listener: socket.socket | None) -> None:
+async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: socket.socket | None) -> None:
     """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
     stopping = _stop_signal()
     async with (
         _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe,
         asyncio.TaskGroup() as group,
     ):
-        runners = [Runner(kind(pipe), pipe) for kind in stages]
-        copy = uuid.uuid4().hex[:8]
-        cards = [StageCard(stage=kind.name, id=copy, pid=os.getpid()) for kind in stages]
-        background = [group.create_task(_heartbeats(pipe, cards)), group.create_task(pipe.registry.run())]
+        parts = [kind(pipe) for kind in stages]
+        runners = [Runner(part, pipe) for part in parts]
         running = [group.create_task(runner.run()) for runner in runners]
+        background = [group.create_task(_heartbeats(pipe, parts)), group.create_task(pipe.registry.run())]
+        log.info("running", stages=[part.name for part in parts])
         if listener is None:
             await stopping.wait()
         else:
@@ -232,17 +236,22 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
         await broker.close()
 
 
-async def _heartbeats(pipe: Pipe, cards: list[StageCard]) -> None:
+async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
+    """Say which stages live here, each from when it is ready."""
+    copy = uuid.uuid4().hex[:8]
+    cards = [(stage, StageCard(stage=stage.name, id=copy, pid=os.getpid())) for stage in stages]
+    interval = pipe.settings.heartbeat_interval
     try:
         while True:
-            for card in cards:
+            for stage, card in cards:
                 try:
-                    await pipe.registry.announce_stage(card)
+                    if stage.ready:
+                        await pipe.registry.announce_stage(card)
                 except BrokerUnavailable as error:
                     log.warning("heartbeat missed", stage=card.stage, reason=str(error))
-            await asyncio.sleep(pipe.settings.heartbeat_interval)
+            await asyncio.sleep(interval if all(stage.ready for stage in stages) else min(0.1, interval))
     finally:
-        for card in cards:
+        for _, card in cards:
             with contextlib.suppress(BrokerUnavailable):
                 await pipe.registry.withdraw(card)
 

@@ -77,7 +77,7 @@ class Settings(BaseSettings):
     stream_partitions: int = Field(8, ge=1, le=256, description="Shares in which copies of the stream stage work.")
     lease: float = Field(5.0, ge=0.2, description="Silence after which a dead stage's message goes to another copy.")
     worker_lease: float = Field(
-        30.0, ge=0.2, description="The same for a worker's batch: how long its engine may make no progress."
+        10.0, ge=0.2, description="The same for a worker's batch: how long its engine may make no progress."
     )
     max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
     heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers say they live.")
@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     quantization: str | None = Field(None, min_length=1, description="Weight quantization, where the backend has it.")
     attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
     max_batch_size: int = Field(16, ge=1, description="Requests that run together.")
-    max_sequence_length: int | None = Field(None, ge=1, description="Context length; the model's own by default.")
+    max_sequence_length: int | None = Field(None, ge=2, description="Context length; the model's own by default.")
     kv_cache_memory: ByteSize = Field(ByteSize(4 << 30), gt=0, description="Memory for keys and values.")
     echo_rate: float = Field(0.0, ge=0, description="Tokens a second and request of the echo backend; 0: no limit.")
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")

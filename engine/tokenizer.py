@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,8 +11,6 @@ from ..schemas.errors import InvalidRequest, ModelLoadError
 from .byte_tokenizer import ByteTokenizer
 from .models import looks_like_path, read_model_info, resolve_model
 from .tokenizer_port import Piece, TokenizerLike
-
-_TEMPLATE_SWITCHES = {"add_generation_prompt", "continue_final_message"}
 
 
 def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
@@ -91,9 +88,6 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - _TEMPLATE_SWITCHES
-        if taken := sorted(reserved & template_kwargs.keys() | {"messages"} & template_kwargs.keys()):
-            raise InvalidRequest(f"{', '.join(taken)}: not for the chat template", param="chat_template_kwargs")
         from .chat import close_thinking, normalise
 
         if self._tokenizer.chat_template is None:

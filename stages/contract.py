@@ -92,6 +92,11 @@ class Stage(ABC):
         self.pipe = pipe
 
     @property
+    def ready(self) -> bool:
+        """Whether a delivery would be handled without a long preparation first."""
+        return True
+
+    @property
     def lease(self) -> float:
         """Seconds without a sign of life after which another copy gets what this one has in hand."""
         return self.pipe.settings.lease

@@ -61,6 +61,8 @@ class Stream(Stage):
         self._tellers.move_to_end(request)
         try:
             await teller.tell(outputs, message)
+        except Transient:
+            raise  # a gap: nothing was counted
         except BaseException:
             # It may have counted what was never published: a new one will read that again.
             self._tellers.pop(request, None)
@@ -91,6 +93,7 @@ class Teller:
                     events += self._events(output)
             self._over = self._over or any(place == "end" for _, place in events)
             if self._said.gap:
+                self._said.gap = False
                 # The broker has lost what it held in memory; the worker has not.
                 request = message.subject.rpartition(".")[2]
                 await self._pipe.broker.notify(self._pipe.subjects.restate(request), b"")
@@ -101,10 +104,12 @@ class Teller:
             self.ended = self.ended or place == "end"
 
     async def _rebuild(self, message: Message) -> None:
+        self._said = Transcript()
         for stored in await self._pipe.broker.replay("STREAM", message.subject):
             if stored.sequence < message.sequence:
                 for output in codec.decode_outputs(stored.data):
                     self._said.apply(output)
+        self._said.gap = False  # what stands before a restatement is no gap in it
 
     def _events(self, delta: Delta) -> list[tuple[Event, str]]:
         said, request = self._said, delta.request

@@ -22,6 +22,14 @@ from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
 from . import endings
 from .contract import Intake, Pipe, Stage
 
+# Variables that a client may not set: they would replace the model's template or mean something else to its renderer.
+NOT_FOR_TEMPLATES = frozenset(
+    {
+        *("self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length", "sanitize_control_tokens"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+)
 LONG = 20_000  # characters; tokenising more than this would hold up the event loop for milliseconds
 
 
@@ -35,7 +43,18 @@ class Validate(Stage):
         self._tokenizers: dict[tuple[str, str], asyncio.Task[TokenizerLike]] = {}  # by source and backend
 
     async def run(self, intake: Intake) -> None:
+        """Load the tokenizer of every model that appears, before its first request comes."""
         await intake.consume("JOBS", self.name, self.pipe.subjects.jobs_all())
+        if model := self.pipe.settings.model:
+            self._load(model, self.pipe.settings.backend)
+        while True:
+            for card in self.pipe.registry.models.values():
+                self._load(card.source, card.backend)
+            await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+
+    @property
+    def ready(self) -> bool:
+        return all(loading.done() for loading in self._tokenizers.values())
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -110,14 +129,17 @@ class Validate(Stage):
 
     async def _tokenizer(self, model: ModelCard) -> TokenizerLike:
         """Raises `ModelLoadError` where this machine cannot load the model's tokenizer."""
-        key = (model.source, model.backend)
-        if key not in self._tokenizers:
-            self._tokenizers[key] = asyncio.create_task(asyncio.to_thread(load_tokenizer, *key))
         try:
-            return await asyncio.shield(self._tokenizers[key])
+            return await asyncio.shield(self._load(model.source, model.backend))
         except Exception:
-            self._tokenizers.pop(key, None)  # the next request tries again
+            self._tokenizers.pop((model.source, model.backend), None)  # the next request tries again
             raise
+
+    def _load(self, source: str, backend: str) -> asyncio.Task[TokenizerLike]:
+        key = (source, backend)
+        if key not in self._tokenizers:
+            self._tokenizers[key] = asyncio.create_task(asyncio.to_thread(load_tokenizer, source, backend))
+        return self._tokenizers[key]
 
     async def _prompts(self, request: Request, tokenizer: TokenizerLike) -> list[list[int]]:
         match request:
@@ -137,6 +159,8 @@ class Validate(Stage):
         messages = [_for_template(message) for message in request.messages]
         size = sum(len(message.text) for message in request.messages)
         options = request.chat_template_kwargs or {}
+        if taken := sorted(options.keys() & NOT_FOR_TEMPLATES):
+            raise InvalidRequest(f"{', '.join(taken)}: not for the chat template.", param="chat_template_kwargs")
         if size <= LONG:
             return tokenizer.encode_chat(messages, **options)
         return await asyncio.to_thread(tokenizer.encode_chat, messages, **options)

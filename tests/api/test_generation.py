@@ -148,6 +148,23 @@ def test_max_completion_tokens_and_length(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens == 5
 
 
+def test_the_chat_template_takes_variables_but_no_replacement(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    refused: list[dict[str, Any]] = [
+        {"chat_template": "{{ 1 / 0 }}"},
+        {"messages": []},
+        {"tokenize": True},
+        {"self": 1},
+    ]
+    for kwargs in refused:
+        with pytest.raises(openai.BadRequestError, match="not for the chat template"):
+            client.chat.completions.create(model="tiny", messages=messages, extra_body={"chat_template_kwargs": kwargs})
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=2, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert answer.usage is not None
+
+
 def test_models_are_listed_and_shown(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").object == "model"

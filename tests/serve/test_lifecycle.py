@@ -36,13 +36,21 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
     with httpx.stream("POST", f"{served.url}/v1/completions", json=BODY, timeout=60) as response:
         for line in response.iter_lines():
             if not text:
-                served.process.send(number)
+                os.killpg(served.process.pid, number)  # as a terminal does: the whole group
             if line.startswith("data: {"):
                 text += json.loads(line[6:])["choices"][0]["text"]
     assert text == "x" * 200
     assert served.process.wait() == 0
     assert gone(family)
     assert not (served.state_dir / "nats-url").exists()
+
+
+def test_children_read_no_file_that_the_parent_did_not(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "given.toml").write_text("echo_rate = 0")
+    (tmp_path / "penstock.toml").write_text("max_sequence_length = 20")  # in the working directory
+    served = serve("--backend", "echo", "--config", str(tmp_path / "given.toml"))
+    answer = httpx.post(f"{served.url}/v1/completions", json=BODY | {"stream": False}, timeout=60)
+    assert answer.json()["choices"][0]["text"] == "x" * 200
 
 
 def test_what_outlasts_the_drain_limit_is_told_so(serve: Serve) -> None:
@@ -137,6 +145,8 @@ def test_a_state_directory_in_use_is_told_at_once(serve: Serve, start: Start) ->
         (["stage", "nonsense"], "no stage is called nonsense"),
         (["stage", "infer"], "penstock worker MODEL"),
         (["submit", "hello"], "no broker"),
+        (["serve", "--backend", "echo", "--dtype", "int3"], "dtype (--dtype)"),
+        (["worker", "--backend", "echo", "--id", "a b"], "--id 'a b'"),
     ],
 )
 def test_bad_input_is_told_with_exit_code_2(

@@ -13,8 +13,8 @@ from memory_pipeline import MODEL, Pipeline
 from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.errors import InvalidRequest, Transient
-from penstock.schemas.events import Done, Failed, Token
-from penstock.schemas.jobs import Job, ValidatedJob
+from penstock.schemas.events import Done, Event, Expired, Failed, Token
+from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
@@ -109,6 +109,47 @@ def test_the_same_job_twice_runs_once(pipeline: Pipeline) -> None:
     assert "".join(token.text for token in pipeline.runner.run(twice())) == "hello"
 
 
+def test_a_job_dispatched_twice_is_told_once(pipeline: Pipeline) -> None:
+    heard: list[Event] = []
+
+    async def dispatch() -> None:
+        job = validated("twice", pipeline.pipe)
+        subjects = pipeline.pipe.subjects
+        await pipeline.pipe.broker.listen(
+            subjects.events_of("test"), lambda message: heard.append(codec.decode_event(message.data))
+        )
+        for batch in ("one", "two"):
+            data = codec.encode(InferenceBatch(id=batch, worker="w0", jobs=(job,)))
+            await pipeline.pipe.broker.publish(subjects.infer("w0"), data, message_id=batch)
+
+    pipeline.runner.run(dispatch())
+    while pipeline.runner.run(pipeline.pipe.broker.replay("INFER", pipeline.pipe.subjects.infer("w0"))):
+        pass  # both are in hand
+    while not any(isinstance(event, Done) for event in heard):
+        pipeline.runner.run(asyncio.sleep(0))
+    assert "".join(event.text for event in heard if isinstance(event, Token)) == "hello"
+    assert [event.type for event in heard if not isinstance(event, Token)] == ["done"]
+
+
+def test_a_worker_refuses_what_it_cannot_answer(pipeline: Pipeline) -> None:
+    async def final(change: dict[str, object]) -> Event:
+        heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        job = validated(uuid.uuid4().hex, pipeline.pipe).model_copy(update=change)
+        listening = await pipeline.pipe.broker.listen(
+            pipeline.pipe.subjects.events_of("test"), lambda message: heard.set_result(codec.decode_event(message.data))
+        )
+        data = codec.encode(InferenceBatch(id=job.id, worker="w0", jobs=(job,)))
+        await pipeline.pipe.broker.publish(pipeline.pipe.subjects.infer("w0"), data, message_id=job.id)
+        event = await heard
+        await listening.close()
+        return event
+
+    other = pipeline.runner.run(final({"model": "other"}))
+    assert isinstance(other, Failed) and other.error.status == 503
+    late = pipeline.runner.run(final({"deadline": time.time() - 1}))
+    assert isinstance(late, Expired) and late.error.status == 408
+
+
 def test_nothing_is_left_in_any_work_queue(pipeline: Pipeline) -> None:
     for _ in range(20):
         pipeline.ask(BODY)
@@ -139,25 +180,29 @@ class Slow(JobStage):
         return job
 
 
+def validated(name: str, pipe: Pipe) -> ValidatedJob:
+    return ValidatedJob(
+        id=name,
+        endpoint="/v1/completions",
+        bridge="test",
+        tenant="default",
+        priority="normal",
+        model=MODEL,
+        prompts=(tuple(b"hello"),),
+        params=GenerationParams(),
+        created=pipe.now(),
+        deadline=pipe.now() + 600,
+        body=BODY,
+    )
+
+
 async def held(drain_timeout: float) -> tuple[Pipe, Slow, Runner, asyncio.Task[None]]:
     """A runner with one job in the hands of its stage."""
     settings = Settings(pipeline=("validate", "slow", *PIPELINE[2:]), drain_timeout=drain_timeout)
     broker, subjects = MemoryBroker(), Subjects("penstock")
     await broker.ensure(*topology("penstock", settings.job_stages))
     pipe = Pipe(broker, subjects, settings, Registry(broker, interval=1.0), Cancellations())
-    job = ValidatedJob(
-        id="held",
-        endpoint="/v1/completions",
-        bridge="test",
-        tenant="default",
-        priority="normal",
-        model=MODEL,
-        prompts=((1,),),
-        params=GenerationParams(),
-        created=time.time(),
-        deadline=time.time() + 600,
-        body=BODY,
-    )
+    job = validated("held", pipe)
     headers = {NEXT: subjects.stage("queue", "normal", "default")}
     subject = subjects.stage("slow", "normal", "default")
     await broker.publish(subject, codec.encode(job), message_id="held", headers=headers)
