@@ -1,0 +1,93 @@
+"""What the renderer makes of events, held against the official client's own types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from penstock.api.rendering import Renderer
+from penstock.schemas.events import Done, FinishReason, Token, TokenLogprob, TopLogprob, Usage
+from penstock.schemas.jobs import Endpoint
+
+EXAMPLES = settings(max_examples=100, deadline=None)
+TYPES: dict[Endpoint, Any] = {"/v1/chat/completions": ChatCompletion, "/v1/completions": Completion}
+REASONS: list[FinishReason] = ["stop", "length", "stop_sequence"]
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+logprobs = st.builds(
+    TokenLogprob,
+    token=texts,
+    token_id=st.integers(0, 1000),
+    logprob=st.floats(-50, 0),
+    bytes=st.lists(st.integers(0, 255), max_size=3).map(tuple),
+    top=st.lists(
+        st.builds(
+            TopLogprob,
+            token=texts,
+            token_id=st.integers(0, 1000),
+            logprob=st.floats(-50, 0),
+            bytes=st.lists(st.integers(0, 255), max_size=3).map(tuple),
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[list[Token], Done]:
+    """The events of a whole answer: some choices, each of some tokens, the last with its reason."""
+    with_logprobs = draw(st.booleans())
+    tokens: list[Token] = []
+    reasons: list[FinishReason] = []
+    for choice in range(draw(st.integers(1, 3))):
+        pieces = draw(st.lists(texts, min_size=1, max_size=5))
+        reasons.append(draw(st.sampled_from(REASONS)))
+        for index, text in enumerate(pieces):
+            last = index == len(pieces) - 1
+            said = (draw(logprobs),) if with_logprobs else None
+            tokens.append(Token("r", choice, index, (index,), text, said, reasons[-1] if last else None))
+    return tokens, Done("r", tuple(reasons), Usage(3, len(tokens), 3 + len(tokens)))
+
+
+@EXAMPLES
+@given(answers(), st.sampled_from(sorted(TYPES)))
+def test_every_response_has_what_the_client_reads(answer: tuple[list[Token], Done], endpoint: Endpoint) -> None:
+    """P23: every response has id, object, created, model, choices, usage."""
+    tokens, done = answer
+    renderer = Renderer(endpoint, "id-1", "m", 1_800_000_000, streaming=False, include_usage=False)
+    body = orjson.loads(renderer.whole(tokens, done))
+    assert {"id", "object", "created", "model", "choices", "usage"} <= body.keys()
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
+    read = TYPES[endpoint].model_validate(body, strict=True)
+    for choice in read.choices:
+        text = choice.message.content if endpoint == "/v1/chat/completions" else choice.text
+        assert text == "".join(token.text for token in tokens if token.choice == choice.index)
+
+
+@EXAMPLES
+@given(answers(), st.booleans())
+def test_chunks_add_up_to_the_whole(answer: tuple[list[Token], Done], include_usage: bool) -> None:
+    tokens, done = answer
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True, include_usage=include_usage)
+    messages = [chunk for token in tokens for chunk in renderer.chunks(token)] + list(renderer.end(done))
+    assert messages[-1] == b"data: [DONE]\n\n"
+    chunks = [
+        ChatCompletionChunk.model_validate(orjson.loads(message.removeprefix(b"data: ")), strict=True)
+        for message in messages[:-1]
+    ]
+    for choice, reason in enumerate(done.finish_reasons):
+        deltas = [part for chunk in chunks for part in chunk.choices if part.index == choice]
+        said = "".join(token.text for token in tokens if token.choice == choice)
+        assert "".join(part.delta.content or "" for part in deltas) == said
+        assert [part.delta.role for part in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert [part.finish_reason for part in deltas if part.finish_reason] == [
+            "length" if reason == "length" else "stop"
+        ]
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert len(usages) == int(include_usage)
+    assert not include_usage or (chunks[-1].usage == usages[0] and chunks[-1].choices == [])
