@@ -23,7 +23,7 @@ from .api.app import create_app
 from .api.bridge import Bridge
 from .api.cli import app
 from .api.options import with_settings
-from .api.supervisor import Supervisor, base_url, broker_url, listen, ready
+from .api.supervisor import Supervisor, announce, base_url, broker_url, listen
 from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
@@ -91,7 +91,7 @@ def bridge(loaded: Loaded) -> None:
 
     async def run() -> None:
         log.info("listening; the other parts may still be missing", url=base_url(listener))
-        announcing = asyncio.create_task(_announce(base_url(listener)))
+        announcing = asyncio.create_task(announce(base_url(listener)))
         try:
             await _parts(loaded.settings, [], listener)
         finally:
@@ -109,11 +109,6 @@ def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening so
     stages = [LIGHT[name] for name in settings.pipeline if name in LIGHT]
     stages += [find_stage(name) for name in settings.job_stages if installed(name)]
     _run(_parts(settings, stages, socket.socket(fileno=fd)))
-
-
-async def _announce(url: str) -> None:
-    await ready(url)
-    print(f"penstock ready {url}", flush=True)
 
 
 async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: socket.socket | None) -> None:

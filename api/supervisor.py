@@ -84,7 +84,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
                     group.create_task(self._keep(worker, environment, listener, front_gone))
-                announcing = group.create_task(self._announce(base_url(listener)))
+                announcing = group.create_task(announce(base_url(listener)))
                 await self._keep(front, environment, listener, self._stopping)
                 front_gone.set()
                 announcing.cancel()
@@ -180,10 +180,6 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
 
-    async def _announce(self, url: str) -> None:
-        await ready(url)
-        print(f"penstock ready {url}", flush=True)
-
 
 async def ready(url: str) -> None:
     """Return when a first request to `url` would be answered."""
@@ -193,6 +189,12 @@ async def ready(url: str) -> None:
                 if (await client.get("/health/ready")).status_code == 200:
                     return
             await asyncio.sleep(0.1)
+
+
+async def announce(url: str) -> None:
+    """Print the one line that says so, once it is true."""
+    await ready(url)
+    print(f"penstock ready {url}", flush=True)
 
 
 def broker_url(settings: Settings) -> str:

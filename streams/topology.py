@@ -150,7 +150,7 @@ def topology(
             _work_queue(batch_stream(priority), subjects.batch_all(priority), queue_limit, per_subject=queue_limit)
             for priority in PRIORITIES
         ),
-        # Unlimited: the batch stage sends a worker no more than its capacity.
+        # Unlimited: a batch has left its lane, and the lanes' limits are what refuses.
         _work_queue(INFER, f"{root}.infer.*", 0),
         _work_queue(TOOLS, subjects.tools_all(), tools_limit),
     ]
