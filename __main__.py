@@ -226,6 +226,7 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)
         registry = Registry(broker, interval=settings.heartbeat_interval)
+        await registry.refresh()  # a copy that starts under load must know the models before its first job
         yield Pipe(broker, subjects, settings, registry, cancellations)
     finally:
         await broker.close()
