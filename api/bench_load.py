@@ -34,6 +34,7 @@ class Sample:
     times: list[float] = field(default_factory=list)  # when each piece of text arrived
     sizes: list[int] = field(default_factory=list)  # characters of each
     tokens: int = 0  # as the server counts them; the pieces, where it does not
+    prompt_tokens: int = 0  # as the server counts them
     late: float = 0.0  # seconds after its due time that it was sent; set by `open_loop`
     error: str | None = None
 
@@ -59,11 +60,12 @@ class Sample:
             return
         for choice in event.get("choices", ()):
             part = choice.get("delta") or choice.get("message") or choice
-            if text := part.get("content") or part.get("reasoning_content") or part.get("text"):
+            said = part.get("content") or part.get("reasoning_content") or part.get("reasoning")
+            if text := said or part.get("text"):
                 self.times.append(now)
                 self.sizes.append(len(text))
         if usage := event.get("usage"):
-            self.tokens = usage["completion_tokens"]
+            self.tokens, self.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens", 0)
 
 
 class EventStream:
@@ -138,7 +140,7 @@ class Connection(asyncio.Protocol):
         sample, status = self._sample, self._parser.get_status_code()
         sample.ended = self._now
         if status != 200:
-            sample.error = f"HTTP {status}: {self._body[:200].decode(errors='replace')}"
+            sample.error = _refusal(status, self._body)
         elif not self._streaming:
             sample.add(orjson.loads(self._body), self._now)
         elif not self._done and sample.error is None:
@@ -152,6 +154,15 @@ class Connection(asyncio.Protocol):
         if not self._ended.done():
             self._ended.set_exception(ConnectionError(reason))
             self._ended.exception()  # nobody waits for it between two requests
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """What went wrong, by OpenAI's error object where the body is one."""
+    try:
+        error = orjson.loads(body)["error"]
+        return f"HTTP {status} {error.get('code') or error['type']}: {error['message']}"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"HTTP {status}: {body[:200].decode(errors='replace')}"
 
 
 class Client:

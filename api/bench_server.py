@@ -72,7 +72,7 @@ async def echo_server(*, echo_rate: float, max_batch_size: int) -> AsyncIterator
         )
         try:
             url = await _ready(child, errors)
-            yield Server(url, await _model(url), child.pid)
+            yield Server(url, (await served_models(url))[0], child.pid)
         finally:
             await _end(child)
 
@@ -81,7 +81,30 @@ async def echo_server(*, echo_rate: float, max_batch_size: int) -> AsyncIterator
 async def running_server(url: str) -> AsyncIterator[Server]:
     """The server at `url`, which stays as it is. Raises `StartupError` if none answers there."""
     url = url.rstrip("/")
-    yield Server(url, await _model(url))
+    yield Server(url, (await served_models(url))[0])
+
+
+async def served_models(url: str, api_key: str = "") -> list[str]:
+    """The names of what the server at `url` serves, at least one. Raises `StartupError` with what to do."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with httpx.AsyncClient(timeout=10.0, headers=headers) as client:
+            answer = await client.get(f"{url}/v1/models")
+        if answer.status_code in (401, 403):
+            key = "refuses this key" if api_key else "wants a key"
+            raise StartupError(
+                f"the server at {url} {key} (HTTP {answer.status_code}); set OPENAI_API_KEY to a valid one"
+            )
+        models = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error).partition("\n")[0].replace("All connection attempts failed", "nothing listens there")
+    except (ValueError, KeyError, TypeError):
+        reason = "what it says at /v1/models is no list of models"
+    else:
+        if models:
+            return models
+        raise StartupError(f"the server at {url} serves no model; load one there first")
+    raise StartupError(f"no OpenAI-compatible server answers at {url}: {reason}; start one there or name another URL")
 
 
 async def _ready(child: Process, errors: IO[bytes]) -> str:
@@ -96,18 +119,6 @@ async def _ready(child: Process, errors: IO[bytes]) -> str:
         reason = f"was not ready after {START_LIMIT:g} s"
     said = os.pread(errors.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
     raise StartupError("\n".join([f"the server to measure {reason}; its last words:", *said[-5:]]))
-
-
-async def _model(url: str) -> str:
-    try:
-        async with httpx.AsyncClient(timeout=10.0) as client:
-            models = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise StartupError(f"no OpenAI-compatible server answers at {url}: {reason}; name another with --url") from None
-    if not models:
-        raise StartupError(f"the server at {url} serves no model")
-    return str(models[0]["id"])
 
 
 async def _end(child: Process) -> None:

@@ -23,6 +23,7 @@ from ..schemas.jobs import Job, Priority
 from ..streams.jetstream import JetStreamBroker
 from ..streams.topology import Subjects
 from .bench_pipeline import pipeline
+from .bench_serve import bench_serve
 from .bridge import Bridge
 from .options import with_settings
 from .supervisor import broker_url
@@ -35,8 +36,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=True,
 )
-bench = typer.Typer(help="Measure Penstock, or a part of it.", no_args_is_help=True)
+bench = typer.Typer(help="Measure a server, or a part of Penstock.", no_args_is_help=True)
 bench.command()(pipeline)
+bench.command("serve")(bench_serve)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 

@@ -61,7 +61,10 @@ def _parameters(command: Callable[..., None]) -> list[tuple[str, inspect.Paramet
 
 
 class fatal_errors:  # reads as a statement
-    """Turns a `Fatal` into its message on standard error, a line a fault, and exit code 2."""
+    """Turns a `Fatal` into its message on standard error, a line a fault, and an exit code."""
+
+    def __init__(self, exit_code: int = 2) -> None:
+        self._exit_code = exit_code
 
     def __enter__(self) -> None:
         return None
@@ -76,7 +79,7 @@ class fatal_errors:  # reads as a statement
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         for fault in faults:
             console.print(f"[bold red]error:[/] {_escaped(fault)}")
-        raise typer.Exit(2)
+        raise typer.Exit(self._exit_code)
 
 
 @functools.cache
