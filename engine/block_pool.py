@@ -1,0 +1,136 @@
+"""Which blocks of one pool are held, and which finished ones can be found again by their content. Holds no tensor.
+
+A full block is known by the chained hash of all tokens up to its end: whoever begins with the same tokens can hold it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+
+def root(salt: str) -> bytes:
+    """Where the chain of a tenant's keys begins; those of another salt never meet them."""
+    return blake2b(salt.encode(), digest_size=16, person=b"root").digest()
+
+
+def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of the block of `tokens` that follows the block `parent`."""
+    return blake2b(parent + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=16).digest()
+
+
+class BlockPool:
+    """The blocks of one group, 0 to `num_blocks` - 1. Takes memory for those that were ever used, not for all."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.evictions = 0
+        self._num_used = 0  # the blocks from here on were never used
+        self._free: list[int] = []  # used once, now neither held nor cached
+        self._holders: dict[int, int] = {}  # held block -> how many hold it
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached blocks that nobody holds, by last access
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._last_access: dict[int, int] = {}
+        self._tick = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could give, those that it would evict included."""
+        return self.num_blocks - len(self._holders)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that `lookup` finds, held or not."""
+        return len(self._block_of)
+
+    def allocate(self) -> int:
+        """A block with one holder. `num_free` must not be 0."""
+        if self._num_used < self.num_blocks:
+            block = self._num_used
+            self._num_used += 1
+        else:
+            block = self._free.pop() if self._free else self._evict()
+        self._holders[block] = 1
+        self._touch(block)
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more holder of a cached block."""
+        self._holders[block] = self._holders.get(block, 0) + 1
+        self._unheld.pop(block, None)
+        self._touch(block)
+
+    def release(self, block: int) -> None:
+        """One holder fewer. Without any, a cached block can be found until it is evicted."""
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        del self._holders[block]
+        if block in self._key_of:
+            self._unheld[block] = None
+            self._touch(block)
+        else:
+            self._free.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let a held, full block be found, unless one with the same content can be found already."""
+        if key not in self._block_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def lookup(self, key: bytes) -> int | None:
+        return self._block_of.get(key)
+
+    def is_held(self, block: int) -> bool:
+        return block in self._holders
+
+    def last_access(self, block: int) -> int:
+        """When a used block was last allocated, acquired or left by its last holder, on the pool's own clock."""
+        return self._last_access[block]
+
+    def cached(self) -> list[tuple[bytes, int]]:
+        """Keys and blocks that `lookup` finds, least recently used first."""
+        return sorted(self._block_of.items(), key=lambda item: self._last_access[item[1]])
+
+    def restore(self, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
+        """Cache blocks for those of `keys` that are missing; the caller fills them before anyone looks them up.
+
+        `keys` come least recently used first. Evicts nothing: where room is short, the last keys have it.
+        """
+        missing = [key for key in dict.fromkeys(keys) if key not in self._block_of]
+        room = self.num_free - len(self._unheld)
+        restored = [(key, self.allocate()) for key in missing[max(len(missing) - room, 0) :]]
+        for key, block in restored:
+            self.publish(block, key)
+            self.release(block)
+        return restored
+
+    def clear_cached(self, count: int) -> None:
+        """Evict `count` blocks now, or as many as nobody holds."""
+        for _ in range(min(count, len(self._unheld))):
+            self._free.append(self._evict())
+
+    def check_integrity(self, held: Counter[int]) -> None:
+        """Raise `AssertionError` unless every block is in one place, and held as often as `held` says."""
+        places = sorted([*self._free, *self._unheld, *self._holders])
+        assert places == list(range(self._num_used)), f"blocks lost or in two places: {places} of {self._num_used}"
+        assert self._num_used <= self.num_blocks, f"{self._num_used} blocks used of {self.num_blocks}"
+        assert self._holders == dict(held), f"holders: {self._holders}, should be {dict(held)}"
+        assert self._key_of == {block: key for key, block in self._block_of.items()}, "keys and blocks disagree"
+        assert self._key_of.keys() >= self._unheld.keys(), "a block without a key is kept as cached"
+        assert self._key_of.keys().isdisjoint(self._free), "a free block can be found"
+        ticks = [self._last_access[block] for block in self._unheld]
+        assert ticks == sorted(ticks), "the order of eviction is not that of last access"
+
+    def _evict(self) -> int:
+        block, _ = self._unheld.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
+        self.evictions += 1
+        return block
+
+    def _touch(self, block: int) -> None:
+        self._tick += 1
+        self._last_access[block] = self._tick

@@ -1,0 +1,205 @@
+"""Who holds which block of the key-value cache. Holds no tensor, and knows nothing of requests.
+
+A block is room for the keys and values of `block_size` consecutive tokens of one sequence, in all layers of one group.
+Layers that see everything before them form groups without a window; a sliding group has a window of W tokens, where a
+token at position p sees positions p - W + 1 to p. Every group has a pool of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .block_pool import BlockPool
+
+NO_BLOCK = -1
+"""Stands in a sliding group's table where the window has passed."""
+
+
+class GroupSpec(NamedTuple):
+    num_blocks: int
+    window: int | None  # tokens; None: all
+
+
+class Tables:
+    """What one sequence holds. All is set by `KVBlocks`, but `keys`, which whoever knows the tokens extends."""
+
+    __slots__ = ("blocks", "keys", "num_published", "slide_at")
+
+    def __init__(self, num_groups: int) -> None:
+        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]  # equally long, in the order of the tokens
+        self.keys: list[bytes] = []  # the chain of the full blocks whose tokens are known
+        self.num_published = 0  # leading blocks that have been cached
+        self.slide_at = 0  # computed tokens below which `slide` finds nothing
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """Blocks are of all groups together; `queries` and `hits` are tokens looked up and found at admissions."""
+
+    num_blocks: int
+    num_held: int
+    num_cached: int
+    queries: int
+    hits: int
+    evictions: int
+
+
+class KVBlocks:
+    """The pools of all groups, used in step: a table grows and is matched in every group or in none.
+
+    No step computes more than `max_step_tokens` tokens of a sequence, and `slide` follows each.
+    """
+
+    def __init__(self, block_size: int, groups: Sequence[GroupSpec], max_step_tokens: int) -> None:
+        self.block_size = block_size
+        self.pools = tuple(BlockPool(group.num_blocks) for group in groups)
+        self._windows = tuple(group.window for group in groups)
+        self._full_first = sorted(range(len(groups)), key=lambda group: groups[group].window is not None)
+        self._queries = self._hits = 0
+        # The most blocks that a step's tokens and all that they see can lie in, wherever in a block they begin.
+        self._spans = tuple(
+            sys.maxsize if window is None else (window + max_step_tokens + block_size - 3) // block_size + 1
+            for window in self._windows
+        )
+        # Tokens that one sequence alone can hold.
+        self.capacity = min(
+            pool.num_blocks * block_size if pool.num_blocks < span else sys.maxsize
+            for pool, span in zip(self.pools, self._spans, strict=True)
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Of the group that has the fewest."""
+        return min(pool.num_free for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        """The held share, 0 to 1, of the fullest group."""
+        return max(1 - pool.num_free / pool.num_blocks for pool in self.pools)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """The most leading blocks that all groups can reuse: of a sliding group, those that the next token sees."""
+        count, before = len(keys), -1
+        while count != before:  # a group that shortens the match may move the window of another over a gap
+            before = count
+            for group in self._full_first:
+                count = self._match_group(group, keys, count)
+        return count
+
+    def fits(self, tables: Tables, count: int, num_tokens: int, reserved: int) -> bool:
+        """Whether there is room to `attach` `count` blocks and go on to `num_tokens`.
+
+        `reserved` blocks of each group without a window are spoken for.
+        """
+        lacking = -(-num_tokens // self.block_size) - count
+        for group, pool in enumerate(self.pools):
+            needed = lacking
+            for key in tables.keys[self._first_seen(group, count * self.block_size) : count]:
+                block = pool.lookup(key)
+                needed += block is not None and not pool.is_held(block)
+            needed = needed + reserved if self._windows[group] is None else min(needed, self._spans[group])
+            if needed > pool.num_free:
+                return False
+        return True
+
+    def attach(self, tables: Tables, count: int) -> None:
+        """Hold the `count` leading blocks that `match` has found; the tables must be empty."""
+        for group, pool in enumerate(self.pools):
+            first = self._first_seen(group, count * self.block_size)
+            found = [pool.lookup(key) for key in tables.keys[first:count]]
+            blocks = [block for block in found if block is not None]
+            assert len(blocks) == count - first, "a matched block is gone"
+            for block in blocks:
+                pool.acquire(block)
+            tables.blocks[group] = [NO_BLOCK] * first + blocks
+        tables.num_published = count
+        self._queries += len(tables.keys) * self.block_size
+        self._hits += count * self.block_size
+
+    def grow(self, tables: Tables, num_tokens: int) -> bool:
+        """Make every group's table long enough for `num_tokens`, or, where a pool is short of blocks, none."""
+        lacking = -(-num_tokens // self.block_size) - len(tables.blocks[0])
+        if lacking <= 0:
+            return True
+        if self.num_free_blocks < lacking:
+            return False
+        for blocks, pool in zip(tables.blocks, self.pools, strict=True):
+            blocks += [pool.allocate() for _ in range(lacking)]
+        return True
+
+    def slide(self, tables: Tables, num_computed: int) -> None:
+        """Release the blocks that no token at a position from `num_computed` on can see."""
+        if num_computed < tables.slide_at:
+            return
+        tables.slide_at = sys.maxsize
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                passed = self._first_seen(group, num_computed)
+                self._give_back(group, tables.blocks[group], passed)
+                tables.slide_at = min(tables.slide_at, (passed + 1) * self.block_size + window - 1)
+
+    def publish(self, tables: Tables, num_full: int) -> None:
+        """Cache the first `num_full` blocks, whose tokens are computed, under `tables.keys`."""
+        for place in range(tables.num_published, num_full):
+            for blocks, pool in zip(tables.blocks, self.pools, strict=True):
+                if blocks[place] != NO_BLOCK:
+                    pool.publish(blocks[place], tables.keys[place])
+        tables.num_published = num_full
+
+    def release(self, tables: Tables) -> None:
+        """Give everything back; `keys` stay."""
+        for group, blocks in enumerate(tables.blocks):
+            self._give_back(group, blocks, len(blocks))
+            blocks.clear()
+        tables.num_published = tables.slide_at = 0
+
+    def stats(self) -> KVStats:
+        return KVStats(
+            num_blocks=sum(pool.num_blocks for pool in self.pools),
+            num_held=sum(pool.num_blocks - pool.num_free for pool in self.pools),
+            num_cached=sum(pool.num_cached for pool in self.pools),
+            queries=self._queries,
+            hits=self._hits,
+            evictions=sum(pool.evictions for pool in self.pools),
+        )
+
+    def check_integrity(self, tables: Iterable[Tables]) -> None:
+        """Raise `AssertionError` unless `tables` are of one length each and account for every held block."""
+        held: list[Counter[int]] = [Counter() for _ in self.pools]
+        for one in tables:
+            assert len({len(blocks) for blocks in one.blocks}) == 1, f"tables of unequal length: {one.blocks}"
+            for counter, blocks in zip(held, one.blocks, strict=True):
+                counter.update(block for block in blocks if block != NO_BLOCK)
+        for pool, counter in zip(self.pools, held, strict=True):
+            pool.check_integrity(counter)
+
+    def _first_seen(self, group: int, position: int) -> int:
+        """The place of the first block that a token at `position` sees."""
+        window = self._windows[group]
+        return 0 if window is None else max(position - window + 1, 0) // self.block_size
+
+    def _match_group(self, group: int, keys: Sequence[bytes], count: int) -> int:
+        """As `match`, for one group, and at most `count`."""
+        lookup = self.pools[group].lookup
+        if self._windows[group] is None:
+            return next((place for place in range(count) if lookup(keys[place]) is None), count)
+        first = self._first_seen(group, count * self.block_size)
+        for place in reversed(range(count)):
+            if place < first:
+                break
+            if lookup(keys[place]) is None:
+                count = place
+                first = self._first_seen(group, count * self.block_size)
+        return count
+
+    def _give_back(self, group: int, blocks: list[int], end: int) -> None:
+        """Release the held ones among the first `end` blocks, the last first: a prefix's beginning is evicted last."""
+        for place in reversed(range(end)):
+            if blocks[place] == NO_BLOCK:
+                break  # and so are all before it
+            self.pools[group].release(blocks[place])
+            blocks[place] = NO_BLOCK

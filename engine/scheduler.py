@@ -1,0 +1,276 @@
+"""Which tokens the next step computes, and who holds blocks for them. Never sees a tensor, and runs nothing.
+
+Rows that decode come first, one token each; what they leave of the step's budget goes to prompts, those begun before
+those that wait, each in line order. Where blocks run out, the running row that is last in line gives back all of its
+own and waits at its old place to be computed again; what it had finished stays cached. The first in line always runs.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import pairwise
+from typing import NamedTuple
+
+from .block_pool import chain, root
+from .blocks import KVBlocks, Tables
+from .sequence import Sequence
+
+_MAX_OVERTAKES = 32  # of a row that waits for blocks; then those behind it wait as well
+_MAX_BLOCKED = 8  # rows that wait for blocks are looked at in one step; each costs a match of its whole prompt
+
+
+class Row:
+    """One sequence while the scheduler has it. All is set by `Scheduler`, but `pending`."""
+
+    __slots__ = ("admitted", "arrival", "awaits", "num_computed", "passed", "pending", "running", "sequence", "tables")
+
+    def __init__(self, sequence: Sequence, arrival: int, tables: Tables) -> None:
+        self.sequence = sequence
+        self.arrival = arrival  # its place in line
+        self.tables = tables
+        self.num_computed = 0  # tokens whose keys and values are in the pools
+        self.pending = 0  # tokens that the model has chosen and nobody has read yet; set by the backend
+        self.running = False
+        self.admitted = False  # at least once
+        self.awaits = b""  # the key of a block that a running row computes and this one will reuse
+        self.passed = 0  # rows admitted before it while it waited for blocks
+
+    @property
+    def num_known(self) -> int:
+        return len(self.sequence.prompt) + len(self.sequence.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.sequence.prompt) + len(self.sequence.tokens) + self.pending
+
+    def extend_keys(self, block_size: int) -> None:
+        """Bring the chain up to the last full block of known tokens."""
+        keys, prompt, tokens = self.tables.keys, self.sequence.prompt, self.sequence.tokens
+        for end in range((len(keys) + 1) * block_size, self.num_known + 1, block_size):
+            begin = end - block_size
+            parent = keys[-1] if keys else root(self.sequence.request.cache_salt)
+            generated = tokens[max(begin - len(prompt), 0) : max(end - len(prompt), 0)]
+            keys.append(chain(parent, [*prompt[begin:end], *generated]))
+
+
+class Scheduled(NamedTuple):
+    """`num_tokens` of a row's tokens, from `num_computed` on. `samples`: they reach its last, so one is chosen next."""
+
+    row: Row
+    num_tokens: int
+    samples: bool
+
+
+class Scheduler:
+    """Call `schedule`, compute, `commit`; sequences may be removed in between, but no row scheduled twice.
+
+    Of a sequence, no more than `blocks.capacity` tokens can be computed: its owner sees to that. Without `chunked` a
+    prompt is computed in one step, be it larger than `max_step_tokens` (`blocks` must be told), if it is the first.
+    """
+
+    def __init__(self, blocks: KVBlocks, max_batch_size: int, max_step_tokens: int, chunked: bool = True) -> None:
+        """Raises `ValueError` where a full batch would leave no token for a prompt."""
+        if max_step_tokens < max_batch_size:
+            raise ValueError(f"{max_step_tokens} tokens a step are too few for {max_batch_size} rows")
+        self.num_preemptions = 0
+        self._blocks = blocks
+        self._max_batch_size = max_batch_size
+        self._max_step_tokens = max_step_tokens
+        self._share = max(max_step_tokens // 2, 1) if chunked else None  # tokens of one prompt, as long as others wait
+        self._rows: dict[Sequence, Row] = {}
+        self._arrivals = 0
+        self._waiting: list[Row] = []  # both in line order
+        self._running: list[Row] = []
+        self._claims: dict[bytes, Row] = {}  # keys of prompts' blocks -> the running row that will publish them
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence at the end of the line. Raises `ValueError` for one that the pools can never hold."""
+        row = Row(sequence, self._arrivals, Tables(len(self._blocks.pools)))
+        if row.num_tokens > self._blocks.capacity:
+            raise ValueError(f"{row.num_tokens} tokens; the key-value cache holds {self._blocks.capacity}")
+        self._arrivals += 1
+        self._rows[sequence] = row
+        self._waiting.append(row)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence; its finished blocks stay cached. An unknown one is no error."""
+        row = self._rows.pop(sequence, None)
+        if row is None:
+            return
+        if row.running:
+            self._running.remove(row)
+            self._leave(row)
+        else:
+            self._waiting.remove(row)
+
+    def schedule(self) -> list[Scheduled]:
+        """The rows of the next step, those that decode first.
+
+        Raises `RuntimeError` where one sequence alone has outgrown the pools.
+        """
+        preemptions = self.num_preemptions
+        scheduled: list[Scheduled] = []
+        prefills: list[Row] = []
+        for row in self._running:  # preemption takes rows off its end, this one at most
+            lacking = row.num_tokens - row.num_computed
+            if lacking > 1:
+                prefills.append(row)
+            elif lacking and self._grow(row, row.num_computed + 1):
+                scheduled.append(Scheduled(row, 1, True))
+        left = self._max_step_tokens - len(scheduled)
+        shares: dict[Row, int] = {}
+        for row in prefills:
+            count = self._count(row.num_tokens - row.num_computed, left, not shares) if row.running else 0
+            if count and self._grow(row, row.num_computed + count):
+                shares[row] = count
+                left -= count
+        if self.num_preemptions == preemptions:
+            left = self._admit(shares, left)
+        else:
+            left += len(scheduled)
+            scheduled = [one for one in scheduled if one.row.running]
+            left -= len(scheduled)
+        if left > 0 and self._share is not None:
+            self._spread(shares, left)
+        for row, count in shares.items():
+            scheduled.append(Scheduled(row, count, row.num_computed + count == row.num_tokens))
+        return scheduled
+
+    def commit(self, scheduled: list[Scheduled]) -> None:
+        """The keys and values of these tokens are written, or will be before any later step reads them.
+
+        Best called before their rows' tokens are appended: a row that finishes is removed, and caches no more.
+        """
+        block_size = self._blocks.block_size
+        for row, count, _ in scheduled:
+            if not row.running:  # removed since
+                continue
+            row.num_computed += count
+            tables = row.tables
+            if row.num_computed >= (tables.num_published + 1) * block_size:
+                row.extend_keys(block_size)
+                published = tables.num_published
+                self._blocks.publish(tables, min(row.num_computed, row.num_known) // block_size)
+                self._unclaim(row, tables.keys[published : tables.num_published])
+            self._blocks.slide(tables, row.num_computed)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless rows, tables and pools account for each other."""
+        for line in (self._waiting, self._running):
+            assert all(one.arrival < other.arrival for one, other in pairwise(line)), "out of line order"
+        assert set(self._rows.values()) == {*self._waiting, *self._running}, "a row is lost"
+        assert len(self._rows) == len(self._waiting) + len(self._running), "a row waits and runs"
+        assert len(self._running) <= self._max_batch_size, f"{len(self._running)} rows run"
+        for row in self._waiting:
+            assert not (row.running or row.num_computed or any(row.tables.blocks)), "a waiting row holds something"
+        for row in self._running:
+            tables, size = row.tables, self._blocks.block_size
+            assert row.running and row.admitted, "a running row does not know that it runs"
+            assert row.num_computed <= row.num_tokens, f"{row.num_computed} computed of {row.num_tokens} tokens"
+            assert row.num_computed <= len(tables.blocks[0]) * size, "computed tokens lie in no block"
+            assert tables.num_published <= row.num_computed // size, "published before it is computed"
+            assert tables.num_published <= len(tables.keys) <= row.num_known // size, "keys of unknown tokens"
+        for key, row in self._claims.items():
+            assert row.running and key in row.tables.keys[row.tables.num_published :], "a claim nobody works on"
+        self._blocks.check_integrity(row.tables for row in self._running)
+
+    def _count(self, lacking: int, left: int, first: bool) -> int:
+        """How many of the tokens that a prompt lacks it gets at first; `left` is left of the step's budget."""
+        if self._share is not None:
+            return min(lacking, left, self._share)
+        return lacking if first or lacking <= left else 0
+
+    def _admit(self, shares: dict[Row, int], left: int) -> int:
+        """Let waiting rows in, in line order, and give them their shares; the budget that is left."""
+        size = self._blocks.block_size
+        budget = left
+        reserved = sum(self._lacking_blocks(row) for row in shares)
+        blocked: list[Row] = []
+        for row in self._waiting:
+            if left <= 0 or len(self._running) == self._max_batch_size or len(blocked) == _MAX_BLOCKED:
+                break
+            if any(other.passed == _MAX_OVERTAKES for other in blocked):
+                break
+            if row.pending or row.awaits in self._claims:
+                continue
+            row.extend_keys(size)
+            keys = row.tables.keys[: (row.num_tokens - 1) // size]  # the last token is always computed
+            matched = self._blocks.match(keys)
+            if matched < len(keys) and keys[matched] in self._claims:
+                row.awaits = keys[matched]
+                continue
+            count = self._count(row.num_tokens - matched * size, left, not shares)
+            if not count:
+                break
+            if not self._blocks.fits(row.tables, matched, row.num_tokens, reserved):
+                blocked.append(row)
+                continue
+            for other in blocked:
+                other.passed += 1
+            self._enter(row, matched)
+            if not self._blocks.grow(row.tables, row.num_computed + count):
+                raise RuntimeError(f"{count} tokens in a step, more than the pools were laid out for")
+            shares[row] = count
+            left -= count
+            reserved += self._lacking_blocks(row)
+        if left < budget:
+            self._waiting = [row for row in self._waiting if not row.running]
+        return left
+
+    def _spread(self, shares: dict[Row, int], left: int) -> None:
+        """Give what is left of the budget to prompts, the first in line first."""
+        for row in sorted(shares, key=lambda row: row.arrival):
+            more = min(row.num_tokens - row.num_computed - shares[row], left)
+            if self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
+                shares[row] += more
+                left -= more
+
+    def _lacking_blocks(self, row: Row) -> int:
+        return -(-row.num_tokens // self._blocks.block_size) - len(row.tables.blocks[0])
+
+    def _grow(self, row: Row, num_tokens: int) -> bool:
+        """Find blocks for a running row, at the cost of those behind it; False where it is preempted itself."""
+        while not self._blocks.grow(row.tables, num_tokens):
+            if len(self._running) == 1:
+                raise RuntimeError(f"{num_tokens} tokens of one sequence outgrow the key-value cache")
+            last = self._running.pop()
+            self._leave(last)
+            insort(self._waiting, last, key=lambda row: row.arrival)
+            self.num_preemptions += 1
+            if last is row:
+                return False
+        return True
+
+    def _enter(self, row: Row, matched: int) -> None:
+        """A row starts running, with its `matched` leading blocks and a claim to the others of its prompt."""
+        insort(self._running, row, key=lambda row: row.arrival)
+        self._blocks.attach(row.tables, matched)
+        row.running = True
+        row.awaits = b""
+        row.passed = 0
+        row.num_computed = matched * self._blocks.block_size
+        if not row.admitted:
+            row.admitted = True
+            row.sequence.cached_tokens = min(row.num_computed, len(row.sequence.prompt))
+        for key in row.tables.keys[matched:]:
+            self._claims.setdefault(key, row)
+
+    def _leave(self, row: Row) -> None:
+        """A row stops running: what it holds and claims is free."""
+        self._unclaim(row, row.tables.keys[row.tables.num_published :])
+        self._blocks.release(row.tables)
+        row.running = False
+        row.num_computed = 0
+
+    def _unclaim(self, row: Row, keys: list[bytes]) -> None:
+        for key in keys:
+            if self._claims.get(key) is row:
+                del self._claims[key]
