@@ -12,6 +12,7 @@ from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .config import EngineConfig
 from .models import ModelInfo
+from .output import CacheStats
 from .sequence import Sequence
 from .tokenizer_port import TokenizerLike
 
@@ -74,12 +75,16 @@ class Backend(Protocol):
         """Seconds until `step` has something to do: 0 for at once, infinite with nothing to run."""
         ...
 
+    def cache_stats(self) -> CacheStats | None:
+        """What the key-value cache holds; None for a backend without one of its own. May be called from any thread."""
+        ...
+
     def close(self) -> None:
         """Free the model's memory."""
         ...
 
 
-BACKENDS = {"hf": ("hf", "HfBackend"), "echo": ("echo", "EchoBackend")}
+BACKENDS = {"paged": ("paged", "PagedBackend"), "hf": ("hf", "HfBackend"), "echo": ("echo", "EchoBackend")}
 
 
 def load_backend(config: EngineConfig, progress: ProgressCallback | None = None) -> Backend:

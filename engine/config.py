@@ -31,9 +31,9 @@ class EngineConfig(BaseModel):
     max_batch_size: Annotated[int, Field(ge=1)] = 16
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
     kv_cache_memory: Annotated[ByteSize, Field(gt=0)] = ByteSize(4 << 30)
-    enable_cuda_graph: bool = False
-    enable_chunked_prefill: bool = False
-    prefill_chunk_size: Annotated[int, Field(ge=1)] = 1024
+    enable_cuda_graph: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
 
     def refuse(self, *names: str) -> None:

@@ -113,6 +113,9 @@ class EchoBackend:
         wait = min(map(self._due, self._running.values())) - self._clock()
         return max(wait, _TICK) if wait > 0 else 0.0
 
+    def cache_stats(self) -> None:
+        return None
+
     def close(self) -> None:
         self._waiting.clear()
         self._running.clear()

@@ -91,6 +91,7 @@ class InferenceEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._driver.num_tokens,
             num_steps=self._driver.num_steps,
+            cache=self._backend.cache_stats(),
         )
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:

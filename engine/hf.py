@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..schemas.errors import ModelLoadError, Refusal
+from ..schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ..schemas.events import Delta
 from .backend import Capabilities, ProgressCallback
 from .cohort import Cohort
@@ -31,6 +31,8 @@ from .weights import count_parameters
 
 _log = logging.getLogger(__name__)
 
+_ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
 
 class HfBackend:
     """`kv_cache_memory` is a threshold: above it newcomers wait, while those that run may finish."""
@@ -40,12 +42,15 @@ class HfBackend:
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Raises `ConfigurationError` and `ModelLoadError`."""
         config.refuse("quantization", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size", "echo_rate")
+        if config.attention not in _ATTENTION:
+            raise ConfigurationError([f"attention={config.attention!r}: must be one of {', '.join(_ATTENTION)}"])
         self._device = resolve_device(config.device)
         directory = resolve_model(config.model)
         info = read_model_info(directory, config.model, config.max_sequence_length)
         self.info = replace(info, parameters=count_parameters(directory))
         self.tokenizer = Tokenizer(directory)
-        self._model = load_causal_lm(config, directory, info.architecture, self._device, progress)
+        attention = None if config.attention == "auto" else config.attention
+        self._model = load_causal_lm(config, directory, info.architecture, self._device, progress, attention)
         self._accepted = frozenset(inspect.signature(self._model.forward).parameters)
         if self._model._is_stateful or "past_key_values" not in self._accepted:
             raise ModelLoadError(f"{info.architecture} keeps a running state; the backend 'hf' needs a key-value cache")
@@ -74,6 +79,9 @@ class HfBackend:
 
     def delay(self) -> float:
         return 0.0 if self._waiting or self._cohorts else inf
+
+    def cache_stats(self) -> None:
+        return None
 
     def close(self) -> None:
         self._waiting.clear()

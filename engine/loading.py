@@ -17,8 +17,6 @@ from ..schemas.errors import ConfigurationError, ModelLoadError
 from .backend import ProgressCallback
 from .config import EngineConfig
 
-_ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-
 
 def resolve_device(name: str) -> torch.device:
     """The device that `name` means: "auto" is the first of CUDA, MPS and CPU that is there.
@@ -40,19 +38,21 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_causal_lm(
-    config: EngineConfig, directory: Path, architecture: str, device: torch.device, progress: ProgressCallback | None
+    config: EngineConfig,
+    directory: Path,
+    architecture: str,
+    device: torch.device,
+    progress: ProgressCallback | None,
+    attention: str | None,
 ) -> PreTrainedModel:
-    """Load the weights in `directory` onto `device`, ready for inference.
+    """Load the weights in `directory` onto `device`, ready for inference; `attention` None is transformers' choice.
 
     The files have been looked at before (`count_parameters`). Raises `ModelLoadError` and `ConfigurationError`.
     """
-    if config.attention not in _ATTENTION:
-        raise ConfigurationError([f"attention={config.attention!r}: must be one of {', '.join(_ATTENTION)}"])
     if architecture != "unknown" and architecture not in _causal_architectures():
         raise ModelLoadError(
             f"{config.model} is a {architecture}, which transformers does not know as a causal language model"
         )
-    attention = {} if config.attention == "auto" else {"attn_implementation": config.attention}
     previous = transformers_logging.set_tqdm_hook(
         lambda factory, args, kwargs: _Counted(args[0] if args else kwargs.get("iterable", ()), progress)
     )
@@ -62,7 +62,7 @@ def load_causal_lm(
             dtype=config.dtype,
             local_files_only=True,
             output_loading_info=True,
-            **attention,
+            **({} if attention is None else {"attn_implementation": attention}),
         )
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -76,8 +76,28 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStats:
+    """The key-value cache: `memory` in bytes, `usage` 0 to 1 of it held by running requests, counts since the start.
+
+    Of `num_queried_tokens` looked up in the cache of prefixes, `num_hit_tokens` were found.
+    """
+
+    memory: int
+    usage: float
+    num_blocks: int
+    num_cached_blocks: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_evictions: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine was built; `running` and `waiting` are choices at this moment."""
+    """Counts since the engine was built; `running` and `waiting` are choices at this moment.
+
+    `cache` is None where the backend has no key-value cache of its own.
+    """
 
     num_running: int
     num_waiting: int
@@ -85,6 +105,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_steps: int
+    cache: CacheStats | None = None
 
 
 class OutputBuilder:

@@ -21,6 +21,8 @@ class EngineRequest:
 
     `generated` holds, for each choice, token ids that an earlier holder of the request has already delivered (none at
     all: nothing was). They count as sent: the engine goes on with the next index, and only what is new appears.
+
+    Cached prefixes are shared only between requests with the same `cache_salt`: a tenant's name, say.
     """
 
     id: str
@@ -30,6 +32,7 @@ class EngineRequest:
     epoch: int = 1
     first_choice: int = 0
     generated: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
 
 
 def resolve_seed(params: GenerationParams) -> int:

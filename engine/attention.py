@@ -1,0 +1,135 @@
+"""Attention over block-paged keys and values on a CPU, written with matrix products.
+
+A step is one packed row of tokens: first the decoding rows, one token each, longest context first; then the prefills.
+Heads that share keys and values are rows of one matrix, so G query heads cost one reading of them. oneDNN's batched
+product is 2.5 times as fast here as torch's flash kernel for CPUs (bf16, 256 queries, 8,192 keys: 20 ms against 50).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kv_cache import Pool
+
+_TILE = 128
+"""Queries of a prefill computed at a time: large enough for the products, small enough to leave out what is masked."""
+
+
+class Rules(NamedTuple):
+    """How one layer attends, beyond its window: `softcap` bounds the scores, `sinks` [Hq] join the softmax."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Bucket(NamedTuple):
+    """Decoding rows `start`…`stop`, attended together, padded to the longest. Their blocks lie at `rows`, see
+    `Pool.gather`; `mask` [B, 1, L] is added to the scores."""
+
+    start: int
+    stop: int
+    rows: Tensor
+    mask: Tensor | None
+
+
+class Prefill(NamedTuple):
+    """Tokens `start`…`stop` of the packed row; the first of them sits at key `num_cached` of the blocks at `rows`."""
+
+    start: int
+    stop: int
+    num_cached: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One step as the layers of one group see it. `slots` [T] is where the new keys and values go."""
+
+    window: int | None
+    slots: Tensor
+    buckets: tuple[Bucket, ...]
+    prefills: tuple[Prefill, ...]
+
+
+def attend(step: GroupStep, pool: Pool, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+    """Store this step's keys and values, then attend. [Hq, T, D], [H, T, D], [H, T, Dv] → [T, Hq · Dv]."""
+    pool.write(step.slots, key, value)
+    heads, num_tokens, size = key.shape
+    query = query.reshape(heads, -1, num_tokens, size)  # [H, G, T, D]
+    parts = [_decode(bucket, pool, query, rules) for bucket in step.buckets]
+    parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(bucket: Bucket, pool: Pool, query: Tensor, rules: Rules) -> Tensor:
+    heads, group, _, size = query.shape
+    batch = bucket.stop - bucket.start
+    rows = query[:, :, bucket.start : bucket.stop].permute(2, 0, 1, 3).reshape(batch * heads, group, size)
+    keys, values = pool.gather(bucket.rows, batch * heads)  # [B · H, L, D]
+    scores = _scores(rows, keys, rules)
+    if bucket.mask is not None:
+        scores.view(batch, heads * group, -1).add_(bucket.mask)
+    return torch.bmm(_softmax(scores, rules, heads), values).view(batch, -1)
+
+
+def _prefill(prefill: Prefill, window: int | None, pool: Pool, query: Tensor, rules: Rules) -> Tensor:
+    heads, group, _, size = query.shape
+    start, stop, cached, _ = prefill
+    keys, values = pool.gather(prefill.rows, heads)  # [H, L, D]
+    parts = []
+    for first in range(start, stop, _TILE):
+        last = min(first + _TILE, stop)
+        count, end = last - first, cached + last - start  # keys before `end` are seen by the tile's last query
+        begin = 0 if window is None else max(0, end - count - window + 1)
+        rows = query[:, :, first:last].reshape(heads, group * count, size)
+        scores = _scores(rows, keys[:, begin:end], rules)  # [H, G · count, end - begin]
+        seen = scores.view(heads, group, count, end - begin)
+        seen[..., -count:].add_(_later(count, scores.dtype))
+        if window is not None and (outside := end - begin - window) > 0:
+            seen[..., :outside].add_(_earlier(count, outside, scores.dtype))
+        mixed = torch.bmm(_softmax(scores, rules, heads), values[:, begin:end])
+        parts.append(mixed.view(heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, -1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _scores(rows: Tensor, keys: Tensor, rules: Rules) -> Tensor:
+    """[N, R, D], [N, L, D] → [N, R, L]"""
+    scores = torch.bmm(rows * rules.scaling, keys.transpose(1, 2))
+    return scores if rules.softcap is None else scores.div_(rules.softcap).tanh_().mul_(rules.softcap)
+
+
+def _softmax(scores: Tensor, rules: Rules, heads: int) -> Tensor:
+    if rules.sinks is None:
+        return scores.softmax(-1)
+    batch, rows, _ = scores.shape
+    sinks = rules.sinks.to(scores.dtype).view(1, heads, -1, 1)
+    sinks = sinks.expand(batch // heads, -1, -1, rows * heads // len(rules.sinks)).reshape(batch, rows, 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+
+
+@lru_cache(maxsize=16)
+def _later(count: int, dtype: torch.dtype) -> Tensor:
+    """Minus infinity where key c is newer than query i, [count, count]."""
+    return torch.full((count, count), -torch.inf, dtype=dtype).triu_(1)
+
+
+@lru_cache(maxsize=16)
+def _earlier(count: int, outside: int, dtype: torch.dtype) -> Tensor:
+    """Minus infinity where key c has left the window of query i; the last of `count` queries sees none of these."""
+    return torch.full((count, outside), -torch.inf, dtype=dtype).tril_(outside - count)
+
+
+def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+    """Causal attention of one sequence from its beginning, with no pool and no window: [H, T, D] → [T, Hq · Dv]."""
+    heads, count, size = key.shape
+    rows = query.reshape(heads, -1, size)
+    scores = _scores(rows, key, rules)
+    scores.view(heads, -1, count, count).add_(_later(count, scores.dtype))
+    mixed = torch.bmm(_softmax(scores, rules, heads), value)
+    return mixed.view(heads, -1, count, value.shape[-1]).permute(2, 0, 1, 3).reshape(count, -1)

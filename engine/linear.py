@@ -1,0 +1,107 @@
+"""Matrix products in the form that a device likes best: weights packed once, several products of one input fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_REORDER = torch.ops.mkldnn._reorder_linear_weight
+_POINTWISE = torch.ops.mkldnn._linear_pointwise.default
+_BINARY = torch.ops.mkldnn._linear_pointwise.binary
+
+
+class Linear(Protocol):
+    """x W' + b, [T, I] → [T, O], and the same with what often follows; none of them changes its arguments.
+
+    `nbytes` is what one row's product reads of the weight.
+    """
+
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the product."""
+        ...
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product plus `other` [T, O]."""
+        ...
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product times `other` [T, O], element by element."""
+        ...
+
+
+class PlainLinear:
+    """As torch does it: for devices whose libraries take weights as they are."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return functional.silu(self(x), inplace=True)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).add_(other)
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).mul_(other)
+
+
+class PackedLinear:
+    """oneDNN's own layout of the weight, and its fused post-operations. `functional.linear` would pack at each call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = _REORDER(weight), bias
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = _POINTWISE(x, self._weight, self._bias, "none", [], "")
+        return product
+
+    def silu(self, x: Tensor) -> Tensor:
+        product: Tensor = _POINTWISE(x, self._weight, self._bias, "swish", [], "")
+        return product
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        product: Tensor = _BINARY(x, other, self._weight, self._bias, "add")
+        return product
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        product: Tensor = _BINARY(x, other, self._weight, self._bias, "mul")
+        return product
+
+
+class Applied(nn.Module):
+    """A `Linear` where transformers' code expects a module."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._linear(x)
+
+
+def fused_weight(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One weight for several products of the same input: all with a bias or none."""
+    weight = torch.cat([part.weight for part in parts])
+    if parts[0].bias is None:
+        return weight, None
+    return weight, torch.cat([part.bias for part in parts])
+
+
+def release(parts: Iterable[nn.Linear]) -> None:
+    """Free the weights of modules that something else has taken over."""
+    for part in parts:
+        part.weight = nn.Parameter(part.weight.new_empty(0), requires_grad=False)
+        part.register_parameter("bias", None)

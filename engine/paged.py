@@ -1,0 +1,201 @@
+"""The default backend: continuous batching over block-paged keys and values, with a cache of prefixes.
+
+One verb: `step` schedules, runs and commits. The scheduler knows no tensor, the runner no request; they meet here.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from math import inf
+
+import torch
+from torch import Tensor
+
+from ..schemas.errors import ConfigurationError, Refusal
+from ..schemas.events import Delta
+from .backend import Capabilities, ProgressCallback
+from .blocks import KVBlocks
+from .config import EngineConfig
+from .kv_plan import check_memory, plan_blocks
+from .loading import load_causal_lm, resolve_device
+from .models import read_model_info, resolve_model
+from .output import CacheStats
+from .packing import Segment
+from .quantize import linear_maker
+from .runner import ATTENTION, Runner
+from .sampler import sample
+from .scheduler import Row, Scheduled, Scheduler
+from .sequence import Sequence
+from .tokenizer import Tokenizer
+from .weights import count_parameters
+
+_log = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 16
+_CHUNK = 256  # on a CPU larger products are no faster, and streams wait for each
+
+
+class PagedBackend:
+    """`kv_cache_memory` is a limit: what does not fit waits, and what no longer fits is computed again later."""
+
+    capabilities = Capabilities(formats=("safetensors",), devices=("cpu",))
+
+    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        """Raises `ConfigurationError` and `ModelLoadError`."""
+        config.refuse("echo_rate", "enable_cuda_graph")
+        if config.attention not in ("auto", "paged"):
+            raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' brings its own; use auto"])
+        device = resolve_device(config.device)
+        make_linear = linear_maker(config.quantization, device)
+        directory = resolve_model(config.model)
+        info = read_model_info(directory, config.model, config.max_sequence_length)
+        parameters = count_parameters(directory)
+        self.tokenizer = Tokenizer(directory)
+        check_memory(config.kv_cache_memory, 0)
+        model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
+        self._runner = Runner(model, _BLOCK_SIZE, make_linear)
+        chunked = config.enable_chunked_prefill is not False
+        chunk = max(config.prefill_chunk_size or _CHUNK, config.max_batch_size)
+        longest = min(chunk, info.context_length) if chunked else info.context_length
+        groups = plan_blocks(
+            config.kv_cache_memory,
+            self._runner.groups,
+            self._runner.specs,
+            token_block=_BLOCK_SIZE,
+            number_size=self._runner.dtype.itemsize,
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=longest,
+        )
+        self._runner.allocate([group.num_blocks for group in groups])
+        self.blocks = KVBlocks(_BLOCK_SIZE, groups, longest)
+        self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked)
+        self._kv_cache_memory = config.kv_cache_memory
+        self.info = replace(info, parameters=parameters, context_length=self._context(config, info.context_length))
+
+    def _context(self, config: EngineConfig, length: int) -> int:
+        """The model's context, or what one request can have of it within the budget."""
+        capacity = self.blocks.capacity
+        if length <= capacity:
+            return length
+        if config.max_sequence_length is not None:
+            raise ConfigurationError(
+                [
+                    f"kv_cache_memory={config.kv_cache_memory}: holds {capacity} tokens of one request, fewer than "
+                    f"max_sequence_length={length}; it would take about {config.kv_cache_memory * length // capacity}"
+                ]
+            )
+        _log.warning("the context is cut from %d to %d tokens by kv_cache_memory", length, capacity)
+        return capacity
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    def cache_stats(self) -> CacheStats:
+        stats = self.blocks.stats()
+        return CacheStats(
+            memory=self._kv_cache_memory,
+            usage=self.blocks.usage,
+            num_blocks=stats.num_blocks,
+            num_cached_blocks=stats.num_cached,
+            num_queried_tokens=stats.queries,
+            num_hit_tokens=stats.hits,
+            num_evictions=stats.evictions,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decoding step of one row reads."""
+        return self._runner.weight_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._runner.dtype.itemsize * sum(spec.numbers for spec in self._runner.specs)
+
+    def flops(self, num_tokens: int, num_logits: int, num_attended: int) -> int:
+        """Floating-point operations of a step: `num_attended` keys in all are seen by its tokens' queries."""
+        runner = self._runner
+        products = num_tokens * (runner.num_weights - runner.num_head_weights) + num_logits * runner.num_head_weights
+        return 2 * products + num_attended * runner.attention_flops
+
+    def add(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+
+    def delay(self) -> float:
+        return 0.0 if self.num_running or self.num_waiting else inf
+
+    def close(self) -> None:
+        del self._runner
+        gc.collect()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where blocks, tables and rows do not account for each other."""
+        self._scheduler.check_integrity()
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        scheduled = self._scheduler.schedule()
+        if not scheduled:
+            return []
+        try:
+            logits, sampled = self._runner.forward([_segment(one) for one in scheduled])
+        except Exception as error:
+            return self._isolate(scheduled, error)
+        self._scheduler.commit(scheduled)
+        return self._choose(logits, [scheduled[index].row.sequence for index in sampled])
+
+    def _choose(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Delta]:
+        deltas = []
+        for sequence, result in zip(sequences, sample(logits, sequences), strict=True):
+            try:
+                delta = sequence.fail(result) if isinstance(result, Refusal) else sequence.append(*result)
+            except Exception as error:
+                delta = sequence.fail(error)
+            if delta is not None:
+                deltas.append(delta)
+            if sequence.finish is not None:
+                self._scheduler.remove(sequence)
+        return deltas
+
+    def _isolate(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
+        """A pass over several failed: run each alone, so that only those end whose fault it is."""
+        if len(scheduled) > 1:
+            _log.warning("a step of %d failed (%r); its rows run one by one", len(scheduled), error)
+        deltas = []
+        for one in scheduled:
+            try:
+                if len(scheduled) == 1:
+                    raise error
+                logits, sampled = self._runner.forward([_segment(one)])
+            except Exception as own:
+                self._scheduler.remove(one.row.sequence)
+                deltas.append(one.row.sequence.fail(own))
+                continue
+            self._scheduler.commit([one])
+            deltas += self._choose(logits, [one.row.sequence for _ in sampled])
+        return deltas
+
+
+def _segment(scheduled: Scheduled) -> Segment:
+    row, count, samples = scheduled
+    return Segment(_tokens(row, count), row.num_computed, row.tables.blocks, samples)
+
+
+def _tokens(row: Row, count: int) -> Rows[int]:
+    """`count` tokens from the first that is not computed."""
+    prompt, tokens = row.sequence.prompt, row.sequence.tokens
+    start = row.num_computed - len(prompt)
+    if start >= 0:
+        return tokens[start : start + count]
+    return [*prompt[row.num_computed : row.num_computed + count], *tokens[: max(start + count, 0)]]

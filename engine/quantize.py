@@ -1,0 +1,184 @@
+"""Weight-only quantisation, made at load from the same checkpoint: int8 by output row, int4 by groups of 32 weights.
+
+torch's kernels for quantised weights read less memory, which is all that counts for few rows; for many they compute at
+a third of the speed of a bf16 product. From some number of rows on the weight is therefore expanded into a buffer that
+all layers share, used and forgotten. Both ways compute with the same numbers: those of `dequantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..schemas.errors import ConfigurationError
+from .linear import Linear, PackedLinear, PlainLinear
+
+METHODS = ("int8", "int4")
+
+_GROUP = 32
+_INT8_ROWS, _INT4_ROWS = 32, 112  # above, expanding is faster: measured for [4864, 896] on two AVX-512 cores
+
+
+def linear_maker(quantization: str | None, device: torch.device) -> Callable[[Tensor, Tensor | None], Linear]:
+    """What turns a weight [O, I] and a bias [O] into a product for `device`.
+
+    Raises `ConfigurationError` for a quantisation that is not known, or not there on this device.
+    """
+    if quantization is None:
+        return PackedLinear if device.type == "cpu" else PlainLinear
+    if quantization not in METHODS:
+        raise ConfigurationError([f"quantization={quantization!r}: must be one of {', '.join(METHODS)}, or left out"])
+    if device.type != "cpu":
+        raise ConfigurationError([f"quantization={quantization!r}: runs on a CPU alone, not on {device}"])
+    buffer = _Buffer()
+    return lambda weight, bias: _quantize(weight, bias, quantization, buffer)
+
+
+def quantizable(model: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
+    """The modules whose weights are quantised, by name: all products, the output head included."""
+    return ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+
+
+def dequantized(weight: Tensor, quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a quantised `weight` [O, I] stands for, its scales rounded to `dtype`; float32 of the same shape."""
+    if quantization == "int8" or not _fits_int4(weight):
+        rows, scales = _by_row(weight)
+        return rows * scales.to(dtype).float()[:, None]
+    groups = _by_group(weight)
+    scales, zeros = groups.scales.to(dtype).float(), groups.zeros.to(dtype).float()
+    return ((groups.levels - 8) * scales[..., None] + zeros[..., None]).view_as(weight)
+
+
+def _quantize(weight: Tensor, bias: Tensor | None, method: str, buffer: _Buffer) -> Linear:
+    kind = _Int4Linear if method == "int4" and _fits_int4(weight) else _Int8Linear
+    return kind(weight, bias, buffer)
+
+
+def _fits_int4(weight: Tensor) -> bool:
+    """Whether torch's int4 kernel takes the shape; int8 stands in for it where not."""
+    return weight.shape[0] % 16 == 0 and weight.shape[1] % (2 * _GROUP) == 0
+
+
+def _by_row(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers from -127 to 127 as float32 [O, I], and the scale of each row [O]."""
+    weight = weight.float()
+    scales = (weight.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / scales[:, None]).round(), scales
+
+
+class _Groups(NamedTuple):
+    """`levels` 0 to 15 [O, G, 32]; a weight is (level - 8) · scale + zero, `scales` and `zeros` [O, G]."""
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+def _by_group(weight: Tensor) -> _Groups:
+    groups = weight.float().view(len(weight), -1, _GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
+    levels = ((groups - low[..., None]) / scales[..., None]).round().clamp_(0, 15)
+    return _Groups(levels, scales, low + 8 * scales)
+
+
+class _Buffer:
+    """Room for one expanded weight, shared by all layers of a model."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        if self._memory.dtype != dtype or self._memory.numel() < rows * columns:
+            self._memory = torch.empty(rows * columns, dtype=dtype)
+        return self._memory[: rows * columns].view(rows, columns)
+
+
+class _Quantized:
+    """Computes few rows in `_few`, and many with the expanded weight."""
+
+    most_few: int
+    nbytes: int
+
+    def __init__(self, bias: Tensor | None) -> None:
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        product = self._few(rows) if len(rows) <= self.most_few else self._many(rows)
+        if self._bias is not None:
+            product += self._bias
+        return product.view(*x.shape[:-1], -1)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return functional.silu(self(x), inplace=True)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).add_(other)
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).mul_(other)
+
+    def _few(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _many(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _Int8Linear(_Quantized):
+    most_few = _INT8_ROWS
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _Buffer) -> None:
+        super().__init__(bias)
+        rows, scales = _by_row(weight)
+        self._weight, self._scales = rows.to(torch.int8), scales.to(weight.dtype)
+        self.nbytes = self._weight.nbytes + self._scales.nbytes
+        self._buffer = buffer
+
+    def _few(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+        return product
+
+    def _many(self, x: Tensor) -> Tensor:
+        rows, columns = self._weight.shape
+        expanded = self._buffer.take(rows, columns, x.dtype).copy_(self._weight)
+        return functional.linear(x, expanded).mul_(self._scales)
+
+
+class _Int4Linear(_Quantized):
+    """Holds the levels twice: as the kernel wants them, and two to a byte for expanding, the row's halves side by side.
+
+    Source of the kernel's format: torch's `aten/src/ATen/native/cpu/int4mm_kernel.cpp`.
+    """
+
+    most_few = _INT4_ROWS
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _Buffer) -> None:
+        super().__init__(bias)
+        groups = _by_group(weight)
+        levels = groups.levels.view_as(weight).to(torch.int32)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        both = torch.stack((groups.scales, groups.zeros), dim=-1)  # [O, G, 2]
+        self._scales_and_zeros = both.transpose(0, 1).contiguous().to(weight.dtype)
+        self.nbytes = self._packed.nbytes + self._scales_and_zeros.nbytes
+        low, high = levels.to(torch.uint8).chunk(2, dim=-1)
+        self._halves = low | high << 4  # [O, I / 2]
+        self._buffer = buffer
+
+    def _few(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, _GROUP, self._scales_and_zeros)
+        return product
+
+    def _many(self, x: Tensor) -> Tensor:
+        rows, half = self._halves.shape
+        expanded = self._buffer.take(rows, 2 * half, x.dtype)
+        expanded[:, :half].copy_(self._halves & 15)
+        expanded[:, half:].copy_(self._halves >> 4)
+        scales, zeros = self._scales_and_zeros.transpose(0, 1)[..., None].unbind(-2)  # [O, G, 1]
+        expanded.view(rows, -1, _GROUP).sub_(8).mul_(scales).add_(zeros)
+        return functional.linear(x, expanded)

@@ -1,0 +1,258 @@
+"""Runs a transformers causal language model over packed tokens and our own key-value pools.
+
+What a model's layers need is not read from its configuration but seen: a first pass through the real code, with our
+attention function in place, tells each layer's heads, sizes and window. Two checks follow, by result: requests packed
+into one row must not notice each other, and the plain decoder, where its structure fits, must say what the model says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..schemas.errors import ModelLoadError
+from .attention import GroupStep, Rules, attend, attend_alone
+from .decoder import Decoder
+from .kv_cache import LayerSpec, Pool
+from .linear import Applied, Linear, fused_weight, release
+from .packing import Group, Segment, Step, pack
+
+ATTENTION = "penstock"
+"""The name under which transformers knows our attention function."""
+
+_log = logging.getLogger(__name__)
+
+_HARMLESS = {
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+}
+"""Keywords of attention functions that change nothing for a causal one."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+"""Weight [O, I] and bias [O] in, the product in the form that the device likes out."""
+
+
+class Runner:
+    """A loaded model, checked and repacked. `specs` says what each layer caches, `groups` which layers share tables.
+
+    `allocate` must be called before `forward`.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int, make_linear: MakeLinear) -> None:
+        """Takes the model over: its weights move into `make_linear`'s products one by one.
+
+        Raises `ModelLoadError` with the reason for a model that cannot be run so.
+        """
+        self.block_size = block_size
+        self.dtype = model.dtype
+        self._model: Any = model
+        self._decoder: Decoder | None = None
+        self._pools: list[Pool] = []
+        self._rules: list[Rules] = []  # by layer; set by the first pass
+        self.num_weights = 0  # numbers in all products; this and the next two are set by `_fuse`
+        self.num_head_weights = 0  # those of the output head, which not every token passes
+        self.weight_bytes = 0  # what a decoding step reads, keys and values apart
+        self.attention_flops = 0  # for each key that a query sees, all layers together; set by `_look`
+        self.specs = self._look()
+        self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
+        self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
+        self.allocate([_PROBE_BLOCKS] * len(self.groups))
+        self._check_packing()
+        self._take_over(make_linear)
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: Sequence[int]) -> None:
+        """Make the pools, so many blocks for each group; what was cached before is gone."""
+        self._packed_groups = [Group(*group, count) for group, count in zip(self.groups, num_blocks, strict=True)]
+        self._pools = [
+            Pool(spec, num_blocks[group], self.block_size, self.dtype)
+            for spec, group in zip(self.specs, self._group_of, strict=True)
+        ]
+
+    def pools(self, group: int) -> list[Pool]:
+        """The pools of a group's layers, first layer first."""
+        return [pool for pool, own in zip(self._pools, self._group_of, strict=True) if own == group]
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment]) -> tuple[Tensor, Sequence[int]]:
+        """Compute the segments; logits [K, V] and which segments they belong to."""
+        step = pack(segments, self._packed_groups, self.block_size, self.dtype)
+        return self._forward(step), step.sampled
+
+    def _forward(self, step: Step) -> Tensor:
+        attention = partial(self._attend, step.groups)
+        if self._decoder is not None:
+            return self._decoder(step.ids, step.positions, step.keep, attention)
+        return self._run(step.ids, step.positions, step.keep, attention)
+
+    def _attend(
+        self, groups: Sequence[GroupStep], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
+    ) -> Tensor:
+        """The layer's rules are those of the first pass."""
+        return attend(groups[self._group_of[index]], self._pools[index], query, key, value, self._rules[index])
+
+    def _run(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        """The model's own forward, [T] → [len(keep), V]."""
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
+        logits: Tensor = self._model(**inputs, use_cache=False, penstock=attention).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _look(self) -> list[LayerSpec]:
+        """Run a few tokens and note what each layer asks of its attention function."""
+        name = type(self._model).__name__
+        config = self._model.config.get_text_config()
+        if not self._model._supports_attention_backend:
+            raise ModelLoadError(f"{name} does not let its attention be replaced; use --backend hf")
+        if self._model._is_stateful or "logits_to_keep" not in inspect.signature(self._model.forward).parameters:
+            raise ModelLoadError(f"{name} keeps a running state beside keys and values; use --backend hf")
+        types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+        if types:
+            raise ModelLoadError(f"{name} has layers of an unknown kind ({', '.join(sorted(types))}); use --backend hf")
+        seen: dict[int, LayerSpec] = {}
+        rules_of: dict[int, Rules] = {}
+
+        def note(index: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules, window: int | None) -> Tensor:
+            if index in seen:
+                raise ModelLoadError(f"{name} attends twice in layer {index}; use --backend hf")
+            seen[index] = LayerSpec(window, key.shape[0], key.shape[2], value.shape[2])
+            rules_of[index] = rules
+            self.attention_flops += 2 * query.shape[0] * (key.shape[2] + value.shape[2])
+            return attend_alone(query, key, value, rules)
+
+        ids = self._probe()[_PROBE_SPLIT:]
+        try:
+            self._alone = self._run(ids, torch.arange(len(ids)), torch.tensor([len(ids) - 1]), note)
+        except ModelLoadError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"{name} cannot be run by the backend 'paged' ({error}); use --backend hf") from error
+        if sorted(seen) != list(range(config.num_hidden_layers)):
+            raise ModelLoadError(
+                f"{name} has {config.num_hidden_layers} layers, and only {len(seen)} of them attend; use --backend hf"
+            )
+        sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+        if sliding and sliding != [seen[index].window is not None for index in range(len(sliding))]:
+            raise ModelLoadError(f"{name} does not tell its attention function about its windows; use --backend hf")
+        self._rules = [rules_of[index] for index in range(len(seen))]
+        return [seen[index] for index in range(len(seen))]
+
+    def _probe(self) -> Tensor:
+        vocabulary: int = self._model.config.get_text_config().vocab_size
+        return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1) * 7919 % vocabulary
+
+    def _probe_step(self) -> Step:
+        """Two requests in one row, with what follows the second of them asked for."""
+        ids = self._probe().tolist()
+        first, second = [[block] * len(self.groups) for block in ([0], [1])]
+        segments = [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
+        return pack(segments, self._packed_groups, self.block_size, self.dtype)
+
+    @torch.inference_mode()
+    def _check_packing(self) -> None:
+        self._together = self._forward(self._probe_step())
+        if _distance(self._alone, self._together) > _TOLERANCE[self.dtype]:
+            name = type(self._model).__name__
+            raise ModelLoadError(f"{name} mixes requests that share a step; use --backend hf")
+
+    @torch.inference_mode()
+    def _take_over(self, make: MakeLinear) -> None:
+        decoder = Decoder.of(self._model, _Views)
+        if decoder is not None:
+            self._decoder = decoder
+            difference = _distance(self._together, self._forward(self._probe_step()))
+            if difference <= _TOLERANCE[self.dtype]:
+                self._decoder = Decoder(self._model, partial(self._fuse, make))
+                return
+            _log.info("the plain decoder differs from %s by %.3g", type(self._model).__name__, difference)
+            self._decoder = None
+        for parent in list(self._model.modules()):
+            for name, module in parent.named_children():
+                if type(module) is nn.Linear:
+                    setattr(parent, name, Applied(self._fuse(make, [module])))
+
+    def _fuse(self, make: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
+        """One product for modules that share their input; their own memory is freed."""
+        weight, bias = fused_weight(parts)
+        linear = make(weight, bias)
+        self.num_weights += weight.numel()
+        if parts[0] is self._model.get_output_embeddings():
+            self.num_head_weights = weight.numel()
+        self.weight_bytes += linear.nbytes
+        release(parts)
+        return linear
+
+
+_PROBE_SPLIT, _PROBE_ALONE, _PROBE_BLOCKS = 5, 4, 2
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """How far apart logits are, as a share of how far they spread."""
+    one, other = one.float(), other.float()
+    return float((one - other).norm() / (one - one.mean()).norm().clamp(min=1e-12))
+
+
+class _Views:
+    """The products of modules as they are: nothing is copied or taken over."""
+
+    nbytes = 0
+
+    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return functional.silu(self(x))
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x) + other
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x) * other
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    penstock: Callable[..., Tensor] | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer, [1, H, T, D] each; `penstock` is handed through the model's forward."""
+    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
+    if penstock is None or attention_mask is not None or unknown or not getattr(module, "is_causal", True):
+        reason = f"it asks for {', '.join(unknown)}" if unknown else "its attention is not plain and causal"
+        raise ModelLoadError(f"{type(module).__name__} cannot be run so: {reason}; use --backend hf")
+    rules = Rules(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    index: Any = module.layer_idx
+    mixed = penstock(index, query[0], key[0], value[0], rules, sliding_window)
+    return mixed.view(1, len(mixed), query.shape[1], -1), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
