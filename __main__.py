@@ -11,6 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from .api.supervisor import Supervisor, announce, base_url, broker_url, listen
 from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
-from .engine import BACKENDS, resolve_model
+from .engine import BACKENDS, InferenceEngine, resolve_model
 from .engine.models import read_model_info
 from .schemas.errors import BrokerUnavailable, ConfigurationError, Overloaded, StartupError
 from .schemas.jobs import TOKEN_PATTERN
@@ -170,11 +171,13 @@ class _Server(uvicorn.Server):
 
 
 async def _worker(settings: Settings, name: str) -> None:
-    from .engine import EngineConfig, InferenceEngine
+    from .engine import EngineConfig
+    from .engine.cpu import available_cores, prepare_worker
     from .stages.infer import Infer
 
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     config = EngineConfig(**{name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"})
+    prepare_worker(settings.threads or max(1, available_cores() // settings.workers))
     log.info("loading", model=config.model, backend=config.backend)
     engine = await asyncio.to_thread(InferenceEngine, config)
     stopping = _stop_signal()  # not before: what loads may simply be killed
@@ -196,11 +199,25 @@ async def _worker(settings: Settings, name: str) -> None:
             runner = Runner(Infer(pipe, engine, card), pipe)
             running = group.create_task(runner.run())
             log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend)
+            retiring = group.create_task(_retire(settings, engine, stopping))
             await stopping.wait()
+            retiring.cancel()
             runner.stop()
             await running
     finally:
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(engine.close, 5.0)  # one that hangs ends with the process
+
+
+async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio.Event) -> None:
+    """Have the worker drain once it has served so much or so long; what keeps it running starts another."""
+    born = time.monotonic()
+    requests, hours = settings.restart_after_requests or inf, settings.restart_after_hours or inf
+    while engine.stats().num_requests < requests and time.monotonic() - born < hours * 3600:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), settings.heartbeat_interval)
+            return
+    log.info("worker retires", requests=engine.stats().num_requests)
+    stopping.set()
 
 
 @contextlib.asynccontextmanager

@@ -153,6 +153,9 @@ class Supervisor:
                 self._stopping.set()
                 return
             is_first = False
+            if status == 0:
+                log.info("ended as it was told to, and is started again", process=part.name)
+                continue
             lived = asyncio.get_running_loop().time() - born
             delay = LEAST_DELAY if lived > STEADY else min(2 * delay, MOST_DELAY)
             log.error("died and will be started again", process=part.name, status=status, delay=delay)

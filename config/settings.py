@@ -79,20 +79,42 @@ class Settings(BaseSettings):
     worker_lease: float = Field(
         10.0, ge=0.2, description="The same for a worker's batch: how long its engine may make no progress."
     )
+    stall_timeout: float = Field(
+        30.0, gt=0, description="How long a busy engine may stand still before its worker is ended and replaced."
+    )
+    restart_after_requests: int | None = Field(
+        None, ge=1, description="Requests after which a worker drains and is replaced; never by default."
+    )
+    restart_after_hours: float | None = Field(None, gt=0, description="The same by age.")
     max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
     heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers say they live.")
 
     # Engine
-    backend: str = Field("hf", min_length=1, description="Engine backend: hf (transformers) or echo (no model).")
+    backend: str = Field(
+        "paged", min_length=1, description="paged (the default), hf (transformers, for reference) or echo (no model)."
+    )
     device: str = Field("auto", min_length=1, description="auto, cpu, cuda:N or mps.")
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = Field(
         "bfloat16", description="bfloat16, float32, float16, or auto: the checkpoint's."
     )
-    quantization: str | None = Field(None, min_length=1, description="Weight quantization, where the backend has it.")
+    quantization: str | None = Field(
+        None, min_length=1, description="int8 or int4: weights made smaller at load, for speed on a CPU."
+    )
     attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
     max_batch_size: int = Field(16, ge=1, description="Requests that run together.")
     max_sequence_length: int | None = Field(None, ge=2, description="Context length; the model's own by default.")
     kv_cache_memory: ByteSize = Field(ByteSize(4 << 30), gt=0, description="Memory for keys and values.")
+    enable_chunked_prefill: bool | None = Field(
+        None, description="Compute long prompts in pieces, so that streams go on meanwhile; paged does by default."
+    )
+    prefill_chunk_size: int | None = Field(
+        None, ge=1, description="Tokens of a piece, and of a whole step; by default 256 on a CPU, 2048 on a GPU."
+    )
+    enable_cuda_graph: bool | None = Field(None, description="Replay decoding steps as CUDA graphs; on by default.")
+    cache_answers: bool = Field(False, description="Answer identical greedy requests from memory.")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."
+    )
     echo_rate: float = Field(0.0, ge=0, description="Tokens a second and request of the echo backend; 0: no limit.")
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
 

@@ -1,6 +1,6 @@
 """Write a tiny causal language model with random weights: a directory like any other, made in seconds.
 
-    python deploy/tiny_model.py DIR [--shape llama|qwen2|gpt2|mistral] [--vocab 512] [--seed 0]
+    python deploy/tiny_model.py DIR [--shape llama|qwen3|gemma2|gpt_oss|…] [--vocab 512] [--seed 0]
 
 It has a real byte-level BPE tokenizer, trained on the standard library's own documentation, and a ChatML template. The
 same arguments and versions give the same bytes. It says nothing sensible; it is for trying out and testing a server.
@@ -34,19 +34,37 @@ _GROUPED: dict[str, object] = _COMMON | {
     "intermediate_size": 256,
     "max_position_embeddings": CONTEXT_LENGTH,
 }
+_SMALL: dict[str, object] = _GROUPED | {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.15}
+_MIXED: dict[str, object] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+# Tied embeddings, which the family has, would make these models repeat one token for ever.
+_GEMMA: dict[str, object] = {"head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, object]] = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
     "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": CONTEXT_LENGTH},
     "mistral": _GROUPED | {"sliding_window": 16},
+    "cohere": _SMALL | {"logit_scale": 0.5, "use_qk_norm": True, "tie_word_embeddings": False},
+    "gemma2": _SMALL | _MIXED | _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": _SMALL | _MIXED | _GEMMA,
+    "glm4": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": _SMALL
+    | {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+    "mixtral": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": _SMALL,
+    "phi3": _SMALL | {"sliding_window": 16, "partial_rotary_factor": 0.5},
+    "qwen3": _SMALL | {"head_dim": 32},
+    "qwen3_moe": _SMALL | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "smollm3": _SMALL | {"no_rope_layers": [1, 0]},
+    "stablelm": _SMALL | {"partial_rotary_factor": 0.25},
 }
 
 
 def make_tiny_model(directory: str | Path, shape: str = "llama", seed: int = 0, vocabulary_size: int = 512) -> Path:
     """Write the model into `directory`, which is made if need be, and return it.
 
-    `shape` is a key of `SHAPES`; "mistral" has a sliding window of 16 tokens. The global state of torch's random
-    generator is left as it was.
+    `shape` is a key of `SHAPES`: a model type of transformers. Every sliding window is 16 tokens wide. The global state
+    of torch's random generator is left as it was.
     """
     import torch
     import transformers
@@ -56,9 +74,8 @@ def make_tiny_model(directory: str | Path, shape: str = "llama", seed: int = 0, 
     tokenizer = _train_tokenizer(vocabulary_size)
     end_of_text, _, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
-    config = library.AutoConfig.for_model(
-        shape, vocab_size=vocabulary_size, initializer_range=0.1, **SHAPES[shape], **ids
-    )
+    settings = {"vocab_size": vocabulary_size, "initializer_range": 0.1} | SHAPES[shape] | ids
+    config = library.AutoConfig.for_model(shape, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Attention over block-paged keys and values on a CPU, written with matrix products.
+"""Attention over block-paged keys and values, written with matrix products: for CPUs, and whatever has no kernel.
 
 A step is one packed row of tokens: first the decoding rows, one token each, longest context first; then the prefills.
 Heads that share keys and values are rows of one matrix, so G query heads cost one reading of them. oneDNN's batched
@@ -7,14 +7,17 @@ product is 2.5 times as fast here as torch's flash kernel for CPUs (bf16, 256 qu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .kv_cache import Pool
+from .kv_cache import LayerSpec, SlicedPool
+from .packing import Group, Ints, Segment
 
 _TILE = 128
 """Queries of a prefill computed at a time: large enough for the products, small enough to leave out what is masked."""
@@ -30,12 +33,12 @@ class Rules(NamedTuple):
 
 class Bucket(NamedTuple):
     """Decoding rows `start`…`stop`, attended together, padded to the longest. Their blocks lie at `rows`, see
-    `Pool.gather`; `mask` [B, 1, L] is added to the scores."""
+    `SlicedPool.gather`; `mask` [B, 1, L] is added to the scores."""
 
     start: int
     stop: int
     rows: Tensor
-    mask: Tensor | None
+    mask: Tensor
 
 
 class Prefill(NamedTuple):
@@ -57,28 +60,80 @@ class GroupStep:
     prefills: tuple[Prefill, ...]
 
 
-def attend(step: GroupStep, pool: Pool, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
-    """Store this step's keys and values, then attend. [Hq, T, D], [H, T, D], [H, T, Dv] → [T, Hq · Dv]."""
-    pool.write(step.slots, key, value)
-    heads, num_tokens, size = key.shape
-    query = query.reshape(heads, -1, num_tokens, size)  # [H, G, T, D]
-    parts = [_decode(bucket, pool, query, rules) for bucket in step.buckets]
-    parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+class MatmulAttention:
+    """Attention of this kind on one device, over pools of one dtype."""
+
+    def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.block_size, self._dtype, self._device = block_size, dtype, device
+
+    def pool(self, spec: LayerSpec, num_blocks: int) -> SlicedPool:
+        return SlicedPool(spec, num_blocks, self.block_size, self._dtype, self._device)
+
+    def attend(
+        self, step: GroupStep, pool: SlicedPool, query: Tensor, key: Tensor, value: Tensor, rules: Rules
+    ) -> Tensor:
+        """Store this step's keys and values, then attend. [Hq, T, D], [H, T, D], [H, T, Dv] → [T, Hq · Dv]."""
+        pool.write(step.slots, key, value)
+        heads, num_tokens, size = key.shape
+        query = query.reshape(heads, -1, num_tokens, size)  # [H, G, T, D]
+        parts = [_decode(bucket, pool, query, rules) for bucket in step.buckets]
+        parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pack_group(self, packed: Sequence[Segment], tables: Sequence[Ints], slots: Ints, group: Group) -> GroupStep:
+        num_decoding = sum(len(segment.tokens) == 1 for segment in packed)
+        buckets = []
+        start = 0
+        while start < num_decoding:
+            stop = start + 1
+            while stop < num_decoding and 2 * len(tables[stop]) > len(tables[start]):
+                stop += 1
+            lengths = np.array([segment.end for segment in packed[start:stop]])
+            buckets.append(self._bucket(start, lengths, tables[start:stop], group))
+            start = stop
+        prefills = []
+        for segment, table in zip(packed[num_decoding:], tables[num_decoding:], strict=True):
+            stop = start + len(segment.tokens)
+            skipped = 0 if group.window is None else max(0, segment.start + 1 - group.window) // self.block_size
+            rows = self._rows(table[None, skipped:], group)
+            prefills.append(Prefill(start, stop, segment.start - skipped * self.block_size, rows))
+            start = stop
+        return GroupStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))
+
+    def _bucket(self, start: int, lengths: Ints, tables: Sequence[Ints], group: Group) -> Bucket:
+        size = self.block_size
+        firsts = np.zeros_like(lengths) if group.window is None else np.maximum(lengths - group.window, 0)
+        skipped = firsts // size
+        width = max(len(table) - skip for table, skip in zip(tables, skipped, strict=True))
+        blocks = np.full((len(lengths), width), group.num_blocks - 1)  # padded with the one that nobody writes
+        for row, (table, skip) in enumerate(zip(tables, skipped, strict=True)):
+            blocks[row, : len(table) - skip] = table[skip:]
+        columns = np.arange(width * size) + skipped[:, None] * size
+        hidden = (columns < firsts[:, None]) | (columns >= lengths[:, None])  # [B, L]
+        mask = torch.zeros((len(lengths), 1, width * size), dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._tensor(hidden[:, None]), -torch.inf)
+        return Bucket(start, start + len(lengths), self._rows(blocks, group), mask)
+
+    def _rows(self, blocks: Ints, group: Group) -> Tensor:
+        """Where blocks [B, N] lie in a pool sliced by head, [B · H · N]."""
+        heads = np.arange(group.num_heads) * group.num_blocks
+        return self._tensor((blocks[:, None, :] + heads[:, None]).reshape(-1))
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
 
-def _decode(bucket: Bucket, pool: Pool, query: Tensor, rules: Rules) -> Tensor:
+def _decode(bucket: Bucket, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:
     heads, group, _, size = query.shape
     batch = bucket.stop - bucket.start
     rows = query[:, :, bucket.start : bucket.stop].permute(2, 0, 1, 3).reshape(batch * heads, group, size)
     keys, values = pool.gather(bucket.rows, batch * heads)  # [B · H, L, D]
     scores = _scores(rows, keys, rules)
-    if bucket.mask is not None:
-        scores.view(batch, heads * group, -1).add_(bucket.mask)
+    scores.view(batch, heads * group, -1).add_(bucket.mask)
     return torch.bmm(_softmax(scores, rules, heads), values).view(batch, -1)
 
 
-def _prefill(prefill: Prefill, window: int | None, pool: Pool, query: Tensor, rules: Rules) -> Tensor:
+def _prefill(prefill: Prefill, window: int | None, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:
     heads, group, _, size = query.shape
     start, stop, cached, _ = prefill
     keys, values = pool.gather(prefill.rows, heads)  # [H, L, D]
@@ -90,9 +145,9 @@ def _prefill(prefill: Prefill, window: int | None, pool: Pool, query: Tensor, ru
         rows = query[:, :, first:last].reshape(heads, group * count, size)
         scores = _scores(rows, keys[:, begin:end], rules)  # [H, G · count, end - begin]
         seen = scores.view(heads, group, count, end - begin)
-        seen[..., -count:].add_(_later(count, scores.dtype))
+        seen[..., -count:].add_(_later(count, scores))
         if window is not None and (outside := end - begin - window) > 0:
-            seen[..., :outside].add_(_earlier(count, outside, scores.dtype))
+            seen[..., :outside].add_(_earlier(count, outside, scores))
         mixed = torch.bmm(_softmax(scores, rules, heads), values[:, begin:end])
         parts.append(mixed.view(heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -113,16 +168,20 @@ def _softmax(scores: Tensor, rules: Rules, heads: int) -> Tensor:
     return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
 
 
-@lru_cache(maxsize=16)
-def _later(count: int, dtype: torch.dtype) -> Tensor:
+def _later(count: int, like: Tensor) -> Tensor:
     """Minus infinity where key c is newer than query i, [count, count]."""
-    return torch.full((count, count), -torch.inf, dtype=dtype).triu_(1)
+    return _masks(count, count, like.dtype, like.device, 1)
 
 
-@lru_cache(maxsize=16)
-def _earlier(count: int, outside: int, dtype: torch.dtype) -> Tensor:
+def _earlier(count: int, outside: int, like: Tensor) -> Tensor:
     """Minus infinity where key c has left the window of query i; the last of `count` queries sees none of these."""
-    return torch.full((count, outside), -torch.inf, dtype=dtype).tril_(outside - count)
+    return _masks(count, outside, like.dtype, like.device, 0)
+
+
+@lru_cache(maxsize=32)
+def _masks(rows: int, columns: int, dtype: torch.dtype, device: torch.device, above: int) -> Tensor:
+    mask = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device)
+    return mask.triu_(1) if above else mask.tril_(columns - rows)
 
 
 def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
@@ -130,6 +189,6 @@ def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Ten
     heads, count, size = key.shape
     rows = query.reshape(heads, -1, size)
     scores = _scores(rows, key, rules)
-    scores.view(heads, -1, count, count).add_(_later(count, scores.dtype))
+    scores.view(heads, -1, count, count).add_(_later(count, scores))
     mixed = torch.bmm(_softmax(scores, rules, heads), value)
     return mixed.view(heads, -1, count, value.shape[-1]).permute(2, 0, 1, 3).reshape(count, -1)

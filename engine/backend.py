@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol
 
-from ..schemas.errors import ConfigurationError
+from ..schemas.errors import ConfigurationError, InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .config import EngineConfig
@@ -35,6 +36,18 @@ class Capabilities:
     embeddings: bool = False
     hooks: bool = False
     parameters: frozenset[str] = frozenset(GenerationParams.model_fields)
+
+
+class NoPrefixes:
+    """What a backend without a cache of prefixes says."""
+
+    def cache_stats(self) -> None:
+        return None
+
+    def save_prefixes(self, path: Path) -> int:
+        raise InvalidRequest("this backend has no cache of prefixes", code="unsupported_capability")
+
+    load_prefixes = save_prefixes
 
 
 class Backend(Protocol):
@@ -79,6 +92,14 @@ class Backend(Protocol):
         """What the key-value cache holds; None for a backend without one of its own. May be called from any thread."""
         ...
 
+    def save_prefixes(self, path: Path) -> int:
+        """Write the cached prefixes to a file; how many blocks. Raises `InvalidRequest` where none are cached ever."""
+        ...
+
+    def load_prefixes(self, path: Path) -> int:
+        """Cache what `save_prefixes` wrote; how many blocks. Raises `ConfigurationError` for a file that is unfit."""
+        ...
+
     def close(self) -> None:
         """Free the model's memory."""
         ...
@@ -97,4 +118,8 @@ def load_backend(config: EngineConfig, progress: ProgressCallback | None = None)
         raise ConfigurationError([f"unknown backend {config.backend!r}; known are: {', '.join(sorted(BACKENDS))}"])
     module, name = BACKENDS[config.backend]
     backend: Backend = getattr(import_module(f".{module}", __package__), name)(config, progress)
-    return backend
+    if not config.cache_answers:
+        return backend
+    from .answers import AnswerCache
+
+    return AnswerCache(backend)

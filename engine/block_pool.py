@@ -91,6 +91,11 @@ class BlockPool:
         """When a used block was last allocated, acquired or left by its last holder, on the pool's own clock."""
         return self._last_access[block]
 
+    def forget(self, block: int) -> None:
+        """A held block's content is no longer to be found."""
+        if (key := self._key_of.pop(block, None)) is not None:
+            del self._block_of[key]
+
     def cached(self) -> list[tuple[bytes, int]]:
         """Keys and blocks that `lookup` finds, least recently used first."""
         return sorted(self._block_of.items(), key=lambda item: self._last_access[item[1]])

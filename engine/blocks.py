@@ -157,6 +157,13 @@ class KVBlocks:
             blocks.clear()
         tables.num_published = tables.slide_at = 0
 
+    def forget(self, tables: Tables) -> None:
+        """What these blocks hold is not to be found by anyone any more."""
+        for blocks, pool in zip(tables.blocks, self.pools, strict=True):
+            for block in blocks:
+                if block != NO_BLOCK:
+                    pool.forget(block)
+
     def stats(self) -> KVStats:
         return KVStats(
             num_blocks=sum(pool.num_blocks for pool in self.pools),

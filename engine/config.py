@@ -14,8 +14,10 @@ class EngineConfig(BaseModel):
 
     `model` is a local directory or a Hugging Face id. `dtype` "auto" keeps the checkpoint's. `max_sequence_length`
     counts prompt and answer together and can only shorten the model's own context. `kv_cache_memory` is in bytes;
-    strings such as "4GiB" are understood. `attention` "auto" leaves the choice to the backend. `echo_rate` is in
-    tokens a second and choice, 0 for as fast as possible.
+    strings such as "4GiB" are understood. `attention` "auto" leaves the choice to the backend, and so does None for
+    chunked prefill, its `prefill_chunk_size` in tokens, and CUDA graphs. `cache_answers` gives identical greedy
+    requests the answer of the first, from memory. `echo_rate` is in tokens a second and choice, 0 for as fast as
+    possible.
 
     Whether the chosen backend can honour it all is checked when the engine is built: see `refuse`.
     """
@@ -23,7 +25,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     model: Annotated[str, Field(min_length=1)]
-    backend: Annotated[str, Field(min_length=1)] = "hf"
+    backend: Annotated[str, Field(min_length=1)] = "paged"
     device: Annotated[str, Field(min_length=1)] = "auto"
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     quantization: Annotated[str, Field(min_length=1)] | None = None
@@ -34,6 +36,7 @@ class EngineConfig(BaseModel):
     enable_cuda_graph: bool | None = None
     enable_chunked_prefill: bool | None = None
     prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
+    cache_answers: bool = False
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
 
     def refuse(self, *names: str) -> None:

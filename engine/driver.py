@@ -6,9 +6,10 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
@@ -29,6 +30,11 @@ class _Cancel(NamedTuple):
     sequences: list[Sequence]
 
 
+class _Call(NamedTuple):
+    work: Callable[[], Any]
+    result: Future[Any]
+
+
 class _Running(NamedTuple):
     sequence: Sequence
     handle: RequestHandle
@@ -46,7 +52,7 @@ class Driver:
         self.num_tokens = 0  # generated, all requests together; set by the thread
         self.error: BaseException | None = None  # what ended the thread; set by the thread
         self._backend = backend
-        self._commands: deque[_Add | _Cancel] = deque()
+        self._commands: deque[_Add | _Cancel | _Call] = deque()
         self._running: dict[_Key, _Running] = {}
         self._changed = threading.Condition()  # guards the two above and `_closing`
         self._closing = False
@@ -85,6 +91,19 @@ class Driver:
             self._commands.append(_Cancel(sequences))
             self._changed.notify()
 
+    def call(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run something between two steps, on the thread that owns the backend.
+
+        Raises `GenerationFailed` once the thread has ended.
+        """
+        result: Future[Any] = Future()
+        with self._changed:
+            if not self.healthy:
+                raise GenerationFailed("the engine has stopped")
+            self._commands.append(_Call(work, result))
+            self._changed.notify()
+        return result
+
     def close(self, timeout: float | None) -> bool:
         """Cancel what runs, free the model and end the thread; whether it ended within `timeout` seconds."""
         with self._changed:
@@ -100,6 +119,7 @@ class Driver:
                 self._deliver(self._step())
                 self.num_steps += 1
             self._deliver([sequence.end("cancelled") for sequence in self._unfinished()])
+            self._refuse_calls()
             self._backend.close()
         except BaseException as error:
             _log.exception("the engine's thread has ended")
@@ -107,6 +127,7 @@ class Driver:
                 self.error = error
             stopped = GenerationFailed("the engine has stopped")
             self._deliver([sequence.fail(stopped) for sequence in self._unfinished()])
+            self._refuse_calls()
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
@@ -132,6 +153,11 @@ class Driver:
                         if sequence.finish is None:
                             self._backend.remove(sequence)
                             deltas.append(sequence.end("cancelled"))
+                case _Call(work, result):
+                    try:
+                        result.set_result(work())
+                    except Exception as error:
+                        result.set_exception(error)
         return deltas
 
     def _step(self) -> list[Delta]:
@@ -146,6 +172,13 @@ class Driver:
             for sequence in damaged:
                 self._backend.remove(sequence)
             return [sequence.fail(error) for sequence in damaged]
+
+    def _refuse_calls(self) -> None:
+        """Nobody will run them any more."""
+        with self._changed:
+            for command in self._commands:
+                if isinstance(command, _Call):
+                    command.result.set_exception(GenerationFailed("the engine has stopped"))
 
     def _unfinished(self) -> list[Sequence]:
         """Everything whose last delta has not been delivered."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.events import Delta
-from .backend import Capabilities, ProgressCallback
+from .backend import Capabilities, NoPrefixes, ProgressCallback
 from .config import EngineConfig
 from .models import ModelInfo, read_model_info
 from .sequence import ChosenLogprob, Sequence
@@ -34,7 +34,7 @@ class _Row:
     first: int  # index of the first token that this row makes
 
 
-class EchoBackend:
+class EchoBackend(NoPrefixes):
     """Needs no files, unless `model` is a directory: then its tokenizer and its context length are used."""
 
     capabilities = Capabilities(formats=(), devices=("cpu",))
@@ -112,9 +112,6 @@ class EchoBackend:
             return 0.0
         wait = min(map(self._due, self._running.values())) - self._clock()
         return max(wait, _TICK) if wait > 0 else 0.0
-
-    def cache_stats(self) -> None:
-        return None
 
     def close(self) -> None:
         self._waiting.clear()

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self, cast, overload
 
@@ -168,6 +169,22 @@ class InferenceEngine:
             f"the backend {self.config.backend!r} cannot embed: its capabilities say embeddings=False",
             code="unsupported_capability",
         )
+
+    def save_prefixes(self, path: str | Path) -> int:
+        """Write the cached prefixes to a file, between two steps; how many blocks of tokens it holds.
+
+        Raises `InvalidRequest` where the backend has no such cache, and `OSError` as files do.
+        """
+        blocks: int = self._driver.call(lambda: self._backend.save_prefixes(Path(path))).result()
+        return blocks
+
+    def load_prefixes(self, path: str | Path) -> int:
+        """Cache again what `save_prefixes` wrote for the same model, as far as there is room; how many blocks.
+
+        Raises `ConfigurationError` for a file that is not of this model.
+        """
+        blocks: int = self._driver.call(lambda: self._backend.load_prefixes(Path(path))).result()
+        return blocks
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request before its next token; whether it was running."""

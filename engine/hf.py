@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from ..schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ..schemas.events import Delta
-from .backend import Capabilities, ProgressCallback
+from .backend import Capabilities, NoPrefixes, ProgressCallback
 from .cohort import Cohort
 from .config import EngineConfig
 from .loading import load_causal_lm, resolve_device
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-class HfBackend:
+class HfBackend(NoPrefixes):
     """`kv_cache_memory` is a threshold: above it newcomers wait, while those that run may finish."""
 
     capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
@@ -79,9 +79,6 @@ class HfBackend:
 
     def delay(self) -> float:
         return 0.0 if self._waiting or self._cohorts else inf
-
-    def cache_stats(self) -> None:
-        return None
 
     def close(self) -> None:
         self._waiting.clear()

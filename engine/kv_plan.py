@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
+
 from ..schemas.errors import ConfigurationError
 from .blocks import GroupSpec
 from .kv_cache import LayerSpec
@@ -47,13 +49,16 @@ def plan_blocks(
     return [GroupSpec(count, window) for count, (window, _) in zip(counts, groups, strict=True)]
 
 
-def check_memory(memory: int, weights: int) -> None:
-    """Raise `ConfigurationError` for a budget that this machine does not have beside `weights` bytes of weights."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def check_memory(memory: int, weights: int, device: torch.device) -> None:
+    """Raise `ConfigurationError` for a budget that the device does not have beside `weights` bytes of weights."""
+    if device.type == "cuda":
+        total, where = torch.cuda.get_device_properties(device).total_memory, str(device)
+    else:
+        total, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
     if memory + weights > total:
         raise ConfigurationError(
             [
-                f"kv_cache_memory={memory}: this machine has {total} bytes of memory, and the weights take {weights}; "
+                f"kv_cache_memory={memory}: {where} has {total} bytes of memory, and the weights take {weights}; "
                 f"ask for at most {max(total - weights, 0)}"
             ]
         )

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from ..schemas.errors import ConfigurationError, Refusal
 from ..schemas.events import Delta
@@ -21,9 +23,10 @@ from .blocks import KVBlocks
 from .config import EngineConfig
 from .kv_plan import check_memory, plan_blocks
 from .loading import load_causal_lm, resolve_device
-from .models import read_model_info, resolve_model
+from .models import ModelInfo, read_model_info, resolve_model
 from .output import CacheStats
 from .packing import Segment
+from .prefixes import load_prefixes, save_prefixes
 from .quantize import linear_maker
 from .runner import ATTENTION, Runner
 from .sampler import sample
@@ -35,45 +38,81 @@ from .weights import count_parameters
 _log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
-_CHUNK = 256  # on a CPU larger products are no faster, and streams wait for each
+_CHUNK = {"cpu": 256}  # larger products are no faster there, and streams wait for each
+_LARGE_CHUNK = 2048
 
 
 class PagedBackend:
     """`kv_cache_memory` is a limit: what does not fit waits, and what no longer fits is computed again later."""
 
-    capabilities = Capabilities(formats=("safetensors",), devices=("cpu",))
+    capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Raises `ConfigurationError` and `ModelLoadError`."""
-        config.refuse("echo_rate", "enable_cuda_graph")
+        config.refuse("echo_rate")
         if config.attention not in ("auto", "paged"):
             raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' brings its own; use auto"])
+        if (config.prefill_chunk_size or config.max_batch_size) < config.max_batch_size:
+            raise ConfigurationError(
+                [
+                    f"prefill_chunk_size={config.prefill_chunk_size}: a step computes so many tokens, fewer than "
+                    f"max_batch_size={config.max_batch_size}, of which each decoding request needs one"
+                ]
+            )
         device = resolve_device(config.device)
+        if config.enable_cuda_graph and device.type != "cuda":
+            raise ConfigurationError([f"enable_cuda_graph: there are no CUDA graphs on {device}; leave it out"])
         make_linear = linear_maker(config.quantization, device)
         directory = resolve_model(config.model)
         info = read_model_info(directory, config.model, config.max_sequence_length)
+        info = replace(info, context_length=self._steady_length(config, directory, info.context_length))
         parameters = count_parameters(directory)
         self.tokenizer = Tokenizer(directory)
-        check_memory(config.kv_cache_memory, 0)
+        check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
         model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
         self._runner = Runner(model, _BLOCK_SIZE, make_linear)
         chunked = config.enable_chunked_prefill is not False
-        chunk = max(config.prefill_chunk_size or _CHUNK, config.max_batch_size)
+        chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
         longest = min(chunk, info.context_length) if chunked else info.context_length
         groups = plan_blocks(
             config.kv_cache_memory,
             self._runner.groups,
             self._runner.specs,
-            token_block=_BLOCK_SIZE,
+            token_block=self._runner.block_size,
             number_size=self._runner.dtype.itemsize,
             max_batch_size=config.max_batch_size,
             max_step_tokens=longest,
         )
         self._runner.allocate([group.num_blocks for group in groups])
-        self.blocks = KVBlocks(_BLOCK_SIZE, groups, longest)
+        self.blocks = KVBlocks(self._runner.block_size, groups, longest)
         self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked)
         self._kv_cache_memory = config.kv_cache_memory
         self.info = replace(info, parameters=parameters, context_length=self._context(config, info.context_length))
+        if device.type == "cuda" and config.enable_cuda_graph is not False:
+            self._runner.record_graphs(self.info.context_length, config.max_batch_size)
+
+    @staticmethod
+    def _steady_length(config: EngineConfig, directory: Path, length: int) -> int:
+        """The context within which a token's rotation depends on its place alone.
+
+        Some models rotate all tokens of a longer sequence differently: keys in the cache would change their meaning.
+        """
+        steady = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+        rope = getattr(steady, "rope_parameters", None) or {}
+        if rope.get("rope_type") not in ("longrope", "dynamic"):
+            return length
+        original = rope.get("original_max_position_embeddings") or steady.max_position_embeddings
+        if length <= original:
+            return length
+        if config.max_sequence_length is not None:
+            raise ConfigurationError(
+                [
+                    f"max_sequence_length={length}: beyond {original} tokens this model turns all of its keys anew, "
+                    f"which a cache of keys cannot follow; ask for at most {original}, or use --backend hf"
+                ]
+            )
+        _log.warning("the context is cut from %d to %d tokens: beyond, only --backend hf is right", length, original)
+        return int(original)
 
     def _context(self, config: EngineConfig, length: int) -> int:
         """The model's context, or what one request can have of it within the budget."""
@@ -132,6 +171,13 @@ class PagedBackend:
     def remove(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
 
+    def save_prefixes(self, path: Path) -> int:
+        return save_prefixes(path, self.blocks, self._runner, self.info.source)
+
+    @torch.inference_mode()
+    def load_prefixes(self, path: Path) -> int:
+        return load_prefixes(path, self.blocks, self._runner, self.info.source)
+
     def delay(self) -> float:
         return 0.0 if self.num_running or self.num_waiting else inf
 
@@ -158,8 +204,12 @@ class PagedBackend:
     def _choose(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Delta]:
         deltas = []
         for sequence, result in zip(sequences, sample(logits, sequences), strict=True):
+            if isinstance(result, Refusal):  # its keys and values may be no numbers
+                self._runner.clear(self._scheduler.discard(sequence))
+                deltas.append(sequence.fail(result))
+                continue
             try:
-                delta = sequence.fail(result) if isinstance(result, Refusal) else sequence.append(*result)
+                delta = sequence.append(*result)
             except Exception as error:
                 delta = sequence.fail(error)
             if delta is not None:
@@ -185,6 +235,13 @@ class PagedBackend:
             self._scheduler.commit([one])
             deltas += self._choose(logits, [one.row.sequence for _ in sampled])
         return deltas
+
+
+def _number_size(config: EngineConfig, info: ModelInfo) -> int:
+    """Bytes of a weight while the model loads."""
+    name = config.dtype if config.dtype != "auto" else info.dtype or "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype.itemsize
 
 
 def _segment(scheduled: Scheduled) -> Segment:

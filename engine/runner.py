@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..schemas.errors import ModelLoadError
-from .attention import GroupStep, Rules, attend, attend_alone
+from .attention import MatmulAttention, Rules, attend_alone
 from .decoder import Decoder
+from .graphs import DecodeGraphs
 from .kv_cache import LayerSpec, Pool
 from .linear import Applied, Linear, fused_weight, release
 from .packing import Group, Segment, Step, pack
+from .varlen import VarlenAttention
 
 ATTENTION = "penstock"
 """The name under which transformers knows our attention function."""
@@ -59,17 +62,20 @@ class Runner:
 
         Raises `ModelLoadError` with the reason for a model that cannot be run so.
         """
-        self.block_size = block_size
         self.dtype = model.dtype
+        self._device = model.device
         self._model: Any = model
         self._decoder: Decoder | None = None
         self._pools: list[Pool] = []
+        self._graphs: DecodeGraphs | None = None  # set by `record_graphs`
         self._rules: list[Rules] = []  # by layer; set by the first pass
         self.num_weights = 0  # numbers in all products; this and the next two are set by `_fuse`
         self.num_head_weights = 0  # those of the output head, which not every token passes
         self.weight_bytes = 0  # what a decoding step reads, keys and values apart
         self.attention_flops = 0  # for each key that a query sees, all layers together; set by `_look`
         self.specs = self._look()
+        self._attention: Any = self._choose_attention(block_size)
+        self.block_size = self._attention.block_size
         self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
         self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
@@ -78,12 +84,27 @@ class Runner:
 
     @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int]) -> None:
-        """Make the pools, so many blocks for each group; what was cached before is gone."""
-        self._packed_groups = [Group(*group, count) for group, count in zip(self.groups, num_blocks, strict=True)]
+        """Make the pools, so many blocks for each group; what was cached before is gone.
+
+        One more stands behind them: it is never written, so that padding reads numbers whatever others have stored.
+        """
+        self._packed_groups = [Group(*group, count + 1) for group, count in zip(self.groups, num_blocks, strict=True)]
         self._pools = [
-            Pool(spec, num_blocks[group], self.block_size, self.dtype)
+            self._attention.pool(spec, num_blocks[group] + 1)
             for spec, group in zip(self.specs, self._group_of, strict=True)
         ]
+
+    @torch.inference_mode()
+    def clear(self, tables: Sequence[Sequence[int]]) -> None:
+        """Zero the blocks of a sequence: what is not a number would spread to whoever is padded with it later."""
+        for group, table in enumerate(tables):
+            for pool in self.pools(group):
+                pool.clear([block for block in table if block >= 0])
+
+    @property
+    def layout(self) -> str:
+        """Of the pools: blocks of one layout mean nothing in another."""
+        return type(self._pools[0]).__name__
 
     def pools(self, group: int) -> list[Pool]:
         """The pools of a group's layers, first layer first."""
@@ -92,8 +113,18 @@ class Runner:
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> tuple[Tensor, Sequence[int]]:
         """Compute the segments; logits [K, V] and which segments they belong to."""
-        step = pack(segments, self._packed_groups, self.block_size, self.dtype)
-        return self._forward(step), step.sampled
+        step = self._pack(segments)
+        logits = self._graphs(step) if self._graphs is not None else None
+        return self._forward(step) if logits is None else logits, step.sampled
+
+    def record_graphs(self, context_length: int, max_batch_size: int) -> None:
+        """Decode by CUDA graphs from now on, where the attention can be recorded."""
+        if isinstance(self._attention, VarlenAttention):
+            arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self._device
+            self._graphs = DecodeGraphs(self._forward, *arguments)
+
+    def _pack(self, segments: Sequence[Segment]) -> Step:
+        return pack(segments, self._packed_groups, self.block_size, self._device, self._attention.pack_group)
 
     def _forward(self, step: Step) -> Tensor:
         attention = partial(self._attend, step.groups)
@@ -102,10 +133,17 @@ class Runner:
         return self._run(step.ids, step.positions, step.keep, attention)
 
     def _attend(
-        self, groups: Sequence[GroupStep], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
+        self, groups: Sequence[Any], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
     ) -> Tensor:
         """The layer's rules are those of the first pass."""
-        return attend(groups[self._group_of[index]], self._pools[index], query, key, value, self._rules[index])
+        step, pool = groups[self._group_of[index]], self._pools[index]
+        mixed: Tensor = self._attention.attend(step, pool, query, key, value, self._rules[index])
+        return mixed
+
+    def _choose_attention(self, block_size: int) -> MatmulAttention | VarlenAttention:
+        if self._device.type == "cuda" and VarlenAttention.serves(self.dtype, self.specs, self._rules):
+            return VarlenAttention(self.dtype, self._device)
+        return MatmulAttention(block_size, self.dtype, self._device)
 
     def _run(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         """The model's own forward, [T] → [len(keep), V]."""
@@ -137,8 +175,9 @@ class Runner:
             return attend_alone(query, key, value, rules)
 
         ids = self._probe()[_PROBE_SPLIT:]
+        positions = torch.arange(len(ids), device=self._device) * _PROBE_STRIDE
         try:
-            self._alone = self._run(ids, torch.arange(len(ids)), torch.tensor([len(ids) - 1]), note)
+            self._alone = self._run(ids, positions, torch.tensor([len(ids) - 1], device=self._device), note)
         except ModelLoadError:
             raise
         except Exception as error:
@@ -155,14 +194,15 @@ class Runner:
 
     def _probe(self) -> Tensor:
         vocabulary: int = self._model.config.get_text_config().vocab_size
-        return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1) * 7919 % vocabulary
+        return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1, device=self._device) * 7919 % vocabulary
 
     def _probe_step(self) -> Step:
-        """Two requests in one row, with what follows the second of them asked for."""
+        """Two requests in one row, what follows the second asked for; places far apart, so that rotations tell."""
         ids = self._probe().tolist()
         first, second = [[block] * len(self.groups) for block in ([0], [1])]
         segments = [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
-        return pack(segments, self._packed_groups, self.block_size, self.dtype)
+        step = self._pack(segments)
+        return step._replace(positions=step.positions * _PROBE_STRIDE)
 
     @torch.inference_mode()
     def _check_packing(self) -> None:
@@ -176,7 +216,10 @@ class Runner:
         decoder = Decoder.of(self._model, _Views)
         if decoder is not None:
             self._decoder = decoder
-            difference = _distance(self._together, self._forward(self._probe_step()))
+            try:
+                difference = _distance(self._together, self._forward(self._probe_step()))
+            except RuntimeError:  # rotations of another size, say
+                difference = inf
             if difference <= _TOLERANCE[self.dtype]:
                 self._decoder = Decoder(self._model, partial(self._fuse, make))
                 return
@@ -199,7 +242,7 @@ class Runner:
         return linear
 
 
-_PROBE_SPLIT, _PROBE_ALONE, _PROBE_BLOCKS = 5, 4, 2
+_PROBE_SPLIT, _PROBE_ALONE, _PROBE_STRIDE, _PROBE_BLOCKS = 5, 8, 7, 2
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 

@@ -111,6 +111,14 @@ class Scheduler:
         else:
             self._waiting.remove(row)
 
+    def discard(self, sequence: Sequence) -> list[list[int]]:
+        """As `remove`, for one whose keys and values are worthless; the blocks, by group, that nobody will find now."""
+        row = self._rows[sequence]
+        blocks = [list(table) for table in row.tables.blocks]
+        self._blocks.forget(row.tables)
+        self.remove(sequence)
+        return blocks
+
     def schedule(self) -> list[Scheduled]:
         """The rows of the next step, those that decode first.
 

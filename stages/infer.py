@@ -42,6 +42,8 @@ class Infer(Stage):
         self._progress = -1  # the engine's, when leases were last renewed; set by alive
         self._voices: dict[str, Voice] = {}  # by request; set by _speak
         self._leaving = False  # set by leave
+        self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
+        self._moved = 0.0  # loop time when that last changed; set by _watch
 
     @property
     def lease(self) -> float:
@@ -74,7 +76,17 @@ class Infer(Stage):
             except BrokerUnavailable as error:
                 log.warning("heartbeat missed", reason=str(error))
             await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+            self._watch()
         raise RuntimeError("the engine has died") from self._engine.error
+
+    def _watch(self) -> None:
+        """End a worker whose engine hangs: nothing else would, and a new one can go on with its requests."""
+        now = asyncio.get_running_loop().time()
+        seen = (self._engine.progress, self._engine.stats().num_running > 0)
+        if seen != self._seen or not seen[1]:
+            self._seen, self._moved = seen, now
+        elif now - self._moved > self.pipe.settings.stall_timeout:
+            raise RuntimeError(f"the engine has made no progress for {self.pipe.settings.stall_timeout:g} s")
 
     def alive(self) -> bool:
         before, self._progress = self._progress, self._engine.progress
@@ -139,6 +151,7 @@ class Infer(Stage):
                 epoch=epoch,
                 first_choice=choices.start,
                 generated=tuple(map(tuple, said.token_ids[choices])),
+                cache_salt=job.tenant,
             )
             handles.append(self._engine.open(request))
         return handles

@@ -66,6 +66,8 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         return custom.map(lambda names: (first, *names, *last))
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
+    if kind is bool:
+        return st.booleans()
     if (pattern := _constraint(field, str)) is not None:
         return st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True).filter(lambda text: "\n" not in text)
     lowest, highest = _range(field)
@@ -84,6 +86,8 @@ def _faults(name: str) -> list[str]:
         return ["validate", "batch,validate,queue,infer,stream", ",".join([*BUILT_IN_STAGES, "late"]), "validate,a b"]
     if get_origin(kind) is Literal:
         return ["nonsense", ""]
+    if kind is bool:
+        return ["maybe", ""]
     if _constraint(field, str) is not None:
         return ["§", "a.b", ""]
     lowest, highest = _range(field)

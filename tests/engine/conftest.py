@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, InferenceEngine
 
@@ -35,15 +36,21 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     return make
 
 
-@pytest.fixture(scope="session")
-def engine_of(model_directory: MakeModel) -> Iterator[MakeEngine]:
-    """A running engine with a tiny model of the given shape."""
+@pytest.fixture(scope="session", params=["paged", "hf"])
+def engine_of(model_directory: MakeModel, request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
+    """A running engine with a tiny model of the given shape, for each backend that runs models."""
     engines: dict[str, InferenceEngine] = {}
     with ExitStack() as stack:
 
         def make(shape: str) -> InferenceEngine:
             if shape not in engines:
-                config = EngineConfig(model=str(model_directory(shape)), dtype="float32", device="cpu")
+                config = EngineConfig(
+                    model=str(model_directory(shape)),
+                    backend=request.param,
+                    dtype="float32",
+                    device="cpu",
+                    kv_cache_memory=ByteSize(64 << 20),
+                )
                 engines[shape] = stack.enter_context(InferenceEngine(config))
             return engines[shape]
 
