@@ -22,6 +22,7 @@ from ..schemas.events import Accepted, Cancelled, Done, Expired, Failed, Token
 from ..schemas.jobs import Job, Priority
 from ..streams.jetstream import JetStreamBroker
 from ..streams.topology import Subjects
+from .bench_engine import bench_engine
 from .bench_pipeline import pipeline
 from .bench_serve import bench_serve
 from .bridge import Bridge
@@ -39,6 +40,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure a server, or a part of Penstock.", no_args_is_help=True)
 bench.command()(pipeline)
 bench.command("serve")(bench_serve)
+bench.command("engine")(bench_engine)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 
