@@ -12,6 +12,7 @@ from torch.nn import functional
 _REORDER = torch.ops.mkldnn._reorder_linear_weight
 _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
 _BINARY = torch.ops.mkldnn._linear_pointwise.binary
+_FEW_ROWS = 64
 
 
 class Linear(Protocol):
@@ -58,7 +59,11 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN's own layout of the weight, and its fused post-operations. `functional.linear` would pack at each call."""
+    """oneDNN's own layout of the weight, and its fused post-operations. `functional.linear` would pack at each call.
+
+    Fused multiplications are free for few rows and cost more than separate ones for many: of [4864, 896] with 256 rows
+    the product takes 2.6 ms, with a fused factor 3.1, and the factor alone 0.1.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = _REORDER(weight), bias
@@ -69,6 +74,8 @@ class PackedLinear:
         return product
 
     def silu(self, x: Tensor) -> Tensor:
+        if len(x) > _FEW_ROWS:
+            return functional.silu(self(x), inplace=True)
         product: Tensor = _POINTWISE(x, self._weight, self._bias, "swish", [], "")
         return product
 
@@ -77,6 +84,8 @@ class PackedLinear:
         return product
 
     def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        if len(x) > _FEW_ROWS:
+            return self(x).mul_(other)
         product: Tensor = _BINARY(x, other, self._weight, self._bias, "mul")
         return product
 

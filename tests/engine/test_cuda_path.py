@@ -1,0 +1,141 @@
+"""What runs on CUDA, as far as a machine without a GPU can tell: the same code, with torch's kernel and its graphs
+replaced by plain references that obey the same contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock.engine.graphs import DecodeGraphs
+from penstock.engine.linear import PlainLinear
+from penstock.engine.packing import Segment
+from penstock.engine.runner import ATTENTION, Runner
+from penstock.engine.varlen import VarlenAttention
+
+CPU = torch.device("cpu")
+CONTEXT = 600
+
+
+def reference_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` by its documentation, one sequence and one query after the other."""
+    assert enable_gqa and cu_seq_k is None and window_size[1] == 0
+    assert all(t.dtype == torch.int32 for t in (cu_seq_q, seqused_k, block_table))
+    page = key.shape[1]
+    assert page % 256 == 0, "the page sizes of the kernel's second generation"
+    group = query.shape[1] // key.shape[2]
+    out = torch.empty_like(query)
+    for row, (begin, end) in enumerate(zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True)):
+        length = int(seqused_k[row])
+        assert end - begin <= max_q and length <= max_k
+        pages = block_table[row, : -(-length // page)].long()
+        keys, values = (pool[pages].flatten(0, 1)[:length].repeat_interleave(group, 1) for pool in (key, value))
+        for place in range(begin, end):
+            position = length - (end - place)  # queries are the sequence's last tokens
+            first = 0 if window_size[0] < 0 else max(0, position - window_size[0])
+            scores = torch.einsum("hd,lhd->hl", query[place], keys[first : position + 1]) * scale
+            out[place] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[first : position + 1])
+    return out
+
+
+class CudaLike(Runner):
+    """A runner that believes in CUDA's attention."""
+
+    def _choose_attention(self, block_size: int) -> Any:
+        return VarlenAttention(self.dtype, CPU, reference_kernel)
+
+
+@pytest.fixture(params=["llama", "mistral", "qwen3", "cohere"])
+def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Path]) -> tuple[Runner, Runner]:
+    """The same model with the attention of CPUs and with that of CUDA, in float32."""
+
+    def load(kind: type[Runner]) -> Runner:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
+        )
+        runner = kind(model, 16, PlainLinear)
+        runner.allocate([256 if runner.block_size == 16 else 16] * len(runner.groups))
+        return runner
+
+    return load(Runner), load(CudaLike)
+
+
+def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[Tensor]:
+    """Play steps of (sequence, tokens, start) on a runner, each sequence in 600 tokens of blocks of its own, backwards;
+    every segment's logits, in order."""
+    num_blocks = -(-CONTEXT // runner.block_size)
+    found = []
+    for step in steps:
+        segments = []
+        for sequence, tokens, start in step:
+            table = list(range((sequence + 1) * num_blocks - 1, sequence * num_blocks - 1, -1))
+            segments.append(Segment(tokens, start, [table] * len(runner.groups), True))
+        logits, sampled = runner.forward(segments)
+        found += [logits[list(sampled).index(place)].clone() for place in range(len(step))]
+    return found
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+STEPS = [
+    [(0, ids(300, 0), 0), (1, ids(20, 1), 0)],
+    [(0, [7], 300), (1, ids(5, 2), 20), (2, [9], 0), (3, ids(5, 5), 0)],
+    [(0, [8], 301), (1, [3], 25), (2, [4], 1), (3, [6], 5)],
+    [(3, ids(30, 3), 0)],  # another request in the same blocks
+    [(2, [5], 2), (0, [6], 302), (1, [11], 26)],
+    [(3, [12], 30)],
+]
+
+
+def test_attention_by_block_table_equals_ours(runners: tuple[Runner, Runner]) -> None:
+    ours, theirs = (run(runner, STEPS) for runner in runners)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner]) -> None:
+    """Fewer rows than were recorded leave everybody else's blocks alone, whoever used the rows before."""
+    runner = runners[1]
+    plain = run(runner, STEPS)
+    replays = 0
+
+    def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        result = function().clone()
+
+        def replay() -> None:
+            nonlocal replays
+            replays += 1
+            result.copy_(function())
+
+        return replay, result
+
+    runner.allocate([16] * len(runner.groups))
+    runner._graphs = DecodeGraphs(
+        runner._forward, runner._packed_groups, runner.block_size, CONTEXT, 4, CPU, capture=capture
+    )
+    recorded = run(runner, STEPS)
+    assert replays == 3, "the two steps with prompts are not for a graph"
+    for one, other in zip(plain, recorded, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
