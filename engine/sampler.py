@@ -2,23 +2,33 @@
 
 Order: log-probabilities of the raw distribution → logit bias, min_tokens → penalties (repetition over prompt and
 output; frequency and presence over output) → greedy, or temperature → min_p → top-k → top-p → draw.
-Nothing here keeps state: a draw depends on (seed, choice, index) alone, never on batch mates, device or torch's own
-generators, so another worker can go on where one stopped.
+Nothing here keeps state: a draw depends on (seed, choice, index) and the row's logits alone, never on batch mates or
+torch's own generators, so another worker can go on where one stopped.
+
+What floating point allows: on a CPU a row has the same bits alone and in any batch (softmax by row, sums of blocks,
+running sums, maxima and sorts keep that; threads divide the sum of a whole row as the batch's shape suggests); on a
+GPU the last bit may follow the shape. A draw inverts the exact distribution but for uniform numbers within 1e-6 of a
+boundary; a nucleus is a token off only where its mass is that near to top_p. Of equal logits the lowest id is first.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Sequence as Rows
 from hashlib import blake2b
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..schemas.errors import GenerationFailed
+from ..schemas.params import MAX_TOP_LOGPROBS, GenerationParams
 from .sequence import ChosenLogprob, Sequence
+
+_BLOCK = 64  # columns that are summed, or looked at, as one
+_PREFIX = 256  # tokens among which a nucleus is looked for before all are sorted (to ask a GPU would cost more)
 
 
 class Sampled(NamedTuple):
@@ -39,88 +49,142 @@ def sample(logits: Tensor, rows: Rows[Sequence]) -> list[Sampled | GenerationFai
 
     A row without a possible token, or whose logits are not numbers, gets an error; the others do not notice.
     """
-    raw = logits.float()
-    scores = raw.clone()  # [B, V]
-    for row, sequence in enumerate(rows):
-        _edit(scores[row], sequence)
-    best, tokens = scores.max(dim=-1)  # [B], [B]
-    drawn = [row for row, sequence in enumerate(rows) if sequence.request.params.temperature > 0]
-    if drawn:
-        where = torch.tensor(drawn, device=scores.device)
-        tokens[where] = _draw(scores[where], [rows[row] for row in drawn])
-    usable = torch.isfinite(best).tolist()
-    chosen: list[int] = tokens.tolist()
-    logprobs = _logprobs(raw, chosen, rows)
-    return [
-        Sampled(chosen[row], logprobs[row])
-        if usable[row]
-        else GenerationFailed("no token can be chosen: everything is forbidden, or the model's logits are not numbers")
-        for row in range(len(rows))
-    ]
+    logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
+    kinds = [2 if sequence.request.params.temperature else int(_is_edited(sequence)) for sequence in rows]
+    plain, edited, drawn = ([row for row, kind in enumerate(kinds) if kind == one] for one in range(3))
+    parts = [_argmax(logits if len(plain) == len(rows) else logits[plain])] if plain else []
+    parts += [_argmax(_scores(logits, edited, rows), _BLOCK)] if edited else []
+    parts += [_draw(_scores(logits, drawn, rows), [rows[row] for row in drawn])] if drawn else []
+    chosen = dict(zip(plain + edited + drawn, torch.cat(parts).tolist() if parts else (), strict=True))
+    logprobs = _logprobs(logits, chosen, rows)
+    cause = "no token can be chosen: everything is forbidden, or the model's logits are not numbers"
+    results = [Sampled(chosen[row], logprobs.get(row)) for row in range(len(rows))]
+    return [result if result.token >= 0 else GenerationFailed(cause) for result in results]
 
 
-def _edit(scores: Tensor, sequence: Sequence) -> None:
-    """Apply bias, min_tokens and penalties to one row, in place. `scores` is [V]."""
-    params = sequence.request.params
-    if params.logit_bias:
-        scores[list(params.logit_bias)] += scores.new_tensor(list(params.logit_bias.values()))
-    if sequence.index < params.min_tokens and sequence.end_token_ids:
-        scores[list(sequence.end_token_ids)] = -torch.inf
-    if params.repetition_penalty != 1.0:  # https://arxiv.org/abs/1909.05858, section 4.1
-        seen = list({*sequence.prompt, *sequence.tokens})
-        values = scores[seen]
-        scores[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if (params.frequency_penalty or params.presence_penalty) and sequence.tokens:
-        counts = Counter(sequence.tokens)
-        times = scores.new_tensor(list(counts.values()))
-        scores[list(counts)] -= params.frequency_penalty * times + params.presence_penalty
+def _argmax(scores: Tensor, block: int = 4096) -> Tensor:
+    """Each row's best token, [R, V] → [R], or -1 where the best is not finite."""
+    if scores.shape[-1] > block:  # only `amax` is vectorised: 0.4 ms for bfloat16 [32, 151936], `max` 1.6, `argmax` 9
+        blocks = _blocks(scores, block)
+        first = blocks.amax(-1).max(-1).indices
+        places = _argmax(blocks[torch.arange(len(scores), device=scores.device), first])
+        return (first * block + places).where(places >= 0, -1)
+    best, tokens = scores.max(-1)
+    return tokens.where(best.isfinite(), -1)
+
+
+def _blocks(scores: Tensor, block: int) -> Tensor:
+    rest = -scores.shape[-1] % block  # impossible tokens fill up the last one: [R, V] → [R, N, block]
+    return (F.pad(scores, (0, rest), value=-torch.inf) if rest else scores).view(len(scores), -1, block)
+
+
+def _is_edited(sequence: Sequence) -> bool:
+    p = sequence.request.params
+    penalised = p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
+    return bool(p.logit_bias or sequence.index < p.min_tokens or penalised)
+
+
+def _scores(logits: Tensor, places: list[int], rows: Rows[Sequence]) -> Tensor:
+    """A copy of some rows in float32, edited as they ask: [R, W], V rounded up to whole blocks."""
+    scores = logits[places].float() if len(places) < len(rows) else logits.to(torch.float32, copy=True)
+    scores = _blocks(scores, _BLOCK).flatten(1)
+    if any(_is_edited(rows[place]) for place in places):
+        _edit(scores, [rows[place] for place in places])
+    return scores
+
+
+def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
+    """Apply bias, min_tokens and penalties in place, [R, W], one scatter a kind."""
+    flat, width = scores.view(-1), scores.shape[-1]
+    each = [(row * width, s, s.request.params) for row, s in enumerate(rows)]  # (where its row starts in `flat`, …)
+    asked = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in each]
+    repetition, frequency, presence = np.array(asked, np.float32).T
+
+    def cells(parts: list[tuple[int, Rows[int]]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        # 12 µs per 1,000 tokens. An id without a logit is left out: its place in `flat` would be in the next row.
+        ids = [(start, np.fromiter(tokens, np.int64, len(tokens))) for start, tokens in parts]
+        return np.concatenate([tokens[tokens < width] + start for start, tokens in ids] or [np.empty(0, np.int64)])
+
+    bias = {start + token: by for start, _, p in each for token, by in p.logit_bias.items() if token < width}
+    flat[np.fromiter(bias, np.int64)] += scores.new_tensor(list(bias.values()))
+    flat[cells([(start, [*s.end_token_ids]) for start, s, p in each if s.index < p.min_tokens])] = -torch.inf
+    # https://arxiv.org/abs/1909.05858, section 4.1; a token seen twice is written twice, the same
+    seen = cells([(start, [*s.prompt, *s.tokens]) for start, s, p in each if p.repetition_penalty != 1])
+    values, factor = flat[seen], scores.new_tensor(repetition[seen // width])
+    flat[seen] = torch.where(values > 0, values / factor, values * factor)
+    said = cells([(start, s.tokens) for start, s, p in each if p.frequency_penalty or p.presence_penalty])
+    said, times = np.unique(said, return_counts=True)
+    flat[said] -= scores.new_tensor(frequency[said // width] * times + presence[said // width])
 
 
 def _draw(scores: Tensor, rows: Rows[Sequence]) -> Tensor:
-    """Draw one token a row, [R, V] → [R], after temperature, min_p, top-k and top-p."""
+    """Draw one token a row after temperature, min_p, top-k and top-p, [R, W] → [R]; -1 where there is none."""
     params = [sequence.request.params for sequence in rows]
-
-    def column(values: list[float]) -> Tensor:
-        return scores.new_tensor(values)[:, None]  # [R, 1]
-
-    scores = scores / column([p.temperature for p in params])
-    if any(p.min_p for p in params):
-        floor = scores.amax(-1, keepdim=True) + column([p.min_p for p in params]).log()
-        scores = scores.masked_fill(scores < floor, -torch.inf)
-    ks = [min(p.top_k or 0, scores.shape[-1]) for p in params]  # 0: no limit
-    if any(ks):
-        limits = torch.tensor(ks, device=scores.device)[:, None]
-        least = scores.topk(max(ks)).values.gather(-1, (limits - 1).clamp(min=0))
-        scores = scores.masked_fill((scores < least) & (limits > 0), -torch.inf)
-    if any(p.top_p < 1 for p in params):
-        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # mass in front of each token: 0 for the first
-        outside = before >= column([p.top_p for p in params])
-        scores = scores.masked_fill(torch.empty_like(outside).scatter(-1, order, outside), -torch.inf)
-    return _invert(scores.softmax(-1), [uniform(s.request.seed, s.choice, s.index) for s in rows])
+    if any(p.temperature != 1 for p in params):  # less than 1e-30 would overflow, and is greedy long before
+        scores.div_(scores.new_tensor([max(p.temperature, 1e-30) for p in params])[:, None])
+    weights = torch.softmax(scores, -1, out=scores)  # in place: fresh memory costs as much as the sums
+    cut = [row for row, p in enumerate(params) if p.min_p or p.top_k or p.top_p < 1]
+    if len(cut) == len(rows):
+        weights = _truncate(weights, params)
+    elif cut:
+        weights[cut] = _truncate(weights[cut], [params[row] for row in cut])
+    return _invert(weights, [uniform(s.request.seed, s.choice, s.index) for s in rows])
 
 
-def _invert(probabilities: Tensor, uniforms: list[float]) -> Tensor:
-    """The token under each row's uniform number on its cumulative distribution, [R, V] → [R]."""
-    cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
-    reached = cumulative.new_tensor(uniforms)[:, None] * total
-    # Rounding may carry the product up to the total: then the last token that has any probability is meant.
-    last = (cumulative < total).sum(-1)
-    return torch.minimum((cumulative <= reached).sum(-1), last)
+def _truncate(weights: Tensor, params: list[GenerationParams]) -> Tensor:
+    """Probabilities [R, W] with zeros for what min_p, top-k and top-p exclude. `weights` is overwritten."""
+    if weights.shape[-1] <= _PREFIX * _BLOCK or weights.device.type != "cpu":
+        return _keep(weights, params)[0]
+    # The greatest are in the blocks with the greatest maxima: 0.07 ms for 256 of 151,936, a plain `topk` takes 0.2.
+    blocks = weights.view(len(weights), -1, _BLOCK).amax(-1).topk(_PREFIX, sorted=False).indices.sort(-1).values
+    ids = (blocks[..., None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)  # [R, _PREFIX * _BLOCK]
+    ids = ids.gather(-1, weights.gather(-1, ids).topk(_PREFIX, sorted=False).indices.sort(-1).values)
+    kept, certain = _keep(weights.gather(-1, ids), params)
+    whole = {row: _keep(weights[[row]], [params[row]])[0] for row, enough in enumerate(certain.tolist()) if not enough}
+    weights.zero_().scatter_(-1, ids, kept)
+    for row, values in whole.items():
+        weights[row] = values
+    return weights
 
 
-def _logprobs(raw: Tensor, chosen: list[int], rows: Rows[Sequence]) -> list[ChosenLogprob | None]:
-    wanted = [row for row, sequence in enumerate(rows) if sequence.request.params.logprobs is not None]
-    result: list[ChosenLogprob | None] = [None] * len(rows)
-    if not wanted:
-        return result
-    logprobs = raw[wanted].log_softmax(-1)  # [W, V]
-    most = max(rows[row].request.params.logprobs or 0 for row in wanted)
-    values, ids = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
-    own = logprobs.gather(-1, torch.tensor([chosen[row] for row in wanted], device=raw.device)[:, None])[:, 0].tolist()
-    for row, logprob, top_ids, top_values in zip(wanted, own, ids.tolist(), values.tolist(), strict=True):
-        count = rows[row].request.params.logprobs or 0
-        result[row] = ChosenLogprob(logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
-    return result
+def _keep(weights: Tensor, params: list[GenerationParams]) -> tuple[Tensor, Tensor]:
+    """Probabilities [R, N] by id, zero where excluded; and, if they are a row's greatest, is all else out? [R]"""
+    on_cpu = weights.device.type == "cpu"  # where numpy sorts 151,936 values in 0.4 ms; torch, with their places, in 11
+    ordered = (torch.from_numpy(np.sort(weights.numpy())) if on_cpu else weights.sort().values).flip(-1)
+    asked = [(p.min_p, p.top_p if p.top_p < 1 else 2, p.top_k or torch.inf, bool(p.min_p or p.top_k)) for p in params]
+    min_p, top_p, top_k, limited = torch.tensor(asked, dtype=torch.float64, device=weights.device).T.unsqueeze(-1)
+    least = torch.maximum(ordered[:, :1] * min_p, ordered.gather(-1, top_k.clamp(max=weights.shape[-1]).long() - 1))
+    sums = ordered.where(ordered >= least, 0).cumsum(-1, dtype=torch.float64)
+    enough = top_p * sums[:, -1:].where(limited > 0, 1)
+    size = ((ordered >= least) & (sums - ordered < enough)).sum(-1, keepdim=True).clamp(min=1)
+    edge = ordered.gather(-1, size - 1)
+    room = size - (ordered > edge).sum(-1, keepdim=True)  # for equals of the last one; those of the k-th all stay
+    inside = (weights > edge) | ((weights == edge) & ((weights == edge).cumsum(-1) <= room))
+    return weights.where(inside, 0), (ordered[:, -1:] < least.where(limited > 0, edge))[:, 0]
+
+
+def _invert(weights: Tensor, uniforms: list[float]) -> Tensor:
+    """The token under each row's uniform number on its cumulative distribution, [R, W] → [R]; -1 if all is 0 or NaN."""
+    blocks = weights.view(len(weights), -1, _BLOCK)  # [R, N, C]
+    masses = blocks.sum(-1)  # the block first, then the place in it: 0.2 ms for [32, 151936], one running sum 2.2
+    sums = masses.cumsum(-1, dtype=torch.float64)  # [R, N]
+    block = _search(sums, reached := sums.new_tensor(uniforms)[:, None] * sums[:, -1:])
+    inside = blocks.take_along_dim(block[..., None], 1)[:, 0].cumsum(-1, dtype=torch.float64)  # [R, C]
+    tokens = block * _BLOCK + _search(inside, reached - (sums - masses).gather(-1, block))
+    return tokens.where(sums[:, -1:] > 0, -1)[:, 0]
+
+
+def _search(sums: Tensor, reached: Tensor) -> Tensor:
+    """Where running sums [R, N] first exceed `reached`; where rounding lets none, the last that adds to them."""
+    return torch.minimum((sums <= reached).sum(-1, keepdim=True), (sums < sums[:, -1:]).sum(-1, keepdim=True))
+
+
+def _logprobs(logits: Tensor, chosen: dict[int, int], rows: Rows[Sequence]) -> dict[int, ChosenLogprob]:
+    counts = {row: s.request.params.logprobs for row, s in enumerate(rows) if s.request.params.logprobs is not None}
+    if not counts:
+        return {}
+    logprobs = logits[list(counts)].float().log_softmax(-1)  # [R, V]
+    tokens = torch.tensor([max(chosen[row], 0) for row in counts], device=logits.device)[:, None]
+    top, ids = logprobs.topk(min(MAX_TOP_LOGPROBS, logprobs.shape[-1]))  # the same equals, whatever others ask for
+    columns = zip(counts.items(), logprobs.gather(-1, tokens)[:, 0].tolist(), ids.tolist(), top.tolist(), strict=True)
+    return {row: ChosenLogprob(own, (*zip(ids[:n], top[:n], strict=True),)) for (row, n), own, ids, top in columns}

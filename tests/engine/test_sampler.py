@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -132,5 +133,153 @@ def test_a_row_without_a_possible_token_fails_alone(temperature: float, broken: 
 def test_the_last_token_is_drawn_at_the_very_end_of_the_distribution() -> None:
     from penstock.engine.sampler import _invert
 
-    probabilities = torch.tensor([[0.1, 0.2, 0.7, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5, 0.0]])
-    assert _invert(probabilities, [1 - 2**-53, 0.0]).tolist() == [2, 2]
+    probabilities = torch.zeros(2, 192)
+    probabilities[0, [0, 70, 90]] = torch.tensor([0.1, 0.2, 0.7])
+    probabilities[1, [130, 131]] = 0.5
+    assert _invert(probabilities, [1 - 2**-53, 0.0]).tolist() == [90, 130]
+    assert _invert(probabilities, [0.0, 1 - 2**-53]).tolist() == [0, 131]
+
+
+# What follows uses vocabularies above 16,384, where draws and nuclei are looked for in parts of the row.
+WIDE = 20_000
+ANY = st.builds(
+    GenerationParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7, 1e-300]),
+    top_p=st.sampled_from([0.1, 0.9, 0.999, 1.0]),
+    top_k=st.sampled_from([None, 1, 3, 300]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, -0.5]),
+    min_tokens=st.sampled_from([0, 256]),
+    logprobs=st.sampled_from([None, 0, 3, 20]),
+    logit_bias=st.dictionaries(st.integers(0, WIDE - 1), st.sampled_from([-100.0, 2.0]), max_size=3),
+)
+WIDE_INFO = ModelInfo("wide", "Echo", context_length=4096, vocabulary_size=WIDE, eos_token_ids=(256,))
+
+
+def wide_row(params: GenerationParams, seed: int, history: int = 0, width: int = WIDE) -> Sequence:
+    """A sequence whose prompt and output repeat tokens, some of them shared, and hold an id without a logit."""
+    draw = random.Random(seed)
+    prompt = (WIDE + 1, *(draw.randrange(min(width, 300)) for _ in range(history + 1)))
+    tokens = tuple(draw.randrange(200) for _ in range(history))
+    return Sequence(EngineRequest("r", prompt, params, seed=seed, generated=(tokens,)), 0, TOKENIZER, WIDE_INFO)
+
+
+def wide_logits(seed: int, rows: int, dtype: torch.dtype, width: int = WIDE, spread: float = 4) -> torch.Tensor:
+    return (spread * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(ANY, min_size=2, max_size=5),
+    seed=st.integers(0, 10_000),
+    width=st.sampled_from([40, 4097, WIDE]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_a_row_gives_the_same_bits_alone_and_in_any_batch(
+    rows: list[GenerationParams], seed: int, width: int, dtype: torch.dtype
+) -> None:
+    logits = wide_logits(seed, len(rows), dtype, width)
+    sequences = [wide_row(params, seed + place, 7 * place, width) for place, params in enumerate(rows)]
+    together = sample(logits, sequences)
+    alone = [result for place in range(len(rows)) for result in sample(logits[place : place + 1], [sequences[place]])]
+    assert together == alone
+    assert sample(logits.flip(0), sequences[::-1]) == together[::-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [3, 4096, WIDE])
+def test_greedy_takes_the_first_of_equals(dtype: torch.dtype, width: int) -> None:
+    logits = torch.randint(0, 3, (6, width), generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[:, width // 2 :] += 1
+    params = GenerationParams(temperature=0)
+    expected = [values.index(max(values)) for values in logits.tolist()]
+    assert tokens_of(sample(logits, [row(params) for _ in range(6)])) == expected == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [777, WIDE, 151_936])
+def test_a_draw_inverts_the_exact_distribution(dtype: torch.dtype, width: int) -> None:
+    logits = wide_logits(5, 4, dtype, width, spread=2)
+    cumulative = (logits.double() / 1.3).softmax(-1).cumsum(-1)
+    for seed in range(40):
+        sequences = [row(GenerationParams(temperature=1.3), seed, place) for place in range(4)]
+        for place, token in enumerate(tokens_of(sample(logits, sequences))):
+            at = uniform(seed, 0, place)
+            below = 0.0 if token == 0 else cumulative[place, token - 1].item()
+            assert below - 1e-5 <= at <= cumulative[place, token].item() + 1e-5
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.99]),
+    top_k=st.sampled_from([None, 1, 5, 256, 300]),
+    min_p=st.sampled_from([0.0, 0.001, 0.2]),
+    spread=st.sampled_from([0.5, 3.0, 6.0]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_kept_is_the_same_by_prefix_and_by_a_full_sort(
+    top_p: float, top_k: int | None, min_p: float, spread: float, dtype: torch.dtype, seed: int
+) -> None:
+    from penstock.engine.sampler import _truncate
+
+    width = 16_384 + 64
+    params = GenerationParams(top_p=top_p, top_k=top_k, min_p=min_p)
+    weights = wide_logits(seed, 1, dtype, width, spread).float().softmax(-1)
+    ordered, order = weights[0].double().sort(descending=True, stable=True)
+    kept = (ordered >= ordered[(top_k or width) - 1]) & (weights[0][order] >= weights.max() * min_p)
+    total = ordered[kept].sum() if top_k or min_p else 1.0
+    kept &= ordered.cumsum(0) - ordered < top_p * total
+    assert _truncate(weights, [params])[0].nonzero()[:, 0].tolist() == sorted(order[kept].tolist())
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.lists(ANY, min_size=1, max_size=5), seed=st.integers(0, 10_000), width=st.sampled_from([40, 300, WIDE]))
+def test_edits_equal_a_naive_reference(rows: list[GenerationParams], seed: int, width: int) -> None:
+    from penstock.engine.sampler import _scores
+
+    logits = wide_logits(seed, len(rows), torch.float32, width)
+    sequences = [wide_row(params, seed + place, 9 * place, width) for place, params in enumerate(rows)]
+    expected = logits.double()
+    for scores, sequence, params in zip(expected, sequences, rows, strict=True):
+        for token, bias in params.logit_bias.items():
+            scores[token : token + 1] += bias
+        if sequence.index < params.min_tokens:
+            scores[[token for token in sequence.end_token_ids if token < width]] = -torch.inf
+        for token in {*sequence.prompt, *sequence.tokens} - {*range(width, WIDE + 2)}:
+            scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
+        for token in sequence.tokens:
+            scores[token : token + 1] -= params.frequency_penalty
+        for token in {*sequence.tokens}:
+            scores[token : token + 1] -= params.presence_penalty
+    edited = _scores(logits, list(range(len(rows))), sequences)
+    torch.testing.assert_close(edited[:, :width], expected.float())
+    assert (edited[:, width:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf"), float("inf")])
+def test_a_broken_row_fails_alone_in_a_mixed_batch(broken: float) -> None:
+    kinds = [
+        GenerationParams(temperature=0),
+        GenerationParams(temperature=0, presence_penalty=1.0, logprobs=2),
+        GenerationParams(logprobs=1),
+        GenerationParams(top_p=0.9),
+        GenerationParams(top_k=4, logit_bias={3: 1.0}),
+    ]
+    logits = wide_logits(3, 5, torch.bfloat16)
+    sequences = [wide_row(params, place, 5) for place, params in enumerate(kinds)]
+    healthy = sample(logits, sequences)
+    for place in range(5):
+        damaged = logits.clone()
+        damaged[place, slice(None) if broken == -math.inf else 9_000] = broken  # but for -inf, one is enough
+        results = sample(damaged, sequences)
+        assert isinstance(results[place], GenerationFailed)
+        assert results[:place] + results[place + 1 :] == healthy[:place] + healthy[place + 1 :]
+
+
+def test_which_equals_are_reported_does_not_depend_on_what_mates_ask_for() -> None:
+    logits = torch.randint(0, 3, (2, 4096), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    few, many = (row(GenerationParams(temperature=0, logprobs=count)) for count in (2, 20))
+    assert sample(logits, [few, many])[0] == sample(logits[:1], [few])[0]
