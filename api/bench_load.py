@@ -61,9 +61,11 @@ class Sample:
         for choice in event.get("choices", ()):
             part = choice.get("delta") or choice.get("message") or choice
             said = part.get("content") or part.get("reasoning_content") or part.get("reasoning")
-            if text := said or part.get("text"):
+            text = said or part.get("text")
+            # A token may have no text: a special one, or one of a random model that its tokenizer does not know.
+            if text or (text == "" and part is choice and choice.get("finish_reason") is None):
                 self.times.append(now)
-                self.sizes.append(len(text))
+                self.sizes.append(max(len(text), 1))
         if usage := event.get("usage"):
             self.tokens, self.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens", 0)
 

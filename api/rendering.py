@@ -34,9 +34,7 @@ class Renderer:
         self._head = {"id": request, "object": kind, "created": created, "model": model}
 
     def chunks(self, token: Token) -> Iterator[bytes]:
-        """SSE messages for one token event; none while its text is held back."""
-        if not token.text and not token.logprobs and token.finish_reason is None:
-            return
+        """SSE messages for one token event; its text may be empty, where a character takes several tokens."""
         reason = token.finish_reason and _REASONS[token.finish_reason]
         choice: dict[str, Any] = {"index": token.choice}
         if self._kind == "chat":
@@ -74,7 +72,7 @@ class Renderer:
             self._begun.add(token.choice)
             delta["role"] = "assistant"
             delta["content"] = token.text
-        elif token.text:
+        elif token.text or token.finish_reason is None:
             delta["content"] = token.text
         return delta
 

@@ -69,13 +69,11 @@ class MatmulAttention:
     def pool(self, spec: LayerSpec, num_blocks: int) -> SlicedPool:
         return SlicedPool(spec, num_blocks, self.block_size, self._dtype, self._device)
 
-    def attend(
-        self, step: GroupStep, pool: SlicedPool, query: Tensor, key: Tensor, value: Tensor, rules: Rules
-    ) -> Tensor:
-        """Store this step's keys and values, then attend. [Hq, T, D], [H, T, D], [H, T, Dv] → [T, Hq · Dv]."""
-        pool.write(step.slots, key, value)
-        heads, num_tokens, size = key.shape
-        query = query.reshape(heads, -1, num_tokens, size)  # [H, G, T, D]
+    def attend(self, step: GroupStep, pool: SlicedPool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
+        """Store this step's keys and values, then attend. [Hq, T, D], [2 H, T, D] → [T, Hq · D]."""
+        pool.write(step.slots, keys_values)
+        heads, num_tokens, size = keys_values.shape
+        query = query.reshape(heads // 2, -1, num_tokens, size)  # [H, G, T, D]
         parts = [_decode(bucket, pool, query, rules) for bucket in step.buckets]
         parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -115,9 +113,9 @@ class MatmulAttention:
         return Bucket(start, start + len(lengths), self._rows(blocks, group), mask)
 
     def _rows(self, blocks: Ints, group: Group) -> Tensor:
-        """Where blocks [B, N] lie in a pool sliced by head, [B · H · N]."""
-        heads = np.arange(group.num_heads) * group.num_blocks
-        return self._tensor((blocks[:, None, :] + heads[:, None]).reshape(-1))
+        """Where blocks [B, N] lie in a pool sliced by head, [2 · B · H · N]."""
+        heads = np.arange(2 * group.num_heads).reshape(2, 1, -1, 1) * group.num_blocks
+        return self._tensor((blocks[:, None, :] + heads).reshape(-1))
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -20,8 +20,8 @@ from .linear import Linear
 MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
 """One `Linear` for modules that share their input, outputs side by side; takes over the modules' memory."""
 
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Layer, query [Hq, T, D], key and value [H, T, D] → [T, Hq · D]."""
+Attention = Callable[[int, Tensor, Tensor], Tensor]
+"""Layer, query [Hq, T, D], keys and then values [2 H, T, D] → [T, Hq · D]."""
 
 _BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -96,12 +96,12 @@ def _advance(layer: _Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, att
     size = cos.shape[-1]
     rotated = layer.num_queries + layer.num_keys
     heads = layer.qkv(layer.attention_norm(x)).view(len(x), -1, size).transpose(0, 1)  # [Hq + 2 H, T, D]
-    query_key, value = heads[:rotated], heads[rotated:]
+    query_key = heads[:rotated]
     if layer.head_norm is not None:
         query_key = functional.rms_norm(query_key, (size,), None, layer.epsilon) * layer.head_norm
     swapped = query_key.view(rotated, len(x), 2, size // 2).flip(-2).flatten(-2)
-    query_key = torch.addcmul(query_key * cos, swapped, sin)
-    mixed = attention(index, query_key[: layer.num_queries], query_key[layer.num_queries :], value)
+    torch.addcmul(query_key * cos, swapped, sin, out=heads[:rotated])
+    mixed = attention(index, heads[: layer.num_queries], heads[layer.num_queries :])
     x = layer.output.add(mixed, x)
     h = layer.mlp_norm(x)
     return layer.down.add(layer.up.mul(h, layer.gate.silu(h)), x)

@@ -41,23 +41,28 @@ class _Running(NamedTuple):
 
 
 class Driver:
-    """Owns a backend and the thread that runs it.
+    """Owns a backend and the thread that loads and runs it.
 
     `submit`, `cancel` and `close` may be called from any thread; they leave a command that takes effect between two
     steps. The thread sleeps while there is nothing to do.
+
+    No other thread computes: OpenMP keeps helpers for each thread that ever did, and once they outnumber the cores they
+    sleep between any two products instead of spinning, at half the speed.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, load: Callable[[], Backend]) -> None:
+        """Returns when `load` has; raises what it raised."""
         self.num_steps = 0  # set by the thread: rises for as long as it is alive and has work
         self.num_tokens = 0  # generated, all requests together; set by the thread
         self.error: BaseException | None = None  # what ended the thread; set by the thread
-        self._backend = backend
         self._commands: deque[_Add | _Cancel | _Call] = deque()
         self._running: dict[_Key, _Running] = {}
         self._changed = threading.Condition()  # guards the two above and `_closing`
         self._closing = False
-        self._thread = threading.Thread(target=self._main, name="penstock-engine", daemon=True)
+        loaded: Future[Backend] = Future()
+        self._thread = threading.Thread(target=self._main, args=(load, loaded), name="penstock-engine", daemon=True)
         self._thread.start()
+        self.backend = loaded.result()
 
     @property
     def healthy(self) -> bool:
@@ -112,7 +117,13 @@ class Driver:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _main(self) -> None:
+    def _main(self, load: Callable[[], Backend], loaded: Future[Backend]) -> None:
+        try:
+            self.backend = load()
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(self.backend)
         try:
             while self._wait():
                 self._deliver(self._obey())
@@ -120,7 +131,7 @@ class Driver:
                 self.num_steps += 1
             self._deliver([sequence.end("cancelled") for sequence in self._unfinished()])
             self._refuse_calls()
-            self._backend.close()
+            self.backend.close()
         except BaseException as error:
             _log.exception("the engine's thread has ended")
             with self._changed:
@@ -132,7 +143,7 @@ class Driver:
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
         with self._changed:
-            while not self._commands and not self._closing and (delay := self._backend.delay()) > 0:
+            while not self._commands and not self._closing and (delay := self.backend.delay()) > 0:
                 self._changed.wait(None if delay == inf else delay)
             return not self._closing
 
@@ -145,13 +156,13 @@ class Driver:
             match command:
                 case _Add(sequence):
                     if sequence.finish is None:
-                        self._backend.add(sequence)
+                        self.backend.add(sequence)
                     else:  # an earlier holder had sent its last token already
                         deltas.append(sequence.end(sequence.finish))
                 case _Cancel(sequences):
                     for sequence in sequences:
                         if sequence.finish is None:
-                            self._backend.remove(sequence)
+                            self.backend.remove(sequence)
                             deltas.append(sequence.end("cancelled"))
                 case _Call(work, result):
                     try:
@@ -162,7 +173,7 @@ class Driver:
 
     def _step(self) -> list[Delta]:
         try:
-            return self._backend.step() if self._backend.delay() <= 0 else []
+            return self.backend.step() if self.backend.delay() <= 0 else []
         except Exception as error:
             # The backend could not say whose fault it was, so everything it held may be damaged.
             _log.exception("a step of the engine failed")
@@ -170,7 +181,7 @@ class Driver:
                 untouched = {command.sequence for command in self._commands if isinstance(command, _Add)}
             damaged = [sequence for sequence in self._unfinished() if sequence not in untouched]
             for sequence in damaged:
-                self._backend.remove(sequence)
+                self.backend.remove(sequence)
             return [sequence.fail(error) for sequence in damaged]
 
     def _refuse_calls(self) -> None:

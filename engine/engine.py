@@ -50,12 +50,15 @@ class InferenceEngine:
         `backend` is used in place of the configured one. Raises `ConfigurationError` and `ModelLoadError`.
         """
         self.config = config
-        if backend is None and progress is None:
+        if backend is not None:
+            self._driver = Driver(lambda: backend)
+        elif progress is not None:
+            self._driver = Driver(partial(load_backend, config, progress))
+        else:
             with loading_bar(f"loading {config.model}") as bar:
-                backend = load_backend(config, bar)
-        self._backend = backend or load_backend(config, progress)
+                self._driver = Driver(partial(load_backend, config, bar))
+        self._backend = self._driver.backend
         self._clock = clock
-        self._driver = Driver(self._backend)
         self._num_requests = 0
         self._num_prompt_tokens = 0
 

@@ -26,72 +26,72 @@ class LayerSpec(NamedTuple):
     value_dim: int
 
     @property
+    def size(self) -> int:
+        """Room for a key or a value."""
+        return max(self.key_dim, self.value_dim)
+
+    @property
     def numbers(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim)
+        return 2 * self.num_heads * self.size
 
 
 class Pool:
-    """Keys and values of one layer: tensors with a dimension of blocks, the one numbered `axis`."""
+    """Keys and values of one layer in one tensor, of which one dimension is the blocks: the one numbered `axis`.
 
-    def __init__(self, keys: Tensor, values: Tensor, axis: int) -> None:
-        self.keys, self.values = keys, values
+    Where values are smaller than keys, or the other way round, both take the room of the larger.
+    """
+
+    def __init__(self, memory: Tensor, axis: int) -> None:
+        self.memory = memory
         self._axis = axis
 
-    def blocks(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Copies of whole blocks."""
-        where = self._where(indices)
-        return self.keys.index_select(self._axis, where), self.values.index_select(self._axis, where)
+    def blocks(self, indices: Sequence[int]) -> Tensor:
+        """A copy of whole blocks."""
+        return self.memory.index_select(self._axis, self._where(indices))
 
-    def restore(self, indices: Sequence[int], keys: Tensor, values: Tensor) -> None:
+    def restore(self, indices: Sequence[int], saved: Tensor) -> None:
         """Write back what `blocks` gave."""
-        where = self._where(indices)
-        self.keys.index_copy_(self._axis, where, keys.to(where.device))
-        self.values.index_copy_(self._axis, where, values.to(where.device))
+        self.memory.index_copy_(self._axis, self._where(indices), saved.to(self.memory.device))
 
     def clear(self, indices: Sequence[int]) -> None:
         """Zero whole blocks."""
-        where = self._where(indices)
-        self.keys.index_fill_(self._axis, where, 0)
-        self.values.index_fill_(self._axis, where, 0)
+        self.memory.index_fill_(self._axis, self._where(indices), 0)
 
     def _where(self, indices: Sequence[int]) -> Tensor:
-        return torch.tensor(indices, dtype=torch.long, device=self.keys.device)
+        return torch.tensor(indices, dtype=torch.long, device=self.memory.device)
 
 
 class SlicedPool(Pool):
-    """[H, N, block · D]: a head's blocks lie together, so that gathering them gives matrices."""
+    """[2 H, N, block · D], keys before values: a head's blocks lie together, so that gathering them gives matrices."""
 
     def __init__(self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
-        self._sizes = spec.key_dim, spec.value_dim
-        shape = spec.num_heads, num_blocks, block_size
-        keys, values = (zeros((*shape[:2], block_size * size), dtype, device) for size in self._sizes)
-        super().__init__(keys, values, axis=1)
+        super().__init__(zeros((2 * spec.num_heads, num_blocks, block_size * spec.size), dtype, device), axis=1)
+        self._slots = self.memory.view(2 * spec.num_heads, -1, spec.size)
+        self._rows = self.memory.view(-1, block_size * spec.size)
+        self._size = spec.size
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store [H, T, D] at slots [T]."""
-        heads = len(keys)
-        self.keys.view(heads, -1, self._sizes[0]).index_copy_(1, slots, keys)
-        self.values.view(heads, -1, self._sizes[1]).index_copy_(1, slots, values)
+    def write(self, slots: Tensor, keys_values: Tensor) -> None:
+        """Store [2 H, T, D] at slots [T]."""
+        self._slots.index_copy_(1, slots, keys_values)
 
     def gather(self, rows: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """Copies of the blocks at `rows` (head · N + block), as [heads, tokens, D]."""
-        keys, values = self.keys.flatten(0, 1).index_select(0, rows), self.values.flatten(0, 1).index_select(0, rows)
-        return keys.view(heads, -1, self._sizes[0]), values.view(heads, -1, self._sizes[1])
+        """Copies of the blocks at `rows` (head · N + block, those of the keys first), as [heads, tokens, D] each."""
+        keys, values = self._rows.index_select(0, rows).view(2, heads, -1, self._size).unbind()
+        return keys, values
 
 
 class PagePool(Pool):
-    """[N, block, H, D]: the layout of the attention kernels that read block tables."""
+    """[2, N, block, H, D]: the layout of the attention kernels that read block tables."""
 
     def __init__(self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
-        shape = num_blocks, block_size, spec.num_heads
-        super().__init__(
-            zeros((*shape, spec.key_dim), dtype, device), zeros((*shape, spec.value_dim), dtype, device), axis=0
-        )
+        super().__init__(zeros((2, num_blocks, block_size, spec.num_heads, spec.size), dtype, device), axis=1)
+        self.keys, self.values = self.memory.unbind()
+        self._slots = self.memory.flatten(1, 2)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store [T, H, D] at slots [T]."""
-        self.keys.flatten(0, 1).index_copy_(0, slots, keys)
-        self.values.flatten(0, 1).index_copy_(0, slots, values)
+    def write(self, slots: Tensor, keys_values: Tensor) -> None:
+        """Store [2 H, T, D] at slots [T]."""
+        heads, size = self._slots.shape[2:]
+        self._slots.index_copy_(1, slots, keys_values.view(2, heads, -1, size).transpose(1, 2))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

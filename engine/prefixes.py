@@ -29,8 +29,7 @@ def save_prefixes(path: Path, blocks: KVBlocks, runner: Runner, model: str) -> i
         cached = pool.cached()
         keys.append([key.hex() for key, _ in cached])
         for layer, memory in enumerate(runner.pools(group)):
-            names = (f"{group}.{layer}.keys", f"{group}.{layer}.values")
-            tensors |= dict(zip(names, memory.blocks([block for _, block in cached]), strict=True))
+            tensors[f"{group}.{layer}"] = memory.blocks([block for _, block in cached])
     metadata = _identity(blocks, runner, model) | {"blocks": json.dumps(keys)}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -58,9 +57,8 @@ def load_prefixes(path: Path, blocks: KVBlocks, runner: Runner, model: str) -> i
                 found = blocks.pools[group].restore(list(place_of))
                 where = torch.tensor([place_of[key] for key, _ in found], dtype=torch.long)
                 for layer, memory in enumerate(runner.pools(group)):
-                    names = (f"{group}.{layer}.keys", f"{group}.{layer}.values")
-                    saved = [file.get_tensor(name).index_select(1, where) for name in names]
-                    memory.restore([block for _, block in found], *saved)
+                    saved = file.get_tensor(f"{group}.{layer}").index_select(1, where)
+                    memory.restore([block for _, block in found], saved)
                 restored += len(found)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ConfigurationError([f"{path} holds no prefixes that can be restored: {error}"]) from error

@@ -127,18 +127,26 @@ class Runner:
         return pack(segments, self._packed_groups, self.block_size, self._device, self._attention.pack_group)
 
     def _forward(self, step: Step) -> Tensor:
-        attention = partial(self._attend, step.groups)
         if self._decoder is not None:
-            return self._decoder(step.ids, step.positions, step.keep, attention)
-        return self._run(step.ids, step.positions, step.keep, attention)
+            return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
+        return self._run(step.ids, step.positions, step.keep, partial(self._attend_apart, step.groups))
 
-    def _attend(
-        self, groups: Sequence[Any], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
-    ) -> Tensor:
+    def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """The layer's rules are those of the first pass."""
         step, pool = groups[self._group_of[index]], self._pools[index]
-        mixed: Tensor = self._attention.attend(step, pool, query, key, value, self._rules[index])
+        mixed: Tensor = self._attention.attend(step, pool, query, keys_values, self._rules[index])
         return mixed
+
+    def _attend_apart(
+        self, groups: Sequence[Any], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
+    ) -> Tensor:
+        """As `_attend`, for keys and values that come apart and may differ in size."""
+        spec = self.specs[index]
+        query, key, value = (_widened(tensor, spec.size) for tensor in (query, key, value))
+        mixed = self._attend(groups, index, query, torch.cat((key, value)))
+        if spec.value_dim == spec.size:
+            return mixed
+        return mixed.view(len(mixed), -1, spec.size)[..., : spec.value_dim].flatten(1)
 
     def _choose_attention(self, block_size: int) -> MatmulAttention | VarlenAttention:
         if self._device.type == "cuda" and VarlenAttention.serves(self.dtype, self.specs, self._rules):
@@ -250,6 +258,11 @@ def _distance(one: Tensor, other: Tensor) -> float:
     """How far apart logits are, as a share of how far they spread."""
     one, other = one.float(), other.float()
     return float((one - other).norm() / (one - one.mean()).norm().clamp(min=1e-12))
+
+
+def _widened(tensor: Tensor, size: int) -> Tensor:
+    """[…, D] → […, size], zeros behind: they change no score."""
+    return tensor if tensor.shape[-1] == size else functional.pad(tensor, (0, size - tensor.shape[-1]))
 
 
 class _Views:

@@ -55,11 +55,9 @@ class VarlenAttention:
     def pool(self, spec: LayerSpec, num_blocks: int) -> PagePool:
         return PagePool(spec, num_blocks, self.block_size, self._dtype, self._device)
 
-    def attend(
-        self, step: VarlenStep, pool: PagePool, query: Tensor, key: Tensor, value: Tensor, rules: Rules
-    ) -> Tensor:
-        """Store this step's keys and values, then attend. [Hq, T, D], [H, T, D], [H, T, D] → [T, Hq · D]."""
-        pool.write(step.slots, key.transpose(0, 1), value.transpose(0, 1))
+    def attend(self, step: VarlenStep, pool: PagePool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
+        """Store this step's keys and values, then attend. [Hq, T, D], [2 H, T, D] → [T, Hq · D]."""
+        pool.write(step.slots, keys_values)
         mixed = self._kernel(
             query.transpose(0, 1).contiguous(),
             pool.keys,

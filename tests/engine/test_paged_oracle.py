@@ -245,7 +245,7 @@ def test_a_model_without_pluggable_attention_is_refused(config_of: Callable[...,
 def test_rotations_that_follow_the_longest_request_are_left_to_hf(
     model_directory: Callable[[str], Path], tmp_path: Path, config_of: Callable[..., EngineConfig]
 ) -> None:
-    """longrope, as in Phi: beyond the original context all keys change, those of neighbours and in the cache as well."""
+    """longrope, as in Phi: beyond the original context all keys change, those of neighbours and in the cache too."""
     directory = shutil.copytree(model_directory("phi3"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     config["rope_parameters"] |= {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
