@@ -29,7 +29,9 @@ from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
+from .engine.cpu import available_cores, prepare_worker
 from .engine.models import read_model_info
+from .engine.weights import count_parameters
 from .schemas.errors import BrokerUnavailable, ConfigurationError, Overloaded, StartupError
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard
@@ -41,6 +43,8 @@ from .streams.registry import Registry
 from .streams.topology import Subjects, topology
 
 log = structlog.get_logger(__name__)
+
+_SMALL_MODEL = 30_000_000  # parameters
 
 
 @app.command(rich_help_panel="Run")
@@ -172,12 +176,11 @@ class _Server(uvicorn.Server):
 
 async def _worker(settings: Settings, name: str) -> None:
     from .engine import EngineConfig
-    from .engine.cpu import available_cores, prepare_worker
     from .stages.infer import Infer
 
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     config = EngineConfig(**{name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"})
-    prepare_worker(settings.threads or max(1, available_cores() // settings.workers))
+    prepare_worker(settings.threads or _threads(settings))
     log.info("loading", model=config.model, backend=config.backend)
     engine = await asyncio.to_thread(InferenceEngine, config)
     stopping = _stop_signal()  # not before: what loads may simply be killed
@@ -206,6 +209,13 @@ async def _worker(settings: Settings, name: str) -> None:
             await running
     finally:
         await asyncio.to_thread(engine.close, 5.0)  # one that hangs ends with the process
+
+
+def _threads(settings: Settings) -> int:
+    """Cores shared among workers; one for a model so small that threads would wait for each other, not for memory."""
+    if settings.model is not None and count_parameters(Path(settings.model)) < _SMALL_MODEL:
+        return 1
+    return max(1, available_cores() // settings.workers)
 
 
 async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio.Event) -> None:

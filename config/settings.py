@@ -79,6 +79,9 @@ class Settings(BaseSettings):
     worker_lease: float = Field(
         10.0, ge=0.2, description="The same for a worker's batch: how long its engine may make no progress."
     )
+    relay_interval: float = Field(
+        0.01, ge=0, le=1, description="Least time between two messages of a stream; tokens in between travel together."
+    )
     stall_timeout: float = Field(
         30.0, gt=0, description="How long a busy engine may stand still before its worker is ended and replaced."
     )

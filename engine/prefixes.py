@@ -22,7 +22,7 @@ _VERSION = "1"
 
 
 def save_prefixes(path: Path, blocks: KVBlocks, runner: Runner, model: str) -> int:
-    """Write every cached block; how many there were. Replaces the file at once or not at all."""
+    """Write every cached block; how many there were. Replaces the file at once or not at all. Raises `OSError`."""
     tensors: dict[str, torch.Tensor] = {}
     keys: list[list[str]] = []
     for group, pool in enumerate(blocks.pools):
@@ -35,6 +35,8 @@ def save_prefixes(path: Path, blocks: KVBlocks, runner: Runner, model: str) -> i
     try:
         save_file(tensors, temporary, metadata)
         temporary.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return sum(map(len, keys))

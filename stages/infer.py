@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -26,6 +26,8 @@ from .contract import Intake, Pipe, Stage
 from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
+
+_MESSAGES = 1_000  # of a worker's streams in a second, above which they are made larger instead
 
 
 class Infer(Stage):
@@ -111,7 +113,7 @@ class Infer(Stage):
                 raise Overloaded(f"The worker does not serve {job.model} any more.", retry_after=1.0)
             if job.deadline <= self.pipe.now():
                 raise DeadlineExceeded("No worker began the request before its deadline.")
-            await self._speak(job, Voice(self.pipe, job, epoch), epoch)
+            await self._speak(job, Voice(self.pipe, job, epoch, self._interval), epoch)
         except Exception as error:
             if not self._engine.healthy:
                 raise
@@ -120,6 +122,10 @@ class Infer(Stage):
                 error = GenerationFailed("The request failed in the worker.")
             event = endings.ending(job.id, error)
             await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
+
+    def _interval(self) -> float:
+        """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""
+        return max(self.pipe.settings.relay_interval, len(self._voices) / _MESSAGES)
 
     async def _speak(self, job: ValidatedJob, voice: Voice, epoch: int) -> None:
         handles: list[RequestHandle] = []
@@ -169,8 +175,9 @@ class Voice:
     has announced the same epoch, the request is theirs, and this voice stays silent.
     """
 
-    def __init__(self, pipe: Pipe, job: ValidatedJob, epoch: int) -> None:
+    def __init__(self, pipe: Pipe, job: ValidatedJob, epoch: int, interval: Callable[[], float]) -> None:
         self._pipe = pipe
+        self._interval = interval  # least seconds between two deltas of the same choices
         self._job = job
         self._epoch = epoch
         share = partition(job.id, pipe.settings.stream_partitions)
@@ -205,10 +212,17 @@ class Voice:
         return said
 
     async def relay(self, handle: RequestHandle) -> None:
-        """Publish the deltas of one engine request to its end; those made during a publish go out together."""
+        """Publish the deltas of one engine request to its end; those made during a publish go out together.
+
+        So do those of an interval: an engine of a thousand steps a second would spend its time on messages.
+        """
+        loop = asyncio.get_running_loop()
         while not handle.finished and self._ours is not False:
+            told = loop.time()
             for delta in await handle.take():
                 await self._tell(dataclasses.replace(delta, request=self._job.id))
+            if not handle.finished and (early := told + self._interval() - loop.time()) > 0:
+                await asyncio.sleep(early)
 
     async def restate(self) -> None:
         """Say everything again, just as it was said, since the broker has lost it; at most once a second."""
