@@ -84,7 +84,8 @@ class Infer(Stage):
     def _watch(self) -> None:
         """End a worker whose engine hangs: nothing else would, and a new one can go on with its requests."""
         now = asyncio.get_running_loop().time()
-        seen = (self._engine.progress, self._engine.stats().num_running > 0)
+        stats = self._engine.stats()
+        seen = (self._engine.progress, stats.num_running + stats.num_waiting > 0)
         if seen != self._seen or not seen[1]:
             self._seen, self._moved = seen, now
         elif now - self._moved > self.pipe.settings.stall_timeout:

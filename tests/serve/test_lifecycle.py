@@ -85,6 +85,18 @@ def test_a_killed_front_or_broker_is_started_again(serve: Serve) -> None:
         assert answer.json()["choices"][0]["text"] == "x" * 200
 
 
+def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
+    served = serve("--backend", "echo", "--restart-after-requests", "1", "--heartbeat-interval", "0.2")
+    for _ in range(2):
+        (first,) = [child for child in children(served.process.pid) if "worker" in child.cmdline()]
+        answer = httpx.post(f"{served.url}/v1/completions", json=BODY | {"stream": False}, timeout=60)
+        assert answer.json()["choices"][0]["text"] == "x" * 200
+        assert gone([first])
+        served.process.wait_for("ended as it was told to, and is started again")
+        while not any("worker" in child.cmdline() for child in children(served.process.pid)):
+            pass
+
+
 @pytest.mark.parametrize("name", ["worker", "nats-server"])
 def test_streams_go_on_after_a_kill(serve: Serve, name: str) -> None:
     served = serve("--backend", "echo", "--echo-rate", "50", "--worker-lease", "2")
