@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
+from openai.types import CompletionUsage
 from serving import Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +61,8 @@ def test_chat_equals_transformers_streaming_and_not(client: openai.OpenAI, oracl
     assert whole.choices[0].message.content == expected
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-    text, usages = "", []
+    text = ""
+    usages: list[CompletionUsage | None] = []
     for chunk in client.chat.completions.create(
         model="tiny",
         messages=messages,
@@ -72,7 +74,10 @@ def test_chat_equals_transformers_streaming_and_not(client: openai.OpenAI, oracl
         text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         usages.append(chunk.usage)
     assert text == expected
-    assert usages[-1] == whole.usage
+    assert usages[-1] is not None and usages[-1].prompt_tokens_details is not None
+    assert usages[-1].prompt_tokens_details.cached_tokens, "the second time the prompt is known"
+    counts = {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert usages[-1].model_dump(include=counts) == whole.usage.model_dump(include=counts)
     assert not any(usages[:-1])
 
 

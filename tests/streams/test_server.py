@@ -28,7 +28,7 @@ async def listens(url: str) -> bool:
     address = urlsplit(url)
     try:
         _, writer = await asyncio.open_connection(address.hostname, address.port)
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # the latter where it is dying
         return False
     writer.close()
     return True
