@@ -104,15 +104,17 @@ class _Quantized:
     most_few: int
     nbytes: int
 
-    def __init__(self, bias: Tensor | None) -> None:
-        self._bias = bias
+    def __init__(self, size: int, bias: Tensor | None) -> None:
+        self._size, self._bias = size, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        if not len(rows):  # a step that only fills the cache asks for no logits
+            return x.new_empty((*x.shape[:-1], self._size))
         product = self._few(rows) if len(rows) <= self.most_few else self._many(rows)
         if self._bias is not None:
             product += self._bias
-        return product.view(*x.shape[:-1], -1)
+        return product.view(*x.shape[:-1], self._size)
 
     def silu(self, x: Tensor) -> Tensor:
         return functional.silu(self(x), inplace=True)
@@ -134,7 +136,7 @@ class _Int8Linear(_Quantized):
     most_few = _INT8_ROWS
 
     def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _Buffer) -> None:
-        super().__init__(bias)
+        super().__init__(len(weight), bias)
         rows, scales = _by_row(weight)
         self._weight, self._scales = rows.to(torch.int8), scales.to(weight.dtype)
         self.nbytes = self._weight.nbytes + self._scales.nbytes
@@ -159,7 +161,7 @@ class _Int4Linear(_Quantized):
     most_few = _INT4_ROWS
 
     def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _Buffer) -> None:
-        super().__init__(bias)
+        super().__init__(len(weight), bias)
         groups = _by_group(weight)
         levels = groups.levels.view_as(weight).to(torch.int32)
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
