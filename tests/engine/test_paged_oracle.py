@@ -407,4 +407,4 @@ def test_quantised_weights_equal_what_they_stand_for(
     assert answers(engine, PROMPTS) == expected
     assert [engine.generate(prompt, GREEDY).token_ids for prompt in PROMPTS] == expected  # few rows: another kernel
     in_pieces = start(shape, quantization=quantization, prefill_chunk_size=7, max_batch_size=7)
-    assert answers(in_pieces, PROMPTS) == expected  # steps without any logits
+    assert [in_pieces.generate(prompt, GREEDY).token_ids for prompt in PROMPTS] == expected  # steps without logits
