@@ -8,7 +8,7 @@ from .config import EngineConfig
 from .engine import InferenceEngine
 from .handle import RequestHandle
 from .models import ModelInfo, resolve_model
-from .output import Choice, EngineStats, GenerationOutput, GenerationStats
+from .output import CacheStats, Choice, EngineStats, GenerationOutput, GenerationStats
 from .request import EngineRequest, check_request, resolve_seed
 from .tokenizer import Tokenizer, load_tokenizer
 from .tokenizer_port import TokenizerLike
@@ -16,6 +16,7 @@ from .tokenizer_port import TokenizerLike
 __all__ = [
     "BACKENDS",
     "Backend",
+    "CacheStats",
     "Capabilities",
     "Choice",
     "EngineConfig",
