@@ -38,15 +38,11 @@ class Linear(Protocol):
         ...
 
 
-class PlainLinear:
-    """As torch does it: for devices whose libraries take weights as they are."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self.nbytes = weight.nbytes
+class Unfused:
+    """A product, and what follows it as an operation of its own. What a subclass returns must be its own to change."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
+        raise NotImplementedError
 
     def silu(self, x: Tensor) -> Tensor:
         return functional.silu(self(x), inplace=True)
@@ -56,6 +52,17 @@ class PlainLinear:
 
     def mul(self, x: Tensor, other: Tensor) -> Tensor:
         return self(x).mul_(other)
+
+
+class PlainLinear(Unfused):
+    """As torch does it: for devices whose libraries take weights as they are."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
 
 
 class PackedLinear:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..schemas.errors import ConfigurationError
-from .linear import Linear, PackedLinear, PlainLinear
+from .linear import Linear, PackedLinear, PlainLinear, Unfused
 
 METHODS = ("int8", "int4")
 
@@ -98,7 +98,7 @@ class _Buffer:
         return self._memory[: rows * columns].view(rows, columns)
 
 
-class _Quantized:
+class _Quantized(Unfused):
     """Computes few rows in `_few`, and many with the expanded weight."""
 
     most_few: int
@@ -115,15 +115,6 @@ class _Quantized:
         if self._bias is not None:
             product += self._bias
         return product.view(*x.shape[:-1], self._size)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return functional.silu(self(x), inplace=True)
-
-    def add(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x).add_(other)
-
-    def mul(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x).mul_(other)
 
     def _few(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -25,7 +25,7 @@ from .attention import MatmulAttention, Rules, attend_alone
 from .decoder import Decoder
 from .graphs import DecodeGraphs
 from .kv_cache import LayerSpec, Pool
-from .linear import Applied, Linear, fused_weight, release
+from .linear import Applied, Linear, Unfused, fused_weight, release
 from .packing import Group, Segment, Step, pack
 from .varlen import VarlenAttention
 
@@ -265,7 +265,7 @@ def _widened(tensor: Tensor, size: int) -> Tensor:
     return tensor if tensor.shape[-1] == size else functional.pad(tensor, (0, size - tensor.shape[-1]))
 
 
-class _Views:
+class _Views(Unfused):
     """The products of modules as they are: nothing is copied or taken over."""
 
     nbytes = 0
@@ -275,15 +275,6 @@ class _Views:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self._parts], dim=-1)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return functional.silu(self(x))
-
-    def add(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x) + other
-
-    def mul(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x) * other
 
 
 def _attention(

@@ -30,8 +30,6 @@ from penstock.engine.sequence import Sequence as Choice
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 
 BACKEND = "paged"
-PAGED = BACKEND == "paged"
-paged_only = pytest.mark.skipif(not PAGED, reason=f"the backend {BACKEND!r} has neither chunks nor blocks")
 
 BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
@@ -152,7 +150,6 @@ def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracl
     assert {(output.finish_reason, output.stats.cached_tokens) for output in outputs} == {("length", 0)}
 
 
-@paged_only
 @all_shapes
 def test_chunks_of_a_prompt_equal_the_whole(shape: str, start: StartEngine, oracle: Oracle) -> None:
     engine = start(shape, enable_chunked_prefill=True, prefill_chunk_size=7, max_batch_size=len(PROMPTS))
@@ -174,7 +171,7 @@ def test_prefix_hits_change_nothing(shape: str, start: StartEngine, oracle: Orac
     for prompt in prompts:
         output = engine.generate(prompt, GREEDY)
         assert output.token_ids == oracle.tokens(shape, prompt)
-        assert not PAGED or 0 < output.stats.cached_tokens < len(prompt)
+        assert 0 < output.stats.cached_tokens < len(prompt)
     assert answers(engine, prompts) == [oracle.tokens(shape, prompt) for prompt in prompts]
     assert first.token_ids == oracle.tokens(shape, base)
     assert first.stats.cached_tokens == 0
@@ -187,7 +184,6 @@ def test_equal_prompts_arriving_together_change_nothing(shape: str, start: Start
     assert answers(start(shape), prompts) == [oracle.tokens(shape, prompt) for prompt in prompts]
 
 
-@paged_only
 @all_shapes
 def test_preemption_changes_nothing(shape: str, start: StartEngine, oracle: Oracle) -> None:
     """Five requests begin with 3 blocks and end with 5, or hold 2 or 3 where all layers slide; there is room for 6."""
@@ -209,10 +205,9 @@ def test_seeded_draws_depend_on_nothing_else(shape: str, start: StartEngine, ora
     company = start(shape)
     assert answers(company, PROMPTS, SAMPLED) == expected
     assert answers(company, PROMPTS, SAMPLED) == expected  # this time the prompts are cached
-    if PAGED:
-        memory = 6 * oracle.bytes_per_block(shape)
-        short = start(shape, kv_cache_memory=memory, max_sequence_length=96, prefill_chunk_size=7, max_batch_size=6)
-        assert answers(short, PROMPTS, SAMPLED) == expected
+    memory = 6 * oracle.bytes_per_block(shape)
+    short = start(shape, kv_cache_memory=memory, max_sequence_length=96, prefill_chunk_size=7, max_batch_size=6)
+    assert answers(short, PROMPTS, SAMPLED) == expected
 
 
 @some_shapes
@@ -235,13 +230,11 @@ def test_logprobs_are_the_oracles(shape: str, start: StartEngine, oracle: Oracle
         assert top == pytest.approx(raw.topk(2).values.flatten().tolist(), abs=1e-4)
 
 
-@paged_only
 def test_a_model_without_pluggable_attention_is_refused(config_of: Callable[..., EngineConfig]) -> None:
     with pytest.raises(ModelLoadError):
         load_backend(config_of("stablelm"))
 
 
-@paged_only
 def test_rotations_that_follow_the_longest_request_are_left_to_hf(
     model_directory: Callable[[str], Path], tmp_path: Path, config_of: Callable[..., EngineConfig]
 ) -> None:
@@ -347,9 +340,8 @@ def cramped(config_of: Callable[..., EngineConfig], oracle: Oracle) -> Iterator[
         def load(shape: str) -> Backend:
             if shape not in loaded:
                 changes: dict[str, Any] = {"max_batch_size": 3}
-                if PAGED:
-                    changes |= {"kv_cache_memory": 6 * oracle.bytes_per_block(shape), "max_sequence_length": 64}
-                    changes |= {"enable_chunked_prefill": True, "prefill_chunk_size": 5}
+                changes |= {"kv_cache_memory": 6 * oracle.bytes_per_block(shape), "max_sequence_length": 64}
+                changes |= {"enable_chunked_prefill": True, "prefill_chunk_size": 5}
                 loaded[shape] = load_backend(config_of(shape, **changes))
                 stack.callback(loaded[shape].close)
             return loaded[shape]
@@ -376,9 +368,8 @@ def test_arrivals_and_cancels_change_nothing(
             assert sent == expected[: len(sent)]
         else:
             assert (choice.finish, sent) == ("length", expected)
-    if PAGED:
-        packed: Any = backend
-        packed.check_integrity()
+    packed: Any = backend
+    packed.check_integrity()
 
 
 def replace_weights(model: Any, quantization: str) -> Any:
@@ -394,7 +385,6 @@ def replace_weights(model: Any, quantization: str) -> Any:
     return copy
 
 
-@paged_only
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("shape", ["llama", "gemma2", "gpt2", "gpt_oss", "phi3"])
 def test_quantised_weights_equal_what_they_stand_for(
