@@ -98,7 +98,11 @@ class Transient(PenstockError):
 
 
 class StreamFull(Transient):
-    pass
+    """`per_subject`: the limit is the subject's own, others may still publish."""
+
+    def __init__(self, message: str, *, per_subject: bool = False) -> None:
+        super().__init__(message)
+        self.per_subject = per_subject
 
 
 class BrokerUnavailable(Transient):

@@ -12,7 +12,8 @@ from typing import Literal
 
 from .errors import Refusal
 
-FinishReason = Literal["stop", "length", "stop_sequence", "tool_calls", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "stop_sequence", "tool_calls", "cancelled", "deadline", "error"]
+"""`deadline`: the request's time was over while it ran; what it had said until then stands."""
 
 
 @dataclass(frozen=True, slots=True)

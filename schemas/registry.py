@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .jobs import SubjectToken
+from .jobs import Priority, SubjectToken
 
 
 class _Card(BaseModel):
@@ -30,6 +30,34 @@ class WorkerCard(_Card):
     model: ModelCard
     capacity: Annotated[int, Field(ge=1)]
     pid: int
+
+
+class Room(_Card):
+    """How many more requests a worker takes, told whenever it changes: what has not `received` yet is not counted.
+
+    `free_high` is for requests of high priority, `free` for the others. `received` counts, by copy of the batch stage,
+    the requests that have arrived from it. `active` requests run or wait at the worker; `free_tokens` fit into its
+    KV cache beside them. `incarnation` names the process.
+    """
+
+    worker: SubjectToken
+    incarnation: str
+    free: int
+    free_high: int
+    received: dict[str, int]
+    active: int
+    free_tokens: int
+
+
+class Admission(_Card):
+    """What the queue takes now, by priority: told several times a second, and kept under the key `admission`.
+
+    `retry_after` is in seconds, from the measured rate at which the queue drains; `depth` in requests that wait.
+    """
+
+    accepting: dict[Priority, bool]
+    retry_after: dict[Priority, float]
+    depth: dict[Priority, int]
 
 
 class StageCard(_Card):

@@ -19,7 +19,7 @@ from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFail
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import InferenceBatch, ValidatedJob
 from ..schemas.registry import WorkerCard
-from ..streams.port import SCHEMA, Delivery, Message
+from ..streams.port import SCHEMA, Delivery
 from ..streams.topology import partition
 from . import endings
 from .contract import Intake, Pipe, Stage
@@ -53,17 +53,7 @@ class Infer(Stage):
 
     async def run(self, intake: Intake) -> None:
         await intake.consume("INFER", f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id))
-        async with asyncio.TaskGroup() as group:
-
-            def restate(message: Message) -> None:
-                if voice := self._voices.get(message.subject.rpartition(".")[2]):
-                    group.create_task(voice.restate())
-
-            listening = await self.pipe.broker.listen(self.pipe.subjects.restate_all(), restate)
-            try:
-                await self._heartbeats()
-            finally:
-                await listening.close()
+        await self._heartbeats()
 
     async def leave(self) -> None:
         self._leaving = True
@@ -186,9 +176,6 @@ class Voice:
         self.ended = asyncio.Event()  # set by Infer
         self._turn = asyncio.Lock()  # outputs are stored one after the other
         self._ours: bool | None = None  # None until announced; set by announce
-        self._before: list[tuple[Sequence[Output], str]] = []  # what earlier epochs said; set by transcript
-        self._said: list[tuple[Sequence[Output], str]] = []  # outputs and their places; set by _say
-        self._restated = 0.0  # loop time of the last restatement; set by restate
 
     async def announce(self, *first: Delta) -> bool:
         """Say that the epoch begins, with its first output if there is one; False if the request is another's."""
@@ -201,15 +188,11 @@ class Voice:
         return self._ours
 
     async def transcript(self) -> Transcript:
-        """What has been said of the request so far; what others said is kept, to be restated."""
+        """What has been said of the request so far."""
         said = Transcript()
-        self._before.clear()
         for message in await self._pipe.broker.replay("STREAM", self._subject):
-            outputs = codec.decode_outputs(message.data)
-            for output in outputs:
+            for output in codec.decode_outputs(message.data):
                 said.apply(output)
-            if outputs[0].epoch < self._epoch:
-                self._before.append((outputs, f"before.{message.sequence}"))
         return said
 
     async def relay(self, handle: RequestHandle) -> None:
@@ -225,15 +208,6 @@ class Voice:
             if not handle.finished and (early := told + self._interval() - loop.time()) > 0:
                 await asyncio.sleep(early)
 
-    async def restate(self) -> None:
-        """Say everything again, just as it was said, since the broker has lost it; at most once a second."""
-        async with self._turn:
-            now = asyncio.get_running_loop().time()
-            if self._ours and now - self._restated >= 1.0:
-                self._restated = now
-                for outputs, place in [*self._before, *self._said]:
-                    await self._store(outputs, f"{place}.{now:.3f}")  # an id of its own, or it would count as stored
-
     async def _tell(self, delta: Delta) -> None:
         async with self._turn:
             if self._ours is None:
@@ -242,10 +216,6 @@ class Voice:
                 await self._say((delta,), f"{delta.choice}.{delta.index}")
 
     async def _say(self, outputs: Sequence[Output], place: str) -> bool:
-        self._said.append((outputs, place))
-        return await self._store(outputs, place)
-
-    async def _store(self, outputs: Sequence[Output], place: str) -> bool:
         """Publish outputs, however long it takes; False if something else is stored in their place."""
         data = codec.encode_outputs(outputs)
         message_id = f"{self._job.id}.{self._epoch}.{place}"

@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 
 from ..schemas import codec
-from ..schemas.errors import Transient
+from ..schemas.errors import GenerationFailed
 from ..schemas.events import Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Token
 from ..streams.port import Consumer, Delivery, Message
 from ..streams.topology import LEASE_TTL
@@ -61,8 +61,6 @@ class Stream(Stage):
         self._tellers.move_to_end(request)
         try:
             await teller.tell(outputs, message)
-        except Transient:
-            raise  # a gap: nothing was counted
         except BaseException:
             # It may have counted what was never published: a new one will read that again.
             self._tellers.pop(request, None)
@@ -93,11 +91,10 @@ class Teller:
                     events += self._events(output)
             self._over = self._over or any(place == "end" for _, place in events)
             if self._said.gap:
-                self._said.gap = False
-                # The broker has lost what it held in memory; the worker has not.
+                # Pushed out by the stream's limits, or lost with a disk: nobody has them any more.
                 request = message.subject.rpartition(".")[2]
-                await self._pipe.broker.notify(self._pipe.subjects.restate(request), b"")
-                raise Transient(f"outputs on {message.subject} are missing", delay=0.5)
+                await self._pipe.broker.notify(self._pipe.subjects.cancel(request), b"")
+                raise GenerationFailed("The broker has lost a part of the answer.")
         # Nothing suspends between here and the sending, so events leave in the order of their outputs.
         for event, place in events:
             await self._emit(event, place)
@@ -109,7 +106,6 @@ class Teller:
             if stored.sequence < message.sequence:
                 for output in codec.decode_outputs(stored.data):
                     self._said.apply(output)
-        self._said.gap = False  # what stands before a restatement is no gap in it
 
     def _events(self, delta: Delta) -> list[tuple[Event, str]]:
         said, request = self._said, delta.request

@@ -20,7 +20,7 @@ class Transcript:
         self.token_ids: list[list[int]] = []  # by choice; set by apply
         self.finish_reasons: list[FinishReason | None] = []  # by choice; set by apply
         self.cached_tokens = 0  # set by apply
-        self.gap = False  # something between was never stored, or is gone; set by apply
+        self.gap = False  # something between is gone; set by apply
 
     def apply(self, output: Output) -> bool:
         """Take the next stored output; True if it counts."""

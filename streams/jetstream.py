@@ -12,7 +12,20 @@ from ..schemas.errors import BrokerUnavailable, PayloadTooLarge, StartupError, S
 from .buckets import JetStreamBucket
 from .direct import stored_messages
 from .link import Link
-from .management import STREAM_EXISTS, STREAM_FULL, TOO_LARGE, ApiError, Json, ask, bucket_config, call, stream_config
+from .management import (
+    CONSUMER_MISSING,
+    MESSAGE_MISSING,
+    STREAM_EXISTS,
+    STREAM_FULL,
+    TOO_LARGE,
+    ApiError,
+    Json,
+    allowed,
+    ask,
+    bucket_config,
+    call,
+    stream_config,
+)
 from .port import MESSAGE_ID, Bucket, BucketSpec, ConsumerSpec, Headers, Message, Published, StreamSpec
 from .pull import PullConsumer
 from .sizes import check_size
@@ -78,12 +91,35 @@ class JetStreamBroker:
         return await self._store(subject, data, {**(headers or {}), MESSAGE_ID: message_id})
 
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
-        consumer = await PullConsumer.open(self._link, self._stream(spec.stream), spec, prefetch=prefetch)
+        stream = self._stream(spec.stream)
+        retention = self._configs.get(stream, {}).get("retention")
+        consumer = await PullConsumer.open(
+            self._link, stream, spec, prefetch=prefetch, work_queue=retention == "workqueue"
+        )
         self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
         return consumer
 
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
         return await stored_messages(self._link, self._stream(stream), subject, after)
+
+    async def counts(self, stream: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        while True:  # the server pages, above 100,000 subjects
+            request = {"subjects_filter": ">", "offset": len(found)}
+            info = await call(self._link, f"STREAM.INFO.{self._stream(stream)}", request)
+            page: dict[str, int] = info["state"].get("subjects") or {}
+            found |= page
+            if not page or len(found) >= info.get("total", 0):
+                return found
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        with allowed(MESSAGE_MISSING):
+            request = {"seq": sequence, "no_erase": True}
+            await call(self._link, f"STREAM.MSG.DELETE.{self._stream(stream)}", request)
+
+    async def forget(self, stream: str, consumer: str) -> None:
+        with allowed(CONSUMER_MISSING):
+            await call(self._link, f"CONSUMER.DELETE.{self._stream(stream)}.{consumer}")
 
     async def notify(self, subject: str, data: bytes) -> None:
         await self._link.send(subject, data)
@@ -115,7 +151,8 @@ class JetStreamBroker:
             stored = await ask(self._link, subject, data, headers)
         except ApiError as error:
             if error.code in STREAM_FULL:
-                raise StreamFull(f"{subject}: {error}") from error
+                # The code is the same for every limit of a stream (server/store.go, ErrMaxMsgsPerSubject).
+                raise StreamFull(f"{subject}: {error}", per_subject="per subject" in str(error)) from error
             if error.code == TOO_LARGE:
                 raise PayloadTooLarge(f"{subject}: {error}") from error
             raise

@@ -6,7 +6,8 @@ The JSON is the server's (`nats-server`, `server/jetstream_api.go`); durations t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -20,6 +21,7 @@ Json = dict[str, Any]
 STREAM_EXISTS = 10058  # under this name, with another configuration
 STREAM_MISSING = 10059
 CONSUMER_MISSING = 10014
+MESSAGE_MISSING = 10043  # or deleted before
 CONSUMER_EXISTS = (10105, 10148)
 STREAM_FULL = (10077, 10002, 10023, 10047)  # its own limits; the account's, the server's memory, the server's disk
 WRONG_REVISION = (10071, 10164)
@@ -36,6 +38,16 @@ class ApiError(BrokerUnavailable):
         super().__init__(error.get("description", "unknown error"))
         self.status: int = error.get("code", 0)
         self.code: int = error.get("err_code", 0)
+
+
+@contextlib.contextmanager
+def allowed(*codes: int) -> Iterator[None]:
+    """Pass over errors with these codes."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code not in codes:
+            raise
 
 
 def nanoseconds(seconds: float) -> int:

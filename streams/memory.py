@@ -91,6 +91,18 @@ class MemoryBroker:
             raise BrokerUnavailable(f"there is no stream {stream}")
         return found.on_subject(subject, after)
 
+    async def counts(self, stream: str) -> dict[str, int]:
+        if (found := self._streams.get(stream.upper())) is None:
+            raise BrokerUnavailable(f"there is no stream {stream}")
+        return found.counts()
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        if (found := self._streams.get(stream.upper())) is not None:
+            found.remove(sequence)
+
+    async def forget(self, stream: str, consumer: str) -> None:
+        self._groups.pop((stream.upper(), consumer), None)
+
     async def notify(self, subject: str, data: bytes) -> None:
         self._tell(Message(subject, data, {}))
 

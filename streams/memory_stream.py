@@ -81,8 +81,16 @@ class MemoryStream:
 
     def on_subject(self, subject: str, after: int) -> list[Message]:
         self._expire()
-        sequences = self._of_subject.get(subject, ())
+        if "*" in subject or ">" in subject:
+            pattern = matcher(subject)
+            sequences = [s for s, stored in self._messages.items() if pattern.fullmatch(stored.message.subject)]
+        else:
+            sequences = list(self._of_subject.get(subject, ()))
         return [self._messages[sequence].message for sequence in sequences if sequence > after]
+
+    def counts(self) -> dict[str, int]:
+        self._expire()
+        return {subject: len(sequences) for subject, sequences in self._of_subject.items() if sequences}
 
     def remove(self, sequence: int) -> None:
         """Forget a message, if it is still there."""
@@ -106,7 +114,7 @@ class MemoryStream:
         if spec.max_bytes and self._bytes + size > spec.max_bytes:
             raise StreamFull(f"{spec.name}: maximum bytes exceeded")
         if spec.max_messages_per_subject and len(self._of_subject.get(subject, ())) >= spec.max_messages_per_subject:
-            raise StreamFull(f"{spec.name}: maximum messages per subject exceeded")
+            raise StreamFull(f"{spec.name}: maximum messages per subject exceeded", per_subject=True)
 
     def _drop_oldest(self, subject: str) -> None:
         spec = self.spec

@@ -172,8 +172,17 @@ class Broker(Protocol):
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> Consumer:
         """Open a consumer that holds at most `prefetch` deliveries nobody has taken yet."""
 
+    async def forget(self, stream: str, consumer: str) -> None:
+        """Remove a consumer that nobody will open again; harmless where there is none."""
+
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
-        """What the stream holds on exactly `subject` with a sequence above `after`, oldest first."""
+        """What the stream holds on `subject` (wildcards allowed) with a sequence above `after`, oldest first."""
+
+    async def counts(self, stream: str) -> dict[str, int]:
+        """How many messages the stream holds, by subject."""
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        """Take a message out of the stream, whoever holds it; harmless where it is gone."""
 
     async def notify(self, subject: str, data: bytes) -> None:
         """Tell whoever listens now; nothing is stored."""

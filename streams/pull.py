@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import orjson
@@ -30,6 +30,7 @@ from .management import (
     CONSUMER_MISSING,
     ApiError,
     Json,
+    allowed,
     call,
     consumer_config,
     nanoseconds,
@@ -94,10 +95,11 @@ class JetStreamDelivery:
 class PullConsumer:
     """Implements `Consumer`. Made by `open`."""
 
-    def __init__(self, link: Link, stream: str, spec: ConsumerSpec, prefetch: int) -> None:
+    def __init__(self, link: Link, stream: str, spec: ConsumerSpec, prefetch: int, work_queue: bool) -> None:
         self._link = link
         self._stream = stream
         self._spec = spec
+        self._work_queue = work_queue
         self._prefetch = prefetch
         self._holder = nuid.NUID().next().decode()
         self._inbox = link.new_inbox()
@@ -116,9 +118,11 @@ class PullConsumer:
         self._forget: Callable[[], None]
 
     @classmethod
-    async def open(cls, link: Link, stream: str, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
+    async def open(
+        cls, link: Link, stream: str, spec: ConsumerSpec, *, prefetch: int, work_queue: bool
+    ) -> PullConsumer:
         """Create the consumer, or join it, and begin to ask. Raises `StartupError` if the server refuses it."""
-        consumer = cls(link, stream, spec, prefetch)
+        consumer = cls(link, stream, spec, prefetch, work_queue)
         try:
             await (consumer._take_over() if spec.takeover else consumer._create(consumer_config(spec)))
         except ApiError as error:
@@ -271,16 +275,16 @@ class PullConsumer:
             start = 1
             if (info := await self._info()) is not None:
                 start = info["ack_floor"]["stream_seq"] + 1
-                with _allowed(CONSUMER_MISSING):
+                with allowed(CONSUMER_MISSING):
                     await call(self._link, f"CONSUMER.DELETE.{self._stream}.{self._spec.name}")
-            with _allowed(*CONSUMER_EXISTS):  # somebody was faster, and is the former holder now
+            with allowed(*CONSUMER_EXISTS):  # somebody was faster, and is the former holder now
                 await self._create(self._held_config(start), only_new=True)
                 return
 
     async def _deposed(self) -> bool:
         """Whether another holder has the consumer; if nobody has, it becomes ours again from the start."""
         if (info := await self._info()) is None:
-            with _allowed(*CONSUMER_EXISTS):
+            with allowed(*CONSUMER_EXISTS):
                 await self._create(self._held_config(1), only_new=True)
                 return False
             info = await self._info()
@@ -288,18 +292,10 @@ class PullConsumer:
         return holder != self._holder
 
     def _held_config(self, start: int) -> Json:
-        place = {"deliver_policy": "by_start_sequence", "opt_start_seq": start}
+        # What is acked has left a work queue, whose consumers must begin at its beginning.
+        place = {} if self._work_queue else {"deliver_policy": "by_start_sequence", "opt_start_seq": start}
         return consumer_config(self._spec) | place | {"metadata": {_HOLDER: self._holder}}
 
     async def _hand_back(self) -> None:
         while self._buffer:
             await self._buffer.popleft().nak()
-
-
-@contextlib.contextmanager
-def _allowed(*codes: int) -> Iterator[None]:
-    try:
-        yield
-    except ApiError as error:
-        if error.code not in codes:
-            raise

@@ -91,6 +91,10 @@ class Subjects:
     def events(self, tenant: str, bridge: str, request: str) -> str:
         return f"{self.root}.events.{_token(tenant)}.{_token(bridge)}.{_token(request)}"
 
+    def events_at(self, tenant: str, request: str) -> str:
+        """The events of a request, whichever bridge asked for it."""
+        return f"{self.root}.events.{_token(tenant)}.*.{_token(request)}"
+
     def events_of(self, bridge: str) -> str:
         """All events, of every tenant, that `bridge` asked for."""
         return f"{self.root}.events.*.{_token(bridge)}.*"
@@ -113,12 +117,16 @@ class Subjects:
     def cancel_all(self) -> str:
         return f"{self.root}.control.cancel.*"
 
-    def restate(self, request: str) -> str:
-        """Asks the worker that has the request to say again all that it has said."""
-        return f"{self.root}.control.restate.{_token(request)}"
+    def room(self, worker: str) -> str:
+        """Where a worker says how much more it takes."""
+        return f"{self.root}.control.room.{_token(worker)}"
 
-    def restate_all(self) -> str:
-        return f"{self.root}.control.restate.*"
+    def room_all(self) -> str:
+        return f"{self.root}.control.room.*"
+
+    def admission(self) -> str:
+        """Where the queue says what it takes."""
+        return f"{self.root}.control.admission"
 
 
 def topology(
@@ -138,8 +146,8 @@ def topology(
     """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
 
     Limits are in messages. `queue_limit` holds for each such stage, for each priority's batch queue, and within one
-    for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS, in memory, keep for those
-    who lost their place. The `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a
+    for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who lost their
+    place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a
     worker, and a stored response.
     """
     subjects = Subjects(root)
@@ -155,7 +163,7 @@ def topology(
         _work_queue(TOOLS, subjects.tools_all(), tools_limit),
     ]
     relays = [
-        StreamSpec(name, (subject,), "limits", "memory", max_bytes=relay_bytes, max_age=relay_age)
+        StreamSpec(name, (subject,), "limits", "file", max_bytes=relay_bytes, max_age=relay_age)
         for name, subject in ((STREAM, f"{root}.stream.>"), (EVENTS, f"{root}.events.>"))
     ]
     dead = StreamSpec(DEAD, (subjects.dead_all(),), "limits", "file", max_messages=dead_limit)

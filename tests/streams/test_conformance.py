@@ -506,3 +506,91 @@ async def test_entries_expire_and_can_be_created_again(broker: Broker) -> None:
         return await bucket.get("share") is None and await bucket.entries() == []
 
     await eventually(is_gone)
+
+
+async def test_counts_by_subject(broker: Broker, namespace: str, queue: Spec) -> None:
+    await broker.ensure([queue()], [])
+    await put(broker, f"{namespace}.queue.a", "1", "2")
+    await put(broker, f"{namespace}.queue.b", "3")
+    assert await broker.counts("QUEUE") == {f"{namespace}.queue.a": 2, f"{namespace}.queue.b": 1}
+    consumer = await broker.consume(reader(namespace), prefetch=8)
+    for delivery in await take(consumer, 3):
+        await delivery.ack()
+    await eventually(lambda: _is_empty(broker))
+
+
+async def _is_empty(broker: Broker) -> bool:
+    return await broker.counts("QUEUE") == {}
+
+
+async def test_a_deleted_message_is_not_delivered_and_may_be_deleted_again(
+    broker: Broker, namespace: str, queue: Spec
+) -> None:
+    await broker.ensure([queue()], [])
+    await put(broker, f"{namespace}.queue.a", "1", "2", "3")
+    await broker.delete("QUEUE", 2)
+    await broker.delete("QUEUE", 2)
+    await broker.delete("QUEUE", 99)
+    consumer = await broker.consume(reader(namespace), prefetch=8)
+    assert [delivery.message.data for delivery in await take(consumer, 2)] == [b"1", b"3"]
+
+
+async def test_a_deleted_message_is_not_delivered_again(broker: Broker, namespace: str, queue: Spec) -> None:
+    await broker.ensure([queue()], [])
+    await put(broker, f"{namespace}.queue.a", "1")
+    consumer = await broker.consume(reader(namespace), prefetch=8)
+    (held,) = await take(consumer, 1)
+    await broker.delete("QUEUE", held.message.sequence)
+    await held.nak()
+    await put(broker, f"{namespace}.queue.a", "2")
+    assert [delivery.message.data for delivery in await take(consumer, 1)] == [b"2"]
+
+
+async def test_a_full_subject_says_so(broker: Broker, namespace: str, queue: Spec) -> None:
+    await broker.ensure([queue(max_messages=3, max_messages_per_subject=2)], [])
+    await put(broker, f"{namespace}.queue.a", "1", "2")
+    with pytest.raises(StreamFull) as of_subject:
+        await put(broker, f"{namespace}.queue.a", "3")
+    await put(broker, f"{namespace}.queue.b", "4")
+    with pytest.raises(StreamFull) as of_stream:
+        await put(broker, f"{namespace}.queue.c", "5")
+    assert of_subject.value.per_subject
+    assert not of_stream.value.per_subject
+
+
+async def test_replay_takes_wildcards(broker: Broker, namespace: str, relay: Spec) -> None:
+    await broker.ensure([relay()], [])
+    for name, place in (("1", "a.x"), ("2", "b.y"), ("3", "b.x")):
+        await put(broker, f"{namespace}.relay.{place}", name)
+    found = await broker.replay("RELAY", f"{namespace}.relay.*.x")
+    assert [(message.data, message.sequence) for message in found] == [(b"1", 1), (b"3", 3)]
+
+
+async def test_takeover_of_a_work_queue_gives_at_once_what_was_not_acked(
+    broker: Broker, namespace: str, queue: Spec
+) -> None:
+    await broker.ensure([queue()], [])
+    await put(broker, f"{namespace}.queue.a", "1", "2", "3")
+    former = await broker.consume(reader(namespace, takeover=True), prefetch=8)
+    first, second, _ = await take(former, 3)
+    await second.ack()
+    await eventually(lambda: _holds(broker, f"{namespace}.queue.a", 2))
+    heir = await broker.consume(reader(namespace, takeover=True), prefetch=8)
+    assert [delivery.message.data for delivery in await take(heir, 2)] == [b"1", b"3"]
+    await first.ack()  # late: what the heir holds is done as well
+    await eventually(lambda: _holds(broker, f"{namespace}.queue.a", 1))
+
+
+async def _holds(broker: Broker, subject: str, count: int) -> bool:
+    return (await broker.counts("QUEUE")).get(subject) == count
+
+
+async def test_a_forgotten_consumer_leaves_its_subject_to_others(broker: Broker, namespace: str, queue: Spec) -> None:
+    await broker.ensure([queue()], [])
+    consumer = await broker.consume(reader(namespace), prefetch=8)
+    await consumer.close()
+    await broker.forget("QUEUE", "reader")
+    await broker.forget("QUEUE", "reader")
+    await put(broker, f"{namespace}.queue.a", "1")
+    other = await broker.consume(ConsumerSpec("QUEUE", "other", f"{namespace}.queue.>"), prefetch=8)
+    assert [delivery.message.data for delivery in await take(other, 1)] == [b"1"]
