@@ -9,15 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
-from rich.table import Table
+from rich.table import Column, Table
+from typer import Argument, Option
 
 from ..config.settings import Settings
 from ..config.sources import Loaded
@@ -37,59 +38,51 @@ UNITS = {"read_bytes": ("GB", 1e-9), "flops": ("TFLOP", 1e-12)}
 @with_settings
 def bench_engine(
     loaded: Loaded,
-    model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
-    batch: Annotated[str, typer.Option(help="Rows that decode together: one measurement each.")] = "1,8,32",
-    prompt: Annotated[str, typer.Option(help="Tokens of a prompt to be prefilled: one measurement each.")] = "512",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a row's prompt before decoding is measured.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of a round.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each measurement, in turn; the table has medians.")] = 3,
-    json: Annotated[Path | None, typer.Option(help="File for all rounds and settings; - is standard output.")] = None,
+    model: Annotated[str | None, Argument(help="Directory or Hugging Face id of the model.")] = None,
+    batch: Annotated[str, Option(help="Rows that decode together: one measurement each.")] = "1,8,32",
+    prompt: Annotated[str, Option(help="Tokens of a prompt to be prefilled: one measurement each.")] = "512",
+    context: Annotated[int, Option(min=1, help="Tokens of a row's prompt before decoding is measured.")] = 128,
+    steps: Annotated[int, Option(min=1, help="Decoding steps of a round.")] = 32,
+    rounds: Annotated[int, Option(min=1, help="Of each measurement, in turn; the table has medians.")] = 3,
+    json: Annotated[Path | None, Option(help="File for all rounds and settings; - is standard output.")] = None,
 ) -> None:
     """Measure the engine alone, without a server: prefill and decoding, and their share of the machine's limits.
 
     Limits are measured beside the work, each by the fastest of several ways.
     Prompts are random, so that no cached prefix shortens them.
     """
-    batches, lengths = _numbers(batch, "--batch"), _numbers(prompt, "--prompt")
-    if json is not None and json != bench_report.STDOUT:
-        bench_report.check_writable(json, "--json")
-    config = _config(loaded, max(batches))
+    batches = bench_report.whole_numbers(batch, "--batch")
+    lengths = bench_report.whole_numbers(prompt, "--prompt")
+    bench_report.check_writable(json, "--json")
+    config = _config(loaded.settings, max(batches))
     with loading_bar(f"loading {config.model}") as loading:
         backend = load_backend(config, loading)
     with closing(backend), bench_report.bars(MofNCompleteColumn()) as bars:
         bench = Bench(backend, context, steps)
         bench.prepare(lengths, max(batches), config.dtype)
-        works = [*(("prefill", length) for length in lengths), *(("decode", size) for size in batches)]
-        found: dict[str, list[dict[str, float]]] = {f"{what} {size}": [] for what, size in works}
+        works = {f"prefill {length}": partial(bench.prefill, length) for length in lengths}
+        works |= {f"decode {size}": partial(bench.decode, size) for size in batches}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in works}
         bar = bars.add_task("", total=rounds * len(works))
-        for what, size in works * rounds:
-            bars.update(bar, description=f"{what} {size}")
-            found[f"{what} {size}"].append(bench.prefill(size) if what == "prefill" else bench.decode(size))
+        for name in [*works] * rounds:
+            bars.update(bar, description=name)
+            found[name].append(works[name]())
             bars.advance(bar)
     medians = {name: {key: median(one[key] for one in each) for key in each[0]} for name, each in found.items()}
     console = Console(stderr=json == bench_report.STDOUT, highlight=False, markup=False, soft_wrap=True)
     title = f"{config.model}, {config.backend}, {config.quantization or config.dtype}, {bench.threads} threads"
     title += f"; {steps} steps after {context} tokens, medians of {rounds} rounds"
     console.print(title, _table(medians), sep="\n")
-    for name, (unit, scale) in UNITS.items() if bench.limits else ():
-        values = sorted(scale * one[name] for one in bench.limits)
+    for key, (unit, scale) in UNITS.items() if bench.limits else ():
+        values = sorted(scale * one[key] for one in bench.limits)
         console.print(f"limit: {median(values):.3g} {unit}/s, from {values[0]:.3g} to {values[-1]:.3g}")
-    if json is not None:
-        settings = {"batch": batches, "prompt": lengths, "context": context, "steps": steps, "rounds": rounds}
-        details = {"threads": bench.threads, "limits": bench.limits, "medians": medians, "rounds": found}
-        bench_report.write(json, "engine", settings | {"engine": config.model_dump()}, details)
+    settings = {"batch": batches, "prompt": lengths, "context": context, "steps": steps, "rounds": rounds}
+    details = {"threads": bench.threads, "limits": bench.limits, "medians": medians, "rounds": found}
+    bench_report.write(json, "engine", settings | {"engine": config.model_dump()}, details)
 
 
-def _numbers(text: str, option: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise StartupError(f"{option} {text}: must be whole numbers above 0 with commas between, such as 1,8,32")
-    return sorted({int(word) for word in words})
-
-
-def _config(loaded: Loaded, batch: int) -> EngineConfig:
+def _config(settings: Settings, batch: int) -> EngineConfig:
     """The engine's settings, with room for `batch` rows."""
-    settings = loaded.settings
     if settings.model is None and settings.backend != "echo":
         raise StartupError("name a model: penstock bench engine MODEL (a directory or a Hugging Face id)")
     given = {name: getattr(settings, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
@@ -111,35 +104,34 @@ class Bench:
         """Run all lengths and the largest batch unmeasured. Raises `StartupError` for what does not fit."""
         import torch  # only now: whoever looks at `--help` need not wait for it
 
-        from .bench_limits import Machine
+        from . import bench_limits
 
         room, answer = self._backend.info.context_length, self._steps + LEAD
         if max(lengths) >= room:
             raise StartupError(f"--prompt {max(lengths)}: must be less than the context of {room} tokens")
         if self._context + answer > room:
-            raise StartupError(
-                f"--context {self._context}: with an answer of {answer} above the context of {room} tokens"
-            )
+            fault = f"with an answer of {answer} above the context of {room} tokens"
+            raise StartupError(f"--context {self._context}: {fault}")
         for length in lengths:
             self._prefill(length)
         self._leave(self._together(batch))
         self.threads = torch.get_num_threads()
         if self._costs:
             numbers = self._backend.info.dtype or "float32" if dtype == "auto" else dtype
-            self._limit = Machine(getattr(torch, numbers)).measure
+            self._limit = partial(bench_limits.measure, bench_limits.prepare(getattr(torch, numbers)))
 
     def prefill(self, length: int) -> dict[str, float]:
-        count = max(1, PREFILLED // length)
-        flops = self._costs and {"flops": self._costs.flops(length, 1, length * (length + 1) // 2)}
-        return self._measure(lambda: self._prefill(length), count, length, flops or {})
+        amounts = {"flops": self._costs.flops(length, 1, length * (length + 1) // 2)} if self._costs else {}
+        return self._measure(partial(self._prefill, length), max(1, PREFILLED // length), length, amounts)
 
     def decode(self, batch: int) -> dict[str, float]:
-        rows, steps, costs = self._together(batch), self._steps, self._costs
+        rows, steps, costs, amounts = self._together(batch), self._steps, self._costs, {}
         known = _known(rows)  # the newest of each row is computed next, and sees itself
-        seen = known + batch * (steps - 1) / 2  # mean of the steps
-        amounts = costs and {"read_bytes": costs.weight_bytes + seen * costs.kv_bytes_per_token}
-        amounts = costs and amounts | {"flops": costs.flops(batch, batch, seen)}
-        found = self._measure(self._backend.step, steps, batch, amounts or {})
+        if costs:
+            seen = known + batch * (steps - 1) / 2  # mean of the steps
+            amounts["read_bytes"] = costs.weight_bytes + seen * costs.kv_bytes_per_token
+            amounts["flops"] = costs.flops(batch, batch, seen)
+        found = self._measure(self._backend.step, steps, batch, amounts)
         if _known(rows) != known + batch * steps:
             raise self._apart(rows)
         self._leave(rows)
@@ -209,9 +201,8 @@ def _known(rows: list[Sequence]) -> int:
 
 def _table(found: dict[str, dict[str, float]]) -> Table:
     units = [f"{unit}{end}" for unit, _ in UNITS.values() for end in (" a pass", "/s", ", of limit")]
-    table = Table("what", box=None, pad_edge=False)
-    for column in ("tokens/s", "ms", *units):
-        table.add_column(column, justify="right")
+    columns = (Column(name, justify="right") for name in ("tokens/s", "ms", *units))
+    table = Table("what", *columns, box=None, pad_edge=False)
     for name, each in found.items():
         cells = [f"{each['tokens_per_second']:,.1f}", f"{each['ms']:.1f}"]
         for key, (_, scale) in UNITS.items():

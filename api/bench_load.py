@@ -2,6 +2,9 @@
 
 Made to cost little, for the client shares its machine with what it measures: httptools takes HTTP apart, and text is
 timed where its bytes arrive, with no task woken for it. Knows nothing of who started the server.
+
+A benchmark makes an `Ask` of `Client.post`, and gives it to a loop: `open_loop` asks at an even rate, `closed_loop`
+keeps so many running. Both hand each `Sample` that has ended to a callback, failed ones too, and raise nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -20,19 +23,18 @@ import orjson
 
 MOST_OPEN = 1024  # requests at once: an arrival above that is a failure, not a queue
 TIME_LIMIT = 60.0  # seconds for one request
-PAUSE = 0.1  # seconds after a failure before its stream asks again: a dead server is not hammered
 
 clock = time.perf_counter
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One request as its client saw it; the times are `clock`'s. A text that does not stream is one piece."""
+    """One request as its client saw it; the times are `clock`'s, in seconds. A text that does not stream is a piece."""
 
     sent: float = field(default_factory=clock)
     ended: float = 0.0
     times: list[float] = field(default_factory=list)  # when each piece of text arrived
-    sizes: list[int] = field(default_factory=list)  # characters of each
+    texts: list[str] = field(default_factory=list)  # those pieces
     tokens: int = 0  # as the server counts them; the pieces, where it does not
     prompt_tokens: int = 0  # as the server counts them
     late: float = 0.0  # seconds after its due time that it was sent; set by `open_loop`
@@ -49,9 +51,10 @@ class Sample:
         return [later - earlier for earlier, later in pairwise(self.times)]
 
     def tokens_between(self, start: float, end: float) -> float:
-        """Tokens that arrived in this span, each as long as the next."""
-        inside = sum(size for moment, size in zip(self.times, self.sizes, strict=True) if start <= moment < end)
-        return self.tokens * inside / sum(self.sizes) if inside else 0.0
+        """Tokens that arrived in this span, each of as many characters as the next."""
+        sizes = [max(len(text), 1) for text in self.texts]
+        inside = sum(size for moment, size in zip(self.times, sizes, strict=True) if start <= moment < end)
+        return self.tokens * inside / sum(sizes) if inside else 0.0
 
     def add(self, event: dict[str, Any], now: float) -> None:
         """Note what a stream's chunk, or a whole answer, holds."""
@@ -65,29 +68,21 @@ class Sample:
             # A token may have no text: a special one, or one of a random model that its tokenizer does not know.
             if text or (text == "" and part is choice and choice.get("finish_reason") is None):
                 self.times.append(now)
-                self.sizes.append(max(len(text), 1))
+                self.texts.append(text)
         if usage := event.get("usage"):
             self.tokens, self.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens", 0)
 
 
-class EventStream:
-    """Server-sent events, cut anywhere, into the data of whole ones."""
+Ask = Callable[[], Awaitable[Sample]]
+Ended = Callable[[Sample], object]
+Loop = Callable[[Ask, Ended], Awaitable[None]]
 
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
 
-    def feed(self, data: bytes) -> list[bytes]:
-        events = []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
-        return events
+def split_events(text: bytes) -> tuple[list[bytes], bytes]:
+    """The data of every whole server-sent event in `text`, and the text that is left."""
+    *events, rest = text.replace(b"\r\n", b"\n").split(b"\n\n")
+    lines = [[line for line in event.split(b"\n") if line.startswith(b"data:")] for event in events]
+    return [b"\n".join(line[5:].removeprefix(b" ") for line in found) for found in lines if found], rest
 
 
 class Connection(asyncio.Protocol):
@@ -96,26 +91,19 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.reusable = False  # open, and between two requests; set by `on_message_complete` and `connection_lost`
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
         self._ended = asyncio.get_running_loop().create_future()
 
     async def post(self, request: bytes, sample: Sample, *, streaming: bool) -> None:
         """Send and read to the end, noting in `sample` whatever comes. Raises `ConnectionError`."""
-        assert self._transport is not None
-        self.reusable = False
-        self._ended = asyncio.get_running_loop().create_future()
+        self.reusable, self._ended = False, asyncio.get_running_loop().create_future()
         self._sample, self._streaming = sample, streaming
-        self._events, self._done, self._body = EventStream(), False, b""
+        self._done, self._body = False, b""
         sample.sent = clock()
-        self._transport.write(request)
+        self.transport.write(request)
         await self._ended
 
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # it is one, but uvloop's class does not say so
+        self.transport = cast(asyncio.Transport, transport)  # it is one, but uvloop's class does not say so
 
     def data_received(self, data: bytes) -> None:
         self._now = clock()
@@ -129,10 +117,11 @@ class Connection(asyncio.Protocol):
         self._fail(str(exc or "the server closed the connection before the end of its answer"))
 
     def on_body(self, body: bytes) -> None:
+        self._body += body
         if not self._streaming or self._parser.get_status_code() != 200:
-            self._body += body
             return
-        for data in self._events.feed(body):
+        events, self._body = split_events(self._body)
+        for data in events:
             if data == b"[DONE]":
                 self._done = True
             else:
@@ -147,7 +136,7 @@ class Connection(asyncio.Protocol):
             sample.add(orjson.loads(self._body), self._now)
         elif not self._done and sample.error is None:
             sample.error = "the stream ended without [DONE]"
-        sample.tokens = sample.tokens or len(sample.sizes)
+        sample.tokens = sample.tokens or len(sample.texts)
         if not self._ended.done():
             self.reusable = self._parser.should_keep_alive()
             self._ended.set_result(None)
@@ -170,25 +159,23 @@ def _refusal(status: int, body: bytes) -> str:
 class Client:
     """Posts to one server over as many connections as it takes, and uses them again. `close` it."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, time_limit: float = TIME_LIMIT) -> None:
+    def __init__(self, url: str, *, api_key: str = "", time_limit: float = TIME_LIMIT) -> None:
         parts = urlsplit(url)
         self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or (443 if self._secure else 80)
-        self._prefix = parts.path.rstrip("/")
+        self._address = parts.hostname or "127.0.0.1", parts.port or (443 if self._secure else 80)
+        self._prefix, self._time_limit = parts.path.rstrip("/"), time_limit
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._headers = f"Host: {parts.netloc}\r\n{authorization}Content-Type: application/json\r\nContent-Length: "
-        self._time_limit = time_limit
         self._idle: list[Connection] = []  # the last used first: the fewer, the better
 
     async def post(self, path: str, body: dict[str, Any]) -> Sample:
         """Ask once. What fails at the server or on the way is the sample's `error`, and never raised."""
         data = orjson.dumps(body)
         request = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}{len(data)}\r\n\r\n".encode() + data
-        sample = Sample()
-        connection: Connection | None = None
+        sample, connection = Sample(), None
         try:
             async with asyncio.timeout(self._time_limit):
-                connection = self._take() or await self._connect()
+                connection = await self._connection()
                 await connection.post(request, sample, streaming=body.get("stream") is True)
         except TimeoutError:
             sample.error = f"no end of the answer in {self._time_limit:g} s"
@@ -198,60 +185,52 @@ class Client:
             if connection is not None and connection.reusable:
                 self._idle.append(connection)
             elif connection is not None:
-                connection.close()
+                connection.transport.abort()
         return sample
 
     def close(self) -> None:
         for connection in self._idle:
-            connection.close()
+            connection.transport.abort()
 
-    def _take(self) -> Connection | None:
+    async def _connection(self) -> Connection:
         while self._idle:
-            connection = self._idle.pop()
-            if connection.reusable:
+            if (connection := self._idle.pop()).reusable:
                 return connection
-        return None
-
-    async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        return (await loop.create_connection(Connection, self._host, self._port, ssl=self._secure or None))[1]
+        return (await loop.create_connection(Connection, *self._address, ssl=self._secure or None))[1]
 
 
-async def open_loop(send: Callable[[], Awaitable[Sample]], *, rate: float, seconds: float) -> list[Sample]:
-    """Send `rate` requests a second at even distances, whatever becomes of them; the samples in that order."""
+async def open_loop(ask: Ask, ended: Ended, *, rate: float, seconds: float) -> None:
+    """Ask `rate` times a second for so long, at even distances, whatever becomes of it; tell `ended` of each sample."""
     slots = asyncio.Semaphore(MOST_OPEN)
 
-    async def one(due: float) -> Sample:
+    async def one(due: float) -> None:
         if slots.locked():
-            return Sample(error=f"not sent: {MOST_OPEN} requests are open")
+            ended(Sample(error=f"not sent: {MOST_OPEN} requests are open"))
+            return
         async with slots:
-            sample = await send()
+            sample = await ask()
         sample.late = sample.sent - due
-        return sample
+        ended(sample)
 
     start = clock()
-    tasks = []
     async with asyncio.TaskGroup() as group:
         for place in range(ceil(rate * seconds)):
             due = start + place / rate
             await asyncio.sleep(due - clock())
-            tasks.append(group.create_task(one(due)))
-    return [task.result() for task in tasks]
+            group.create_task(one(due))
 
 
-async def closed_loop(send: Callable[[], Awaitable[Sample]], *, concurrency: int, seconds: float) -> list[Sample]:
-    """Keep `concurrency` requests running for so long, and let the last ones end; the samples as they ended."""
-    samples: list[Sample] = []
+async def closed_loop(ask: Ask, ended: Ended, *, concurrency: int, requests: float = inf, seconds: float = inf) -> None:
+    """Keep `concurrency` running until so many were sent or so long has passed, and wait for the last."""
     until = clock() + seconds
 
     async def one_after_another() -> None:
-        while clock() < until:
-            sample = await send()
-            samples.append(sample)
-            if sample.error is not None:
-                await asyncio.sleep(PAUSE)
+        nonlocal requests
+        while requests > 0 and clock() < until:
+            requests -= 1
+            ended(await ask())
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(one_after_another())
-    return samples

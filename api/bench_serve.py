@@ -8,8 +8,9 @@ server's `usage`, for a chunk may hold several. TTFT is the time to the first ch
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -18,15 +19,16 @@ from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
 from tokenizers import Tokenizer
+from typer import Option
 
 from ..schemas.errors import StartupError
-from . import bench_plot, bench_report
-from .bench_load import Client, Sample, clock
+from . import bench_report
+from .bench_load import Client, Sample, clock, closed_loop
+from .bench_report import milliseconds
 from .bench_server import served_models
-from .bench_watch import milliseconds
 from .options import fatal_errors
 
 # Of four letters each, so that where a token is a byte, too, prompts of as many words are as long.
@@ -35,27 +37,30 @@ WORDS = (
     "camp card care cash chat chip city clay coal coat code cold cook copy core corn crew dark data date dawn deal"
 )
 PROBE = 64  # words
+RATES = {"requests_per_second": "requests / s", "output_tokens_per_second": "output tokens / s"}
+RATES |= {"total_tokens_per_second": "total tokens / s"}
+MEANS = {"input_tokens_mean": "input tokens", "output_tokens_mean": "output tokens"}
 TIMES = {"ttft_ms": "TTFT, ms", "tpot_ms": "TPOT, ms", "e2e_ms": "end to end, ms", "longest_gap_ms": "longest gap, ms"}
 
 
 def bench_serve(
     url: Annotated[str, typer.Argument(help="Where the server answers; /v1 may follow.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Which of its models; the first that it lists by default.")] = None,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Never printed.", show_default=False)] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions, not /v1/completions.")] = False,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, as nearly as words can.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 64,
-    concurrency: Annotated[str, typer.Option(help="Requests at once: a level each, in rising order.")] = "1,8,32",
-    requests: Annotated[int | None, typer.Option(min=1, help="Of a level; 2 * concurrency or 8 by default.")] = None,
-    warm_up: Annotated[int | None, typer.Option(min=0, help="Before each level; concurrency by default.")] = None,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens with which every prompt begins.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for full length: vLLM, SGLang, Penstock know how.")] = True,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="For the same prompts and draws; a cache may know them.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request has failed.")] = 300.0,
-    json: Annotated[Path | None, typer.Option(help="File for all figures and settings; - is standard output.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a plot: .svg, or .png where matplotlib is.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of tokenizer.json, for exact prompts.")] = None,
+    model: Annotated[str | None, Option(help="Which of its models; the first that it lists by default.")] = None,
+    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="Never printed.", show_default=False)] = "",
+    chat: Annotated[bool, Option("--chat", help="Ask /v1/chat/completions, not /v1/completions.")] = False,
+    input_tokens: Annotated[int, Option(min=1, help="Tokens of a prompt, as nearly as words can.")] = 128,
+    output_tokens: Annotated[int, Option(min=1, help="Tokens of an answer, at most.")] = 64,
+    concurrency: Annotated[str, Option(help="Requests at once: a level each, in rising order.")] = "1,8,32",
+    requests: Annotated[int | None, Option(min=1, help="Of a level; 2 * concurrency or 8 by default.")] = None,
+    warm_up: Annotated[int | None, Option(min=0, help="Before each level; concurrency by default.")] = None,
+    shared_prefix: Annotated[int, Option(min=0, help="Tokens with which every prompt begins.")] = 0,
+    ignore_eos: Annotated[bool, Option(help="Ask for full length: vLLM, SGLang, Penstock know how.")] = True,
+    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, Option(help="For the same prompts and draws; a cache may know them.")] = None,
+    timeout: Annotated[float, Option(min=0.1, help="Seconds until a request has failed.")] = 300.0,
+    json: Annotated[Path | None, Option(help="File for all figures and settings; - is standard output.")] = None,
+    plot: Annotated[Path | None, Option(help="File for a plot: .svg, or .png where matplotlib is.")] = None,
+    tokenizer: Annotated[Path | None, Option(help="Directory of tokenizer.json, for exact prompts.")] = None,
 ) -> None:
     """Measure any OpenAI-compatible server: throughput, and the times of its tokens.
 
@@ -68,16 +73,13 @@ def bench_serve(
     """
     settings = {name: value for name, value in locals().items() if name not in ("api_key", "json", "plot")}
     with fatal_errors():
-        levels, base, key = _levels(concurrency), _base(url), api_key.strip()
+        levels, base, key = bench_report.whole_numbers(concurrency, "--concurrency"), _base(url), api_key.strip()
         if not (key.isascii() and key.isprintable()):
             raise StartupError("--api-key: has characters that HTTP cannot carry")
         if shared_prefix >= input_tokens:
             raise StartupError(f"--shared-prefix {shared_prefix}: must be less than --input-tokens {input_tokens}")
-        if json is not None and json != bench_report.STDOUT:
-            bench_report.check_writable(json, "--json")
-        if plot is not None:
-            bench_plot.check_format(plot)
-            bench_report.check_writable(plot, "--plot")
+        bench_report.check_writable(json, "--json")
+        bench_report.check_plot(plot)
         prompts = Prompts(input_tokens, shared_prefix, Random(seed), tokenizer)
     body: dict[str, Any] = {"model": model, "max_tokens": output_tokens, "temperature": temperature}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -85,7 +87,8 @@ def bench_serve(
     benchmark = Benchmark(base, key, prompts, body, f"/v1/{'chat/' if chat else ''}completions", timeout)
     interrupted = False
     try:
-        with fatal_errors(1), bench_report.bars(MofNCompleteColumn(), TextColumn("{task.fields[rate]}")) as bars:
+        columns = (MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+        with fatal_errors(1), bench_report.bars(*columns) as bars:
             asyncio.run(benchmark.run(levels, requests, warm_up, bars))
     except KeyboardInterrupt:
         interrupted = True
@@ -93,14 +96,12 @@ def bench_serve(
     title = f"{body['model']} at {base}: {input_tokens} tokens in, {output_tokens} out"
     with fatal_errors():
         if found:
-            Console(stderr=json == bench_report.STDOUT, highlight=False, markup=False).print(
-                title, _table(found), sep="\n"
-            )
-        if json is not None:
-            settings |= {"url": base, "model": body["model"], "concurrency": levels}
-            bench_report.write(json, "serve", settings, {"interrupted": interrupted, "levels": found}, secret=key)
+            console = Console(stderr=json == bench_report.STDOUT, highlight=False, markup=False)
+            console.print(title, _table(found), sep="\n")
+        settings |= {"url": base, "model": body["model"], "concurrency": levels}
+        bench_report.write(json, "serve", settings, {"interrupted": interrupted, "levels": found}, secret=key)
         if plot is not None and found:
-            bench_plot.draw(plot, title, found)
+            bench_report.plot(plot, title, found)
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for level in found:
         for failure in level["failures"]:
@@ -119,13 +120,6 @@ def _base(url: str) -> str:
     return url
 
 
-def _levels(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise StartupError(f"--concurrency {text}: must be whole numbers above 0 with commas between, such as 1,8,32")
-    return sorted({int(word) for word in words})
-
-
 class Prompts:
     """Random words, about `tokens` tokens in a prompt, the first `shared` of which are the same in all."""
 
@@ -137,11 +131,10 @@ class Prompts:
         except Exception as error:  # the library knows no other class
             raise StartupError(f"--tokenizer {tokenizer}: cannot read tokenizer.json there: {error}") from None
 
-    def words(self, count: int) -> str:
-        return " ".join(self._random.choices(WORDS.split(), k=count))
-
-    def fit(self, word: str, one: int, many: int) -> None:
-        """Learn from what the server counted for `word` and for `1 + PROBE` of them. Raises `StartupError`."""
+    async def fit(self, count: Callable[[str], Awaitable[int]]) -> None:
+        """Learn from how many tokens the server counts for one word and for more. Raises `StartupError`."""
+        word, more = self._words(1), self._words(1 + PROBE)
+        one, many = await count(word), await count(more)
         self._per_word = (many - one) / PROBE
         if self._per_word <= 0:
             raise StartupError(f"the server counts {one} tokens for 1 word and {many} for {1 + PROBE}: of no use")
@@ -151,12 +144,15 @@ class Prompts:
     def draw(self) -> str:
         return self._text(self._tokens - self._around, self._prefix)
 
+    def _words(self, count: int) -> str:
+        return " ".join(self._random.choices(WORDS.split(), k=count))
+
     def _text(self, tokens: float, prefix: str = "") -> str:
         """`prefix`, made longer to so many tokens."""
         if not self._tokenizer:
-            return prefix + self.words(max(1, round(tokens / self._per_word) - len(prefix.split())))
+            return prefix + self._words(max(1, round(tokens / self._per_word) - len(prefix.split())))
         count = max(1, round(tokens))
-        text = prefix + self.words(count)
+        text = prefix + self._words(count)
         return text[: self._ends(text)[count - 1]]
 
     def _ends(self, text: str) -> list[int]:
@@ -179,23 +175,14 @@ class Benchmark:
         model = self._body["model"] = self._body["model"] or served[0]
         if model not in served:
             raise StartupError(f"no model {model!r} at {self._url}; --model can be: {', '.join(served)}")
-        with contextlib.closing(Client(self._url, api_key=self._key, time_limit=self._timeout)) as self._client:
-            word, more = self._prompts.words(1), self._prompts.words(1 + PROBE)
-            self._prompts.fit(word, await self._probe(word), await self._probe(more))
+        with closing(Client(self._url, api_key=self._key, time_limit=self._timeout)) as self._client:
+            await self._prompts.fit(self._count)
             for level in levels:
-                bar = bars.add_task(f"concurrency {level}", rate="")
-                unmeasured = level if warm_up is None else warm_up
-                await self._loop(level, [self._prompts.draw() for _ in range(unmeasured)], [], bars, bar)
-                prompts = [self._prompts.draw() for _ in range(requests or max(8, 2 * level))]
-                samples: list[Sample] = []
-                start = clock()
-                try:
-                    await self._loop(level, prompts, samples, bars, bar)
-                finally:
-                    if samples:
-                        self.found.append(_figures(level, len(prompts), samples, clock() - start))
+                update = partial(bars.update, bars.add_task(f"concurrency {level}", rate=""))
+                await self._loop(level, level if warm_up is None else warm_up, update)
+                await self._loop(level, requests or max(8, 2 * level), update, self.found)
 
-    async def _probe(self, prompt: str) -> int:
+    async def _count(self, prompt: str) -> int:
         """Tokens of it, as the server counts them."""
         sample = await self._ask(prompt, max_tokens=2)
         if sample.error is not None and not sample.prompt_tokens:  # so few tokens may be no text
@@ -203,19 +190,24 @@ class Benchmark:
             raise StartupError(f"a first request failed: {sample.error}{advice}")
         return sample.prompt_tokens
 
-    async def _loop(self, clients: int, prompts: list[str], done: list[Sample], bars: Progress, bar: TaskID) -> None:
-        """Send each prompt once, and put each that has ended into `done`."""
-        waiting, start = iter(prompts), clock()
+    async def _loop(
+        self, level: int, total: int, update: Callable[..., None], found: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Send `total` prompts, `level` at once; their figures, complete or not, go into `found`."""
+        prompts = iter([self._prompts.draw() for _ in range(total)])
+        samples: list[Sample] = []
+        start = clock()
 
-        async def one_after_another() -> None:
-            for prompt in waiting:
-                done.append(await self._ask(prompt))
-                rate = sum(sample.tokens for sample in done if sample.error is None) / (clock() - start)
-                bars.update(bar, total=len(prompts), completed=len(done), rate=f"{rate:,.0f} tok/s")
+        def ended(sample: Sample) -> None:
+            samples.append(sample)
+            rate = sum(sample.tokens for sample in samples if sample.error is None) / (clock() - start)
+            update(total=total, completed=len(samples), rate=f"{rate:,.0f} tok/s")
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(clients):
-                group.create_task(one_after_another())
+        try:
+            await closed_loop(lambda: self._ask(next(prompts)), ended, concurrency=level, requests=total)
+        finally:
+            if samples and found is not None:
+                found.append(_figures(level, total, samples, clock() - start))
 
     async def _ask(self, prompt: str, **more: object) -> Sample:
         content = {"messages": [{"role": "user", "content": prompt}]} if "chat" in self._path else {"prompt": prompt}
@@ -236,30 +228,24 @@ def _figures(level: int, total: int, samples: list[Sample], seconds: float) -> d
     for error in (sample.error for sample in samples if sample.error is not None):
         kind = error.partition(": ")[0]
         failures.setdefault(kind, {"kind": kind, "count": 0, "first": error})["count"] += 1
-    tokens_in, tokens_out = sum(sample.prompt_tokens for sample in done), sum(sample.tokens for sample in done)
+    tokens = {"input": sum(sample.prompt_tokens for sample in done), "output": sum(sample.tokens for sample in done)}
+    counts = {"concurrency": level, "requests": total, "completed": len(done), "failed": len(samples) - len(done)}
     return {
-        "concurrency": level,
-        "requests": total,
-        "completed": len(done),
-        "failed": len(samples) - len(done),
+        **counts,
         "failures": list(failures.values()),
         "seconds": seconds,
-        "input_tokens": tokens_in,
-        "output_tokens": tokens_out,
-        "input_tokens_mean": tokens_in / len(done) if done else None,
-        "output_tokens_mean": tokens_out / len(done) if done else None,
+        **{f"{name}_tokens": count for name, count in tokens.items()},
+        **{f"{name}_tokens_mean": count / len(done) if done else None for name, count in tokens.items()},
         "requests_per_second": len(done) / seconds,
-        "output_tokens_per_second": tokens_out / seconds,
-        "total_tokens_per_second": (tokens_in + tokens_out) / seconds,
-        "ttft_ms": _spread(sample.to_first for sample in done),
+        "output_tokens_per_second": tokens["output"] / seconds,
+        "total_tokens_per_second": sum(tokens.values()) / seconds,
+        "ttft_ms": _spread(one.to_first for one in done),
         "tpot_ms": _spread(
-            (sample.ended - sample.times[0]) / (sample.tokens - 1)
-            for sample in done
-            if sample.gaps and sample.tokens > 1
+            (one.ended - one.times[0]) / (one.tokens - 1) for one in done if one.gaps and one.tokens > 1
         ),
-        "e2e_ms": _spread(sample.ended - sample.sent for sample in done),
-        "gap_ms": _spread(gap for sample in done for gap in sample.gaps),
-        "longest_gap_ms": _spread(max(sample.gaps, default=None) for sample in done),
+        "e2e_ms": _spread(one.ended - one.sent for one in done),
+        "gap_ms": _spread(gap for one in done for gap in one.gaps),
+        "longest_gap_ms": _spread(max(one.gaps, default=None) for one in done),
     }
 
 
@@ -270,20 +256,17 @@ def _spread(seconds: Iterable[float | None]) -> dict[str, float | None]:
 
 
 def _table(levels: list[dict[str, Any]]) -> Table:
-    table = Table("concurrency", "", box=None, pad_edge=False)
-    for level in levels:
-        table.add_column(str(level["concurrency"]), justify="right")
+    columns = (Column(str(level["concurrency"]), justify="right") for level in levels)
+    table = Table("concurrency", "", *columns, box=None, pad_edge=False)
 
     def row(name: str, statistic: str, values: Iterable[float | None]) -> None:
         table.add_row(name, statistic, *("-" if x is None else f"{x:,.{0 if x >= 1000 else 1}f}" for x in values))
 
     for name in ("completed", "failed"):
         table.add_row(name, "", *(f"{level[name]} of {level['requests']}" for level in levels))
-    for name in ("requests", "output_tokens", "total_tokens"):
-        row(f"{name.replace('_', ' ')} / s", "", [level[f"{name}_per_second"] for level in levels])
-    for name in ("input_tokens", "output_tokens"):
-        row(name.replace("_", " "), "mean", [level[f"{name}_mean"] for level in levels])
+    for name, label in (RATES | MEANS).items():
+        row(label, "mean" if name in MEANS else "", (level[name] for level in levels))
     for name, label in TIMES.items():
         for statistic in ("mean", "p50", "p90", "p99"):
-            row(label if statistic == "mean" else "", statistic, [level[name][statistic] for level in levels])
+            row(label if statistic == "mean" else "", statistic, (level[name][statistic] for level in levels))
     return table

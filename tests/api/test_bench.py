@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.api.bench_load import Client, EventStream, Sample, closed_loop, open_loop
-from penstock.api.bench_report import Figure, percentile
+from penstock.api.bench_load import Client, Sample, closed_loop, open_loop, split_events
+from penstock.api.bench_pipeline import _figure
+from penstock.api.bench_report import milliseconds
 
 CHUNK = b'data: {"choices": [{"delta": {"content": "hello"}}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\n'
@@ -130,12 +131,15 @@ def test_events_are_the_same_wherever_they_are_cut(newline: bytes) -> None:
     )
     text = newline.join(lines)
     whole = [b"one", b"two\n lines", b"[DONE]"]
-    assert EventStream().feed(text) == whole
+    assert split_events(text) == (whole, b"")
     for place in range(len(text)):
-        events = EventStream()
-        assert events.feed(text[:place]) + events.feed(text[place:]) == whole
-    events = EventStream()
-    assert [data for place in range(len(text)) for data in events.feed(text[place : place + 1])] == whole
+        first, rest = split_events(text[:place])
+        assert first + split_events(rest + text[place:])[0] == whole
+    events, rest = [], b""
+    for place in range(len(text)):
+        found, rest = split_events(rest + text[place : place + 1])
+        events += found
+    assert events == whole
 
 
 async def test_a_stream_is_timed_and_counted_and_its_connection_used_again() -> None:
@@ -143,7 +147,7 @@ async def test_a_stream_is_timed_and_counted_and_its_connection_used_again() -> 
         for _ in range(2):
             sample = await ask(client)
             assert sample.error is None
-            assert sample.sizes == [5, 5]
+            assert sample.texts == ["hello", "hello"]
             assert sample.tokens == 5
             assert sample.to_first is not None
             assert len(sample.gaps) == 1
@@ -161,7 +165,7 @@ async def test_a_whole_answer_is_one_piece() -> None:
     body = b'{"choices": [{"message": {"content": "hello"}}], "usage": {"completion_tokens": 2}}'
     async with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as client:
         sample = await ask(client, stream=False)
-        assert (sample.error, sample.tokens, sample.sizes) == (None, 2, [5])
+        assert (sample.error, sample.tokens, sample.texts) == (None, 2, ["hello"])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +191,8 @@ async def test_loops_send_what_they_should() -> None:
         await asyncio.sleep(0)
         return Sample()
 
-    samples = await open_loop(send, rate=1000, seconds=0.02)
+    samples: list[Sample] = []
+    await open_loop(send, samples.append, rate=1000, seconds=0.02)
     assert len(samples) == 20
     assert all(sample.late >= 0 for sample in samples)
     assert [sample.sent for sample in samples] == sorted(sample.sent for sample in samples)
@@ -202,19 +207,24 @@ async def test_loops_send_what_they_should() -> None:
         running -= 1
         return Sample()
 
-    assert await closed_loop(count, concurrency=3, seconds=0.01)
+    samples.clear()
+    await closed_loop(count, samples.append, concurrency=3, seconds=0.01)
+    assert samples
     assert most == 3
+    samples.clear()
+    await closed_loop(count, samples.append, concurrency=3, requests=7)
+    assert len(samples) == 7
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
-    assert percentile([], 50) is None
-    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert percentile([float(x) for x in range(1, 101)], 99) == 99.0
-    assert percentile([7.0], 99) == 7.0
+    assert milliseconds([], 50) is None
+    assert milliseconds([3.0, None, 1.0, 2.0], 50) == 2000.0
+    assert milliseconds([float(x) for x in range(1, 101)], 99) == 99_000.0
+    assert milliseconds([7.0], 99) == 7000.0
 
 
 def test_a_target_is_met_from_its_side() -> None:
-    assert Figure("", 5.0, "ms", 5.0).met
-    assert Figure("", 4.0, "1/s", 5.0, at_least=True).met is False
-    assert Figure("", 4.0, "ms").met is None
-    assert Figure("", None, "ms", 5.0).met is None
+    assert _figure("", 5.0, "ms", 5.0)["met"] is True
+    assert _figure("", 4.0, "1/s", 5.0, at_least=True)["met"] is False
+    assert _figure("", 4.0)["met"] is None
+    assert _figure("", None, "ms", 5.0)["met"] is None
