@@ -114,6 +114,7 @@ class Settings(BaseSettings):
         None, ge=1, description="Tokens of a piece, and of a whole step; by default 256 on a CPU, 2048 on a GPU."
     )
     enable_cuda_graph: bool | None = Field(None, description="Replay decoding steps as CUDA graphs; on by default.")
+    compile_kernels: bool = Field(True, description="Compile kernels for decoding on this CPU at the first start.")
     cache_answers: bool = Field(False, description="Answer identical greedy requests from memory.")
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."

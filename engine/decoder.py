@@ -8,6 +8,7 @@ small operations, which on a CPU cost a tenth of a decoding step. Whoever builds
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -33,15 +34,15 @@ class _Norm:
     """x / sqrt(mean(x²) + ε) · w. Beside its negative a row has the mean zero, so that the fused layer norm serves."""
 
     def __init__(self, module: Any) -> None:
-        self._weight: Tensor = module.weight
-        self._epsilon: float = module.variance_epsilon
+        self.weight: Tensor = module.weight
+        self.epsilon: float = module.variance_epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
         if x.is_cuda:
-            return functional.rms_norm(x, (size,), self._weight, self._epsilon)
+            return functional.rms_norm(x, (size,), self.weight, self.epsilon)
         both = torch.cat((x, -x), dim=-1)
-        return functional.layer_norm(both, (2 * size,), None, None, self._epsilon)[..., :size] * self._weight
+        return functional.layer_norm(both, (2 * size,), None, None, self.epsilon)[..., :size] * self.weight
 
 
 class _Layer:
@@ -69,8 +70,8 @@ class Decoder:
         body = model.model
         self._embedding: Tensor = body.embed_tokens.weight
         self._rotary: nn.Module = body.rotary_emb
-        self._layers = [_Layer(layer, make) for layer in body.layers]
-        self._norm = _Norm(body.norm)
+        self.layers = [_Layer(layer, make) for layer in body.layers]
+        self.norm = _Norm(body.norm)
         self._head = make([model.lm_head])
 
     @classmethod
@@ -83,13 +84,23 @@ class Decoder:
 
     def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention) -> Tensor:
         """Logits [len(keep), V] after the packed tokens `keep` of `ids` [T] at `positions` [T]."""
-        x = functional.embedding(ids, self._embedding)  # [T, E]
-        cos, sin = self._rotary(x[None], positions[None])  # [1, T, D]
+        x, cos, sin = self.begin(ids, positions)
         half = cos.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             x = _advance(layer, index, x, cos, sin, attention)
-        return self._head(self._norm(x[keep]))
+        return self._head(self.norm(x[keep]))
+
+    def begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The embedded tokens [T, E], the cosines and sines of their rotations [1, T, D]."""
+        x = functional.embedding(ids, self._embedding)
+        cos, sin = self._rotary(x[None], positions[None])
+        return x, cos, sin
+
+    def linears(self) -> list[Linear]:
+        """All products in the order of their use."""
+        each = [(layer.qkv, layer.output, layer.gate, layer.up, layer.down) for layer in self.layers]
+        return [*chain.from_iterable(each), self._head]
 
 
 def _advance(layer: _Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:

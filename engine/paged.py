@@ -21,6 +21,7 @@ from ..schemas.events import Delta
 from .backend import Capabilities, ProgressCallback
 from .blocks import KVBlocks
 from .config import EngineConfig
+from .kernels import load_kernels
 from .kv_plan import check_memory, plan_blocks
 from .loading import load_causal_lm, resolve_device
 from .models import ModelInfo, read_model_info, resolve_model
@@ -62,7 +63,8 @@ class PagedBackend:
         device = resolve_device(config.device)
         if config.enable_cuda_graph and device.type != "cuda":
             raise ConfigurationError([f"enable_cuda_graph: there are no CUDA graphs on {device}; leave it out"])
-        make_linear = linear_maker(config.quantization, device)
+        kernels = load_kernels() if config.compile_kernels and device.type == "cpu" else None
+        make_linear = linear_maker(config.quantization, device, kernels)
         directory = resolve_model(config.model)
         info = read_model_info(directory, config.model, config.max_sequence_length)
         info = replace(info, context_length=self._steady_length(config, directory, info.context_length))
@@ -70,7 +72,7 @@ class PagedBackend:
         self.tokenizer = Tokenizer(directory)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
         model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
-        self._runner = Runner(model, _BLOCK_SIZE, make_linear)
+        self._runner = Runner(model, _BLOCK_SIZE, make_linear, kernels)
         chunked = config.enable_chunked_prefill is not False
         chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
         longest = min(chunk, info.context_length) if chunked else info.context_length

@@ -1,13 +1,14 @@
 """Weight-only quantisation, made at load from the same checkpoint: int8 by output row, int4 by groups of 32 weights.
 
-torch's kernels for quantised weights read less memory, which is all that counts for few rows; for many they compute at
-a third of the speed of a bf16 product. From some number of rows on the weight is therefore expanded into a buffer that
-all layers share, used and forgotten. Both ways compute with the same numbers: those of `dequantized`.
+Kernels for quantised weights, compiled ones or torch's, read less memory, which is all that counts for few rows; for
+many they compute more slowly than a product of whole numbers. From some number of rows on the weight is therefore
+expanded into a buffer that all layers share, used and forgotten. All ways compute with the numbers of `dequantized`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..schemas.errors import ConfigurationError
-from .linear import Linear, PackedLinear, PlainLinear, Unfused
+from .kernels import BLOCK, INT4, INT8, MOST_ROWS, Kernels, Product
+from .linear import Linear, PackedLinear, PlainLinear, Unfused, multiply_packed, reorder
 
 METHODS = ("int8", "int4")
 
@@ -23,19 +25,21 @@ _GROUP = 32
 _INT8_ROWS, _INT4_ROWS = 32, 112  # above, expanding is faster: measured for [4864, 896] on two AVX-512 cores
 
 
-def linear_maker(quantization: str | None, device: torch.device) -> Callable[[Tensor, Tensor | None], Linear]:
+def linear_maker(
+    quantization: str | None, device: torch.device, kernels: Kernels | None = None
+) -> Callable[[Tensor, Tensor | None], Linear]:
     """What turns a weight [O, I] and a bias [O] into a product for `device`.
 
     Raises `ConfigurationError` for a quantisation that is not known, or not there on this device.
     """
     if quantization is None:
-        return PackedLinear if device.type == "cpu" else PlainLinear
+        return partial(PackedLinear, kernels=kernels) if device.type == "cpu" else PlainLinear
     if quantization not in METHODS:
         raise ConfigurationError([f"quantization={quantization!r}: must be one of {', '.join(METHODS)}, or left out"])
     if device.type != "cpu":
         raise ConfigurationError([f"quantization={quantization!r}: runs on a CPU alone, not on {device}"])
     buffer = _Buffer()
-    return lambda weight, bias: _quantize(weight, bias, quantization, buffer)
+    return lambda weight, bias: _quantize(weight, bias, quantization, buffer, kernels)
 
 
 def quantizable(model: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
@@ -53,9 +57,16 @@ def dequantized(weight: Tensor, quantization: str, dtype: torch.dtype = torch.fl
     return ((groups.levels - 8) * scales[..., None] + zeros[..., None]).view_as(weight)
 
 
-def _quantize(weight: Tensor, bias: Tensor | None, method: str, buffer: _Buffer) -> Linear:
-    kind = _Int4Linear if method == "int4" and _fits_int4(weight) else _Int8Linear
-    return kind(weight, bias, buffer)
+def _quantize(weight: Tensor, bias: Tensor | None, method: str, buffer: _Buffer, kernels: Kernels | None) -> Linear:
+    is_int4 = method == "int4" and _fits_int4(weight)
+    if kernels is not None:
+        compiled = _CompiledLinear(weight, bias, INT4 if is_int4 else INT8, buffer, kernels)
+        packed = buffer.take_packed(weight.shape[0], weight.shape[1], weight.dtype)
+        agree = kernels.agree(compiled.product, packed, weight.dtype, compiled.many)
+        buffer.clear()  # of an output head's size it is large, and rarely needed
+        if agree:
+            return compiled
+    return (_Int4Linear if is_int4 else _Int8Linear)(weight, bias, buffer)
 
 
 def _fits_int4(weight: Tensor) -> bool:
@@ -91,11 +102,20 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
+        self._packed: dict[tuple[int, int], Tensor] = {}  # by shape, in oneDNN's layout
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if self._memory.dtype != dtype or self._memory.numel() < rows * columns:
             self._memory = torch.empty(rows * columns, dtype=dtype)
         return self._memory[: rows * columns].view(rows, columns)
+
+    def clear(self) -> None:
+        self._packed.clear()
+
+    def take_packed(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        if (rows, columns) not in self._packed:
+            self._packed[rows, columns] = reorder(torch.zeros((rows, columns), dtype=dtype))
+        return self._packed[rows, columns]
 
 
 class _Quantized(Unfused):
@@ -121,6 +141,60 @@ class _Quantized(Unfused):
 
     def _many(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+
+class _CompiledLinear(_Quantized):
+    """One copy of the levels, in the layout of `kernels.c`; for many rows it is expanded into oneDNN's."""
+
+    most_few = MOST_ROWS
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kind: int, buffer: _Buffer, kernels: Kernels) -> None:
+        super().__init__(len(weight), None)
+        self._buffer, self._kernels, self._bias_of_many = buffer, kernels, bias
+        self._scales: Tensor | None = None  # those not in the expanded weight
+        if kind == INT8:
+            rows, row_scales = _by_row(weight)
+            self._scales = row_scales.to(weight.dtype)
+            scales = _padded(self._scales.float()[:, None], BLOCK, 1)
+            packed = _interleaved(rows.abs().to(torch.uint8) | (rows < 0).to(torch.uint8) << 7, weight.dtype)
+        else:
+            groups = _by_group(weight)
+            both = torch.stack((groups.scales, groups.zeros), dim=-1).to(weight.dtype)  # [O, G, 2]
+            blocks = _padded(both.flatten(1), BLOCK, 1).view(-1, BLOCK, both.shape[1], 2)
+            scales = blocks.permute(0, 2, 3, 1).contiguous()
+            low, high = _interleaved(groups.levels.view_as(weight).to(torch.uint8), weight.dtype).unbind(2)
+            packed = low | high << 4
+        self.product: Product = Product.of(weight.shape, kind, packed, scales, bias)
+        self.nbytes = packed.nbytes + scales.nbytes
+
+    def _few(self, x: Tensor) -> Tensor:
+        return self._kernels.multiply(self.product, x)
+
+    def many(self, x: Tensor) -> Tensor:
+        weight = self._buffer.take_packed(self.product.outputs, self.product.inputs, x.dtype)
+        self._kernels.expand(self.product, weight, x.dtype)
+        result = multiply_packed(x, weight)
+        if self._scales is not None:
+            result.mul_(self._scales)
+        return result if self._bias_of_many is None else result.add_(self._bias_of_many)
+
+    _many = many
+
+
+def _padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    """Zeros behind, up to multiples."""
+    return functional.pad(tensor, (0, -tensor.shape[1] % columns, 0, -len(tensor) % rows))
+
+
+def _interleaved(levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """[O, I] → [O / 64, I / 2, 2, 64]: pairs of inputs, 32 outputs and 32 more, as `pairs` in `kernels.c` has them.
+
+    Its unpacking takes 8 bytes in turn for the first 16 outputs and the second.
+    """
+    padded = _padded(levels, BLOCK, 32 if dtype == torch.bfloat16 else 16)  # as oneDNN pads
+    blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, 2).transpose(1, 2)  # [O / 64, I / 2, 64, 2]
+    halves = blocks.reshape(*blocks.shape[:2], 2, 2, 4, 8).transpose(-3, -2)
+    return halves.reshape(*blocks.shape[:2], 2, BLOCK).contiguous()
 
 
 class _Int8Linear(_Quantized):

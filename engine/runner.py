@@ -24,8 +24,10 @@ from ..schemas.errors import ModelLoadError
 from .attention import MatmulAttention, Rules, attend_alone
 from .decoder import Decoder
 from .graphs import DecodeGraphs
+from .kernels import Kernels
 from .kv_cache import LayerSpec, Pool
 from .linear import Applied, Linear, Unfused, fused_weight, release
+from .native import NativeDecoder, Places
 from .packing import Group, Segment, Step, pack
 from .varlen import VarlenAttention
 
@@ -57,7 +59,9 @@ class Runner:
     `allocate` must be called before `forward`.
     """
 
-    def __init__(self, model: PreTrainedModel, block_size: int, make_linear: MakeLinear) -> None:
+    def __init__(
+        self, model: PreTrainedModel, block_size: int, make_linear: MakeLinear, kernels: Kernels | None = None
+    ) -> None:
         """Takes the model over: its weights move into `make_linear`'s products one by one.
 
         Raises `ModelLoadError` with the reason for a model that cannot be run so.
@@ -66,6 +70,7 @@ class Runner:
         self._device = model.device
         self._model: Any = model
         self._decoder: Decoder | None = None
+        self._native: NativeDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []
         self._graphs: DecodeGraphs | None = None  # set by `record_graphs`
         self._rules: list[Rules] = []  # by layer; set by the first pass
@@ -81,6 +86,8 @@ class Runner:
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
         self._check_packing()
         self._take_over(make_linear)
+        if kernels is not None and self._decoder is not None:
+            self._compile(self._decoder, kernels)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int]) -> None:
@@ -93,6 +100,8 @@ class Runner:
             self._attention.pool(spec, num_blocks[group] + 1)
             for spec, group in zip(self.specs, self._group_of, strict=True)
         ]
+        if self._native is not None:
+            self._native.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
 
     @torch.inference_mode()
     def clear(self, tables: Sequence[Sequence[int]]) -> None:
@@ -124,9 +133,13 @@ class Runner:
             self._graphs = DecodeGraphs(self._forward, *arguments)
 
     def _pack(self, segments: Sequence[Segment]) -> Step:
-        return pack(segments, self._packed_groups, self.block_size, self._device, self._attention.pack_group)
+        native = self._native
+        attention = native if native is not None and native.takes(segments) else self._attention
+        return pack(segments, self._packed_groups, self.block_size, self._device, attention.pack_group)
 
     def _forward(self, step: Step) -> Tensor:
+        if self._native is not None and isinstance(step.groups[0], Places):
+            return self._native(step)
         if self._decoder is not None:
             return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
         return self._run(step.ids, step.positions, step.keep, partial(self._attend_apart, step.groups))
@@ -237,6 +250,20 @@ class Runner:
             for name, module in parent.named_children():
                 if type(module) is nn.Linear:
                     setattr(parent, name, Applied(self._fuse(make, [module])))
+
+    @torch.inference_mode()
+    def _compile(self, decoder: Decoder, kernels: Kernels) -> None:
+        """Use the compiled decoder where it says what `decoder` says."""
+        native = NativeDecoder.of(decoder, kernels, self._rules, self.dtype)
+        if native is None:
+            return
+        expected = self._forward(self._probe_step())
+        self._native = native
+        native.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
+        difference = _distance(expected, self._forward(self._probe_step()))
+        if not difference <= _TOLERANCE[self.dtype]:
+            _log.warning("the compiled decoder differs by %.3g and is not used", difference)
+            self._native = None
 
     def _fuse(self, make: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
         """One product for modules that share their input; their own memory is freed."""

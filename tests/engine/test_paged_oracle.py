@@ -150,6 +150,13 @@ def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracl
     assert {(output.finish_reason, output.stats.cached_tokens) for output in outputs} == {("length", 0)}
 
 
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3"])
+def test_without_kernels_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    """What is compiled computes these shapes' steps everywhere else in this file."""
+    engine = start(shape, compile_kernels=False, prefill_chunk_size=60)
+    assert answers(engine, PROMPTS) == [oracle.tokens(shape, prompt) for prompt in PROMPTS]
+
+
 @all_shapes
 def test_chunks_of_a_prompt_equal_the_whole(shape: str, start: StartEngine, oracle: Oracle) -> None:
     engine = start(shape, enable_chunked_prefill=True, prefill_chunk_size=7, max_batch_size=len(PROMPTS))

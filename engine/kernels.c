@@ -1,0 +1,499 @@
+/* A whole step of a plain decoder for few tokens, in one call: for x86 with AVX512-BF16, by the threads of OpenMP.
+
+   For few rows a step is the reading of its weights. What this saves is everything in between: the operations between
+   products, each a pass over a row of a few KB, and the start and end of every single product.
+
+   T is bfloat16 where `half` is set, and otherwise float32: weights, the inputs of products, keys, values and logits.
+   What is added up, and the residual stream, is float32. `half`, `kind` and the rows of a tile are constants wherever
+   they are looked at: everything below `INLINE` is compiled once for each of their values. */
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { PLAIN, INT8, INT4 };
+enum { BLOCK = 64, GROUP = 32, MOST_ROWS = 256 };
+enum { TILE = 6, CHUNK = 512, AHEAD = 4096 }; /* rows whose sums fit into registers; pairs of inputs; bytes */
+
+/* x W' + b, [R, I] -> [R, O]. The weight lies in blocks of 64 outputs, and in each by pairs of inputs:
+   [O / 64, I / 2, 64, 2], zeros behind O and I.
+   PLAIN: so oneDNN packs bfloat16; float32 it packs as [O / 64, I, 64].
+   INT8: signs and magnitudes, each 64 bytes in the order that `unpacked` undoes; float32 scales [O].
+   INT4: two to a byte, outputs 0 to 31 in the lower halves; (level - 8) * scale + zero; T [O / 64, I / 32, 2, 64]. */
+typedef struct {
+    const void *weight, *scales;
+    const float *bias; /* [O] or NULL */
+    int64_t inputs, outputs, kind;
+} Product;
+
+typedef struct {
+    const float *attention_norm, *mlp_norm; /* [E] */
+    const float *head_norm;                 /* [Hq + H, D] or NULL */
+    Product qkv, output, gate, up, down;
+    void *pool;                 /* T [2 H, N, block, D], keys before values */
+    int64_t num_blocks, window; /* N; keys that a query sees, or INT64_MAX */
+    int64_t group;
+    float epsilon, mlp_epsilon, head_epsilon, scaling;
+} Layer;
+
+typedef struct {
+    int64_t half, threads, num_layers, embedding, queries, keys, size, block_size; /* E, Hq, H, D */
+    const Layer *layers;
+    const float *norm; /* [E] */
+    Product head;
+    void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: room for what products read */
+    float *qkv;                  /* [R, (Hq + 2 H) D] */
+    float epsilon;
+} Model;
+
+/* Where the tokens of a step lie in the pools of one group of layers. */
+typedef struct {
+    const int64_t *slots, *lengths, *tables; /* [R]; [R]: keys up to the token's own; [R, width] */
+    int64_t width;
+} Places;
+
+INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
+
+INLINE __m512 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+
+/* Up to 16 numbers from place i on. */
+INLINE __m512 load(const void *from, int64_t i, __mmask16 mask, int half) {
+    return half ? widen(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)from + i))
+                : _mm512_maskz_loadu_ps(mask, (const float *)from + i);
+}
+
+INLINE void store(void *to, int64_t i, __m512 v, __mmask16 mask, int half) {
+    if (half) _mm256_mask_storeu_epi16((uint16_t *)to + i, mask, (__m256i)_mm512_cvtneps_pbh(v));
+    else _mm512_mask_storeu_ps((float *)to + i, mask, v);
+}
+
+/* e^x within 2 units of the last place: 2^n times a polynomial on |r| <= ln 2 / 2. Not-a-number stays so. */
+INLINE __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(89), x));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    const float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f, 1, 1};
+    for (int i = 0; i < 7; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* [count] -> T [count]: x / sqrt(mean(x^2) + epsilon) * weight */
+INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t count, void *to, int half) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += 16) {
+        __m512 v = load(x, i, first(count - i), 0);
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    __m512 scale = _mm512_set1_ps(1 / sqrtf(_mm512_reduce_add_ps(sum) / count + epsilon));
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 mask = first(count - i);
+        __m512 v = _mm512_mul_ps(load(x, i, mask, 0), scale);
+        store(to, i, _mm512_mul_ps(v, load(weight, i, mask, 0)), mask, half);
+    }
+}
+
+/* ---- Products ---- */
+
+INLINE __m512i unpacked(__m512i low, __m512i high, int upper) {
+    return upper ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+}
+
+/* The bfloat16 numbers 0 to 127: their lower and upper bytes, the tables by which INT8 and INT4 become numbers. */
+static uint8_t lower[128], upper[128];
+
+__attribute__((constructor)) static void fill(void) {
+    for (int i = 0; i < 128; i++) {
+        union { float number; uint32_t bits; } one = {.number = (float)i};
+        lower[i] = one.bits >> 16, upper[i] = one.bits >> 24;
+    }
+}
+
+/* One pair of inputs for 64 outputs, as bfloat16 pairs for 16 outputs each. */
+INLINE void pairs(const uint8_t *from, int kind, __m512i to[4]) {
+    if (kind == PLAIN) {
+        for (int j = 0; j < 4; j++) to[j] = _mm512_loadu_si512(from + 64 * j);
+    } else if (kind == INT8) {
+        __m512i low0 = _mm512_loadu_si512(lower), low1 = _mm512_loadu_si512(lower + 64);
+        __m512i up0 = _mm512_loadu_si512(upper), up1 = _mm512_loadu_si512(upper + 64);
+        for (int j = 0; j < 4; j += 2) {
+            __m512i level = _mm512_loadu_si512(from + 32 * j); /* a look-up leaves the sign, the highest bit, out */
+            __m512i low = _mm512_permutex2var_epi8(low0, level, low1), high = _mm512_permutex2var_epi8(up0, level, up1);
+            high = _mm512_ternarylogic_epi32(high, level, _mm512_set1_epi8((char)0x80), 0xf8); /* high | level & 0x80 */
+            to[j] = unpacked(low, high, 0), to[j + 1] = unpacked(low, high, 1);
+        }
+    } else { /* the bytes of the bfloat16 numbers -8 to 7 */
+        const __m512i lows = _mm512_broadcast_i32x4(_mm_setr_epi8(
+            0x00, (char)0xe0, (char)0xc0, (char)0xa0, (char)0x80, 0x40, 0x00, (char)0x80, 0x00, (char)0x80, 0x00, 0x40,
+            (char)0x80, (char)0xa0, (char)0xc0, (char)0xe0));
+        const __m512i highs = _mm512_broadcast_i32x4(_mm_setr_epi8(
+            (char)0xc1, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xbf, 0x00, 0x3f,
+            0x40, 0x40, 0x40, 0x40, 0x40, 0x40));
+        __m512i both = _mm512_loadu_si512(from), mask = _mm512_set1_epi8(15);
+        for (int j = 0; j < 4; j += 2) {
+            __m512i level = _mm512_and_si512(j ? _mm512_srli_epi16(both, 4) : both, mask);
+            __m512i low = _mm512_shuffle_epi8(lows, level), high = _mm512_shuffle_epi8(highs, level);
+            to[j] = unpacked(low, high, 0), to[j + 1] = unpacked(low, high, 1);
+        }
+    }
+}
+
+/* The first or second number of each pair. */
+INLINE __m512 second(__m512i pair, int odd) {
+    return (__m512)(odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pair, 16));
+}
+
+/* Inputs that a block has room for; ours are laid out as oneDNN's are for the same T. */
+INLINE int64_t padded(const Product *p, int half) {
+    const int64_t unit = half ? 32 : 16;
+    return (p->inputs + unit - 1) / unit * unit;
+}
+
+INLINE int64_t pair_bytes(int kind, int half) { return kind == INT4 ? 64 : kind == INT8 ? 128 : half ? 256 : 512; }
+
+
+INLINE __m512 group_sum(const void *x, int64_t i, int half) {
+    return _mm512_set1_ps(
+        _mm512_reduce_add_ps(_mm512_add_ps(load(x, i, 0xffff, half), load(x, i + 16, 0xffff, half))));
+}
+
+/* `rows` inputs T [rows, I] times the pairs `from` to `end` of one block -> added to [rows, 64], or stored if they are
+   the first. With each pair, `share` bytes are fetched into the cache from `next` on. */
+INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
+                 const void *x, float (*to)[BLOCK], int rows, int kind, int half) {
+    const int64_t stride = p->inputs, bytes = pair_bytes(kind, half);
+    const uint8_t *weight = (const uint8_t *)p->weight + (block * (padded(p, half) / 2) + from) * bytes;
+    const int64_t step = kind == INT4 ? GROUP / 2 : end - from; /* pairs that have the same scales */
+    for (int64_t start = from; start < end; start += step) {
+        __m512 sums[TILE][4];
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
+        for (int64_t i = start; i < start + step; i++, weight += bytes, next += share) {
+            for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T0);
+            __m512i pair[4];
+            if (half || kind != PLAIN) pairs(weight, kind, pair);
+            if (half) {
+                for (int r = 0; r < rows; r++) {
+                    __m512i input = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * stride + 2 * i));
+                    for (int j = 0; j < 4; j++)
+                        sums[r][j] = _mm512_dpbf16_ps(sums[r][j], (__m512bh)input, (__m512bh)pair[j]);
+                }
+            } else {
+                for (int odd = 0; odd < 2; odd++)
+                    for (int j = 0; j < 4; j++) {
+                        __m512 one = kind == PLAIN ? load(weight, odd * BLOCK + j * 16, 0xffff, 0)
+                                                   : second(pair[j], odd);
+                        for (int r = 0; r < rows; r++) {
+                            __m512 input = _mm512_set1_ps(((const float *)x)[r * stride + 2 * i + odd]);
+                            sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
+                        }
+                    }
+            }
+        }
+        const int64_t group = block * (p->inputs / GROUP) + start / (GROUP / 2);
+        const void *scales = (const uint8_t *)p->scales + (kind == INT8 ? 4 * block : (half ? 4 : 8) * group) * BLOCK;
+        for (int r = 0; r < rows; r++) {
+            __m512 input = kind == INT4 ? group_sum(x, r * stride + 2 * start, half) : _mm512_setzero_ps();
+            for (int j = 0; j < 4; j++) {
+                __m512 scale = kind == PLAIN ? _mm512_set1_ps(1) : load(scales, 16 * j, 0xffff, kind == INT4 && half);
+                __m512 sum = start ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
+                sum = _mm512_fmadd_ps(sums[r][j], scale, sum);
+                if (kind == INT4) sum = _mm512_fmadd_ps(input, load(scales, BLOCK + 16 * j, 0xffff, half), sum);
+                _mm512_storeu_ps(to[r] + 16 * j, sum);
+            }
+        }
+    }
+}
+
+/* Any number of rows, in tiles of like height. All read one chunk of the block, which stays in the cache, before the
+   next: meanwhile they fetch that. */
+#define TILES(name, kind, half)                                                                                       \
+    static __attribute__((noinline)) void name(const Product *p, int64_t block, const void *x, int64_t rows,          \
+                                               float (*to)[BLOCK]) {                                                  \
+        const int64_t count = (rows + TILE - 1) / TILE, num_pairs = p->inputs / 2, bytes = pair_bytes(kind, half);    \
+        for (int64_t a = 0, b; a < num_pairs; a = b) {                                                                \
+            b = a + CHUNK < num_pairs ? a + CHUNK : num_pairs;                                                        \
+            const char *chunk = (const char *)p->weight + (block * (padded(p, half) / 2) + a) * bytes;                \
+            for (int64_t t = 0; t < count; t++) {                                                                     \
+                const int64_t row = t * rows / count, share = bytes / count;                                          \
+                const char *next = chunk + (count == 1 ? AHEAD : (b - a) * (bytes + t * share));                      \
+                const void *from = (const uint8_t *)x + row * p->inputs * (half ? 2 : 4);                             \
+                switch ((t + 1) * rows / count - row) {                                                               \
+                case 1: tile(p, block, a, b, next, share, from, to + row, 1, kind, half); break;                      \
+                case 2: tile(p, block, a, b, next, share, from, to + row, 2, kind, half); break;                      \
+                case 3: tile(p, block, a, b, next, share, from, to + row, 3, kind, half); break;                      \
+                case 4: tile(p, block, a, b, next, share, from, to + row, 4, kind, half); break;                      \
+                case 5: tile(p, block, a, b, next, share, from, to + row, 5, kind, half); break;                      \
+                case 6: tile(p, block, a, b, next, share, from, to + row, 6, kind, half); break;                      \
+                }                                                                                                     \
+            }                                                                                                         \
+        }                                                                                                             \
+    }
+TILES(plain_bf16, PLAIN, 1)
+TILES(plain_f32, PLAIN, 0)
+TILES(int8_bf16, INT8, 1)
+TILES(int8_f32, INT8, 0)
+TILES(int4_bf16, INT4, 1)
+TILES(int4_f32, INT4, 0)
+
+/* x [rows, I] times one block of 64 outputs, and the bias -> [rows, 64]; how many of the 64 are outputs. */
+INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t rows, float (*to)[BLOCK], int half) {
+    switch (p->kind) {
+    case PLAIN: (half ? plain_bf16 : plain_f32)(p, block, x, rows, to); break;
+    case INT8: (half ? int8_bf16 : int8_f32)(p, block, x, rows, to); break;
+    case INT4: (half ? int4_bf16 : int4_f32)(p, block, x, rows, to); break;
+    }
+    int64_t count = p->outputs - block * BLOCK;
+    if (count > BLOCK) count = BLOCK;
+    if (p->bias)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < count; j++) to[r][j] += p->bias[block * BLOCK + j];
+    return count;
+}
+
+INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }
+
+enum { STORE, ADD, LOGITS };
+
+/* x [rows, I] -> float32 [rows, O], stored or added; LOGITS: T [rows, O]. To be called by all threads. */
+INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int how, int half) {
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks(p); block++) {
+        float sums[MOST_ROWS][BLOCK];
+        int64_t count = multiply(p, block, x, rows, sums, half);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < count; j += 16) {
+                int64_t place = r * p->outputs + block * BLOCK + j;
+                __m512 sum = _mm512_loadu_ps(sums[r] + j);
+                if (how == ADD) sum = _mm512_add_ps(sum, load(to, place, first(count - j), 0));
+                store(to, place, sum, first(count - j), how == LOGITS && half);
+            }
+    }
+}
+
+/* x [rows, E] -> T [rows, I]: silu(x gate') * (x up') */
+INLINE void gated(const Product *gate, const Product *up, const void *x, int64_t rows, void *to, int half) {
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks(gate); block++) {
+        float gates[MOST_ROWS][BLOCK], ups[MOST_ROWS][BLOCK];
+        int64_t count = multiply(gate, block, x, rows, gates, half);
+        multiply(up, block, x, rows, ups, half);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < count; j += 16) {
+                __m512 v = _mm512_loadu_ps(gates[r] + j), one = _mm512_set1_ps(1);
+                __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), v)));
+                v = _mm512_mul_ps(_mm512_div_ps(v, below), _mm512_loadu_ps(ups[r] + j));
+                store(to, r * gate->outputs + block * BLOCK + j, v, first(count - j), half);
+            }
+    }
+}
+
+/* ---- Attention ---- */
+
+/* Normalise and rotate the queries and keys of all tokens; queries stay, keys and values go to their slots. */
+INLINE void place(const Model *m, const Layer *l, int64_t rows, const float *cosines, const float *sines,
+                  const int64_t *slots, int half) {
+    const int64_t size = m->size, middle = size / 2, rotated = m->queries + m->keys, heads = rotated + m->keys;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < rows * heads; item++) {
+        const int64_t row = item / heads, head = item % heads;
+        float *x = m->qkv + item * size;
+        const float *cosine = cosines + row * size, *sine = sines + row * size;
+        if (head < rotated) {
+            if (l->head_norm) rms_norm(x, l->head_norm + head * size, l->head_epsilon, size, x, 0);
+            for (int64_t i = 0; i < middle; i += 16) {
+                __mmask16 mask = first(middle - i);
+                __m512 a = load(x, i, mask, 0), b = load(x, i + middle, mask, 0);
+                __m512 one = _mm512_mul_ps(a, load(cosine, i, mask, 0));
+                __m512 other = _mm512_mul_ps(b, load(cosine, i + middle, mask, 0));
+                store(x, i, _mm512_fnmadd_ps(b, load(sine, i, mask, 0), one), mask, 0);
+                store(x, i + middle, _mm512_fmadd_ps(a, load(sine, i + middle, mask, 0), other), mask, 0);
+            }
+        }
+        if (head >= m->queries) {
+            int64_t to = ((head - m->queries) * l->num_blocks * m->block_size + slots[row]) * size;
+            for (int64_t i = 0; i < size; i += 16) {
+                __mmask16 mask = first(size - i);
+                store(l->pool, to + i, load(x, i, mask, 0), mask, half);
+            }
+        }
+    }
+}
+
+INLINE __m512 interleaved_sum(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+
+INLINE __m512 quarters_sum(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+/* The sums of 16 vectors, in their order: 45 operations, where 16 times `_mm512_reduce_add_ps` takes 112. */
+INLINE __m512 sums_of(const __m512 v[16]) {
+    __m512 quads[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* lane 4 q + j: a part of the sum of v[4 i + j] */
+        __m512 a = interleaved_sum(v[4 * i], v[4 * i + 2]), b = interleaved_sum(v[4 * i + 1], v[4 * i + 3]);
+        quads[i] = interleaved_sum(a, b);
+    }
+    return quarters_sum(quarters_sum(quads[0], quads[1]), quarters_sum(quads[2], quads[3]));
+}
+
+/* T [count, size] -> [count, stride], zeros behind each. */
+INLINE void spread(const void *pool, int64_t from, int64_t count, int64_t size, int64_t stride, float *to, int half) {
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t i = 0; i < size; i += 16)
+            _mm512_storeu_ps(to + j * stride + i, load(pool, from + j * size + i, first(size - i), half));
+}
+
+/* Each token's queries over the keys up to its own, read where they lie, 16 at a time -> T `mixed` [rows, Hq D]. */
+INLINE void attend(const Model *m, const Layer *l, int64_t rows, const Places *places, int64_t size, int half) {
+    const int64_t group = m->queries / m->keys, heads = m->queries + 2 * m->keys;
+    const int64_t stride = (size + 63) / 64 * 64, behind = m->keys * l->num_blocks * m->block_size * size;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < rows * m->keys; item++) {
+        const int64_t row = item / m->keys, head = item % m->keys, length = places->lengths[row];
+        const float *queries = m->qkv + (row * heads + head * group) * size;
+        const int64_t *table = places->tables + row * places->width;
+        float keys[16 * stride], values[16 * stride], sums[group * stride]; /* sums of values by their shares */
+        float most[group]; /* the largest score of each query */
+        __m512 total[group], shares[group], fades[group]; /* of e^(score - most), in 16 parts */
+        for (int64_t g = 0; g < group; g++) most[g] = -INFINITY, total[g] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < group * stride; i++) sums[i] = 0;
+        int64_t count, key = length > l->window ? length - l->window : 0;
+        for (; key < length; key += count) {
+            const int64_t inside = key % m->block_size;
+            count = m->block_size - inside < 16 ? m->block_size - inside : 16;
+            if (count > length - key) count = length - key;
+            const int64_t start = ((head * l->num_blocks + table[key / m->block_size]) * m->block_size + inside) * size;
+            if (key + count < length) { /* what follows lies elsewhere */
+                const int64_t after = head * l->num_blocks + table[(key + count) / m->block_size];
+                const char *next = (const char *)l->pool + after * m->block_size * size * (half ? 2 : 4);
+                for (int64_t i = 0; i < 16 * size * (half ? 2 : 4); i += 64) {
+                    _mm_prefetch(next + i, _MM_HINT_T0);
+                    _mm_prefetch(next + behind * (half ? 2 : 4) + i, _MM_HINT_T0);
+                }
+            }
+            spread(l->pool, start, count, size, stride, keys, half);
+            spread(l->pool, start + behind, count, size, stride, values, half);
+            for (int64_t g = 0; g < group; g++) { /* three loops: each alone has what the processor can do meanwhile */
+                __m512 products[16];
+#pragma GCC unroll 16
+                for (int j = 0; j < 16; j++) products[j] = _mm512_setzero_ps();
+                for (int64_t i = 0; i < size; i += 16) {
+                    __m512 query = load(queries, g * size + i, first(size - i), 0);
+#pragma GCC unroll 16
+                    for (int j = 0; j < 16; j++) /* beyond `count` there is anything, and it is left out */
+                        products[j] = _mm512_fmadd_ps(query, _mm512_loadu_ps(keys + j * stride + i), products[j]);
+                }
+                __m512 scores = _mm512_mul_ps(sums_of(products), _mm512_set1_ps(l->scaling));
+                shares[g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first(count), scores);
+            }
+            for (int64_t g = 0; g < group; g++) {
+                float now = fmaxf(most[g], _mm512_reduce_max_ps(shares[g]));
+                fades[g] = exponential(_mm512_set1_ps(most[g] - now));
+                shares[g] = exponential(_mm512_sub_ps(shares[g], _mm512_set1_ps(now)));
+                total[g] = _mm512_fmadd_ps(total[g], fades[g], shares[g]);
+                most[g] = now;
+            }
+            for (int64_t g = 0; g < group; g++)
+                for (int64_t i = 0; i < stride; i += 64) {
+                    __m512 parts[4];
+                    for (int k = 0; k < 4; k++)
+                        parts[k] = _mm512_mul_ps(fades[g], _mm512_loadu_ps(sums + g * stride + i + 16 * k));
+                    for (int64_t j = 0; j < count; j++)
+                        for (int k = 0; k < 4; k++)
+                            parts[k] = _mm512_fmadd_ps(_mm512_set1_ps(((float *)&shares[g])[j]),
+                                                       _mm512_loadu_ps(values + j * stride + i + 16 * k), parts[k]);
+                    for (int k = 0; k < 4; k++) _mm512_storeu_ps(sums + g * stride + i + 16 * k, parts[k]);
+                }
+        }
+        for (int64_t g = 0; g < group; g++) {
+            __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total[g]));
+            for (int64_t i = 0; i < size; i += 16) {
+                __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + g * stride + i), scale);
+                store(m->mixed, (row * m->queries + head * group + g) * size + i, v, first(size - i), half);
+            }
+        }
+    }
+}
+
+/* ---- What is called from outside ---- */
+
+INLINE void norms(const Model *m, const float *x, const float *weight, float epsilon, int64_t rows, int half) {
+    const int64_t E = m->embedding;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        rms_norm(x + r * E, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
+}
+
+INLINE void run(const Model *m, float *x, int64_t rows, const float *cosines, const float *sines,
+                const Places *places, const int64_t *keep, int64_t kept, void *logits, int half) {
+    const int64_t E = m->embedding;
+    for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++) {
+        norms(m, x, l->attention_norm, l->epsilon, rows, half);
+        product(&l->qkv, m->input, rows, m->qkv, STORE, half);
+        place(m, l, rows, cosines, sines, places[l->group].slots, half);
+        if (m->size == 64) attend(m, l, rows, &places[l->group], 64, half);
+        else if (m->size == 128) attend(m, l, rows, &places[l->group], 128, half);
+        else attend(m, l, rows, &places[l->group], m->size, half);
+        product(&l->output, m->mixed, rows, x, ADD, half);
+        norms(m, x, l->mlp_norm, l->mlp_epsilon, rows, half);
+        gated(&l->gate, &l->up, m->input, rows, m->gated, half);
+        product(&l->down, m->gated, rows, x, ADD, half);
+    }
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < kept; r++)
+        rms_norm(x + keep[r] * E, m->norm, m->epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
+    product(&m->head, m->input, kept, logits, LOGITS, half);
+}
+
+/* x [rows, E], the embedded tokens, is overwritten. Cosines and sines [rows, D]; places of each group of layers; the
+   logits of the tokens `keep`, T [kept, V]. */
+void step(const Model *m, float *x, int64_t rows, const float *cosines, const float *sines, const Places *places,
+          const int64_t *keep, int64_t kept, void *logits) {
+#pragma omp parallel num_threads(m->threads)
+    {
+        if (m->half) run(m, x, rows, cosines, sines, places, keep, kept, logits, 1);
+        else run(m, x, rows, cosines, sines, places, keep, kept, logits, 0);
+    }
+}
+
+/* T [rows, I] -> T [rows, O], at most MOST_ROWS. */
+void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int64_t half, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        if (half) product(p, x, rows, to, LOGITS, 1);
+        else product(p, x, rows, to, LOGITS, 0);
+    }
+}
+
+/* A quantised weight in oneDNN's layout: of INT8 the levels, of INT4 the numbers. */
+void expand(const Product *p, void *to, int64_t half, int64_t threads) {
+    const int64_t num_pairs = padded(p, half) / 2, bytes = pair_bytes(p->kind, half), width = half ? 2 : 4;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t item = 0; item < blocks(p) * num_pairs; item++) {
+        const int64_t block = item / num_pairs, i = item % num_pairs;
+        const uint8_t *scales = (const uint8_t *)p->scales + (block * num_pairs + i) / (GROUP / 2) * 2 * BLOCK * width;
+        uint8_t *line = (uint8_t *)to + item * 2 * BLOCK * width;
+        __m512i pair[4];
+        pairs((const uint8_t *)p->weight + item * bytes, p->kind, pair);
+        for (int j = 0; j < 4; j++) {
+            __m512 even = second(pair[j], 0), odd = second(pair[j], 1);
+            if (p->kind == INT4) {
+                __m512 scale = load(scales, 16 * j, 0xffff, half), zero = load(scales, BLOCK + 16 * j, 0xffff, half);
+                even = _mm512_fmadd_ps(even, scale, zero), odd = _mm512_fmadd_ps(odd, scale, zero);
+            }
+            if (half) {
+                __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+                __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
+                _mm512_storeu_si512(line + 64 * j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            } else {
+                store(line, 16 * j, even, 0xffff, 0), store(line, BLOCK + 16 * j, odd, 0xffff, 0);
+            }
+        }
+    }
+}

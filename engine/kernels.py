@@ -1,0 +1,168 @@
+"""`kernels.c`, compiled for this machine at the first use and kept: what it offers, or None where it cannot be had.
+
+The compiled code computes with the threads that torch has: its OpenMP must be the library that torch loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 256
+"""Rows of a product, and tokens of a step: as in the source."""
+
+BLOCK = 64
+"""Outputs that lie together in a weight."""
+
+PLAIN, INT8, INT4 = range(3)
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_NEEDED = {"avx512_bf16", "avx512vbmi", "avx512vl", "avx512bw"}
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+_log = logging.getLogger(__name__)
+
+
+class Product(ctypes.Structure):
+    """A weight as the kernels read it; `tensors` are those that its addresses lie in."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("weight", "scales", "bias")),
+        *((name, _INT) for name in ("inputs", "outputs", "kind")),
+    ]
+    tensors: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], kind: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Self:
+        """`shape` [O, I]; `weight` may be oneDNN's."""
+        bias = None if bias is None else bias.float()
+        address = torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()
+        others = (None if tensor is None else tensor.data_ptr() for tensor in (scales, bias))
+        product = cls(address, *others, shape[1], shape[0], kind)
+        product.tensors = weight, scales, bias
+        return product
+
+
+class Kernels:
+    """The loaded library. Numbers are bfloat16 or float32; rows MOST_ROWS at the most."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        library.step.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _POINTER]
+        library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT]
+        library.expand.argtypes = [_POINTER, _POINTER, _INT, _INT]
+        for function in (library.step, library.multiply_rows, library.expand):
+            function.restype = None
+
+    def multiply(self, product: Product, x: Tensor) -> Tensor:
+        """[T, I] → [T, O]"""
+        x, result = x.contiguous(), x.new_empty((len(x), product.outputs))
+        arguments = len(x), result.data_ptr(), x.dtype == torch.bfloat16, torch.get_num_threads()
+        self.library.multiply_rows(ctypes.byref(product), x.data_ptr(), *arguments)
+        return result
+
+    def expand(self, product: Product, packed: Tensor, dtype: torch.dtype) -> None:
+        """Fill oneDNN's weight `packed` of the same shape with the numbers, int8 without their scales."""
+        address = torch.ops.mkldnn.data_ptr(packed)
+        self.library.expand(ctypes.byref(product), address, dtype == torch.bfloat16, torch.get_num_threads())
+
+    def agree(self, product: Product, packed: Tensor, dtype: torch.dtype, other: Callable[[Tensor], Tensor]) -> bool:
+        """Whether `packed` has the room of the layout that we know, and `other`, which multiplies by it, says the same.
+
+        Nobody promises oneDNN's layout to us, and it differs: a single output's weight in float32 has no blocks.
+        """
+        unit = {torch.bfloat16: 32, torch.float32: 16}.get(dtype)  # inputs are padded to
+        if unit is None or product.inputs % 2:
+            return False
+        room = -(-product.outputs // BLOCK) * BLOCK * -(-product.inputs // unit) * unit * dtype.itemsize
+        if torch.ops.mkldnn._nbytes(packed) != room:
+            return False
+        x = torch.randn((1, product.inputs), generator=torch.Generator().manual_seed(0)).to(dtype)
+        one, expected = self.multiply(product, x).float(), other(x).float()
+        return bool((one - expected).norm() <= 0.01 * expected.norm())
+
+
+def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels | None:
+    """Compile unless the cache has it, and load; None, with a line in the log, where that fails."""
+    flags = _cpu_flags()
+    if not set(flags.split()) >= _NEEDED:
+        _log.info("no compiled kernels: they are for CPUs with AVX512-BF16")
+        return None
+    try:
+        return Kernels(_load(compiler, cache or _cache(), flags))
+    except FileNotFoundError as error:
+        reason, remedy = f"{error.filename} is not there", "install a C compiler, such as gcc"
+    except subprocess.SubprocessError as error:
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        reason, remedy = f"{compiler} failed ({lines[0] if lines else error})", "install gcc 11 or newer"
+    except OSError as error:
+        reason, remedy = str(error), "let XDG_CACHE_HOME name a directory that can be written"
+    _log.warning("decoding goes on without compiled kernels, at about two thirds of the speed: %s; %s", reason, remedy)
+    return None
+
+
+def _cpu_flags() -> str:
+    try:
+        match = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return match[1] if match else ""
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def _load(compiler: str, cache: Path, flags: str) -> ctypes.CDLL:
+    version = _run([compiler, "--version"])
+    parts = (version, flags, *_FLAGS, torch.__version__)
+    name = hashlib.sha256(_SOURCE.read_bytes() + "\n".join(parts).encode()).hexdigest()[:16]
+    path = cache / f"kernels-{name}.so"
+    if not _is_whole(path):
+        _compile(compiler, path)
+    runtimes = _runtimes()
+    library = ctypes.CDLL(str(path))
+    if own := _runtimes() - runtimes:
+        raise OSError(f"{', '.join(sorted(own))} stands beside torch's OpenMP")
+    return library
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Whoever else does the same at the same time writes the same."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        built = Path(directory) / path.name
+        _run([compiler, *_FLAGS, "-o", str(built), str(_SOURCE), "-lm"])
+        with built.open("ab") as file:  # loaders ignore what follows
+            file.write(hashlib.sha256(built.read_bytes()).digest())
+        built.replace(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """To load a library that was cut off may end the process."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def _runtimes() -> set[str]:
+    """The OpenMP libraries in this process."""
+    return set(re.findall(r"/\S*lib(?:g|i)?omp\S*", Path("/proc/self/maps").read_text()))
