@@ -32,7 +32,7 @@ from .engine import BACKENDS, InferenceEngine, resolve_model
 from .engine.cpu import available_cores, prepare_worker
 from .engine.models import read_model_info
 from .engine.weights import count_parameters
-from .schemas.errors import BrokerUnavailable, ConfigurationError, Overloaded, StartupError
+from .schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard
 from .stages import Pipe, Runner, Stage
@@ -149,16 +149,15 @@ async def _bridge(pipe: Pipe, listener: socket.socket, stopping: asyncio.Event) 
             application,
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=round(pipe.settings.drain_timeout) + 5,
+            timeout_graceful_shutdown=5,
             timeout_keep_alive=75,
         )
     )
 
     async def stop() -> None:
         await stopping.wait()
+        await bridge.drain(pipe.settings.drain_timeout)  # meanwhile whoever comes is told so, and not left to a reset
         server.should_exit = True
-        await asyncio.sleep(pipe.settings.drain_timeout)
-        await bridge.shut(Overloaded("Penstock is shutting down.", code="shutting_down", retry_after=5.0))
 
     stopper = asyncio.create_task(stop())
     try:
@@ -179,7 +178,8 @@ async def _worker(settings: Settings, name: str) -> None:
     from .stages.infer import Infer
 
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
-    config = EngineConfig(**{name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"})
+    own = {"model": settings.model or "echo", "max_batch_size": settings.max_batch_size + settings.reserve}
+    config = EngineConfig(**{name: getattr(settings, name) for name in shared} | own)
     prepare_worker(settings.threads or _threads(settings))
     log.info("loading", model=config.model, backend=config.backend)
     engine = await asyncio.to_thread(InferenceEngine, config)
@@ -197,6 +197,8 @@ async def _worker(settings: Settings, name: str) -> None:
             ),
             capacity=settings.max_batch_size,
             pid=os.getpid(),
+            incarnation=uuid.uuid4().hex,
+            host=socket.gethostname(),
         )
         async with _pipe(settings, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
             runner = Runner(Infer(pipe, engine, card), pipe)
@@ -246,7 +248,8 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
             settings.job_stages,
             jobs_limit=settings.jobs_limit,
             queue_limit=settings.queue_limit,
-            workers_ttl=5 * settings.heartbeat_interval,
+            tenant_limit=settings.tenant_limit,
+            workers_ttl=3 * settings.heartbeat_interval,
         )
         await broker.ensure(streams, buckets)
         subjects = Subjects(settings.namespace)

@@ -1,12 +1,13 @@
 """An HTTP answer made of a request's events: its status waits for the first one, its end for the last.
 
-A client that leaves, at whatever moment, cancels its request.
+A client that leaves, at whatever moment, cancels its request, unless it has said that it will come back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import abstractmethod
 from typing import Any
 
 import orjson
@@ -15,11 +16,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..schemas.errors import PayloadTooLarge
-from ..schemas.events import Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
+from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Queued, Token
 from .bridge import Reading
 from .rendering import Renderer, error_message, error_payload
+from .resuming import Progress, invalid_event_id
 
-PING = b": ping\n\n"
 FOR_EVER = 1e9  # seconds
 
 
@@ -31,19 +32,17 @@ def error_response(error: ErrorBody, request: str | None = None) -> Response:
     return Response(orjson.dumps(error_payload(error)), error.status, headers=headers, media_type="application/json")
 
 
-class Answer(Response):
-    """Streams a request's events as SSE, or collects them into one JSON body."""
+class EventStream(Response):
+    """Sends a request's events as SSE. What they look like is a subclass's to say, and how a refusal is told."""
 
-    def __init__(self, reading: Reading, renderer: Renderer, *, streaming: bool, keepalive: float) -> None:
+    def __init__(self, reading: Reading, *, keepalive: float, progress: Progress | None) -> None:
         super().__init__()
         self._reading = reading
-        self._renderer = renderer
-        self._streaming = streaming
         self._keepalive = keepalive
+        self._progress = progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._stream if self._streaming else self._collect
-        answering = asyncio.create_task(answer(scope, receive, send))
+        answering = asyncio.create_task(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -53,43 +52,125 @@ class Answer(Response):
             for task in (answering, leaving):
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
-            self._reading.close()
-            if not self._reading.ended:
-                await self._reading.cancel()
+            self._reading.leave()
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = await self._reading.take(FOR_EVER)
-        if error := next((found for event in events if (found := _error(event))), None):
+    @abstractmethod
+    def _chunks(self, event: Event) -> list[bytes]:
+        """The SSE messages for one event."""
+
+    def _refusal(self, event: Event) -> ErrorBody | None:
+        """What is answered with a status of its own, if this is among the first events."""
+        return None
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while True:
+            events = await self._reading.take(FOR_EVER)
+            error = next((found for event in events if (found := self._refusal(event))), None)
+            body += self._render(events)
+            reached = self._progress is None or self._progress.reached
+            if not reached and not error and self._reading.ended:
+                error = ErrorBody.of(invalid_event_id("The stream does not go as far as Last-Event-ID says."))
+            if reached or error:  # else what the client had last may still be on its way to the stream
+                break
+        if error is not None:
             await error_response(error, self._reading.request)(scope, receive, send)
             return
         await send(self._opening("text/event-stream", {"cache-control": "no-cache", "x-accel-buffering": "no"}))
         while True:
-            body = b"".join(chunk for event in events for chunk in self._render(event))
             more = not self._reading.ended
-            if body or not more or not events:
-                # Nothing to say for a while: a comment keeps proxies and clients from giving up.
-                await send({"type": "http.response.body", "body": body if events else PING, "more_body": more})
+            if body or not more:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
             if not more:
                 return
             events = await self._reading.take(self._keepalive)
+            # Nothing to say for a while: a comment keeps proxies and clients from giving up.
+            body = self._render(events) if events else self._comment("ping")
 
-    def _render(self, event: Event) -> list[bytes]:
+    def _render(self, events: list[Event]) -> bytes:
+        # Of the places in a queue, only the newest is news.
+        return b"".join(
+            chunk
+            for event in events
+            if not isinstance(event, Queued) or event is events[-1]
+            for chunk in self._chunks(event)
+        )
+
+    def _comment(self, text: str) -> bytes:
+        # The official client keeps an id, as the standard says, but then takes the blank line behind a comment for a
+        # message without data, and fails. No blank line is needed: it skips the comment as a part of the next message.
+        return f": {text}\n".encode() + (b"" if self._progress else b"\n")
+
+    def _identified(self, message: bytes) -> bytes:
+        return message if self._progress is None else f"id: {self._progress.id}\n".encode() + message
+
+    def _opening(self, media_type: str, headers: dict[str, str]) -> dict[str, Any]:
+        every = {"content-type": media_type, "x-request-id": self._reading.request, **headers}
+        return {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(name.encode(), value.encode()) for name, value in every.items()],
+        }
+
+
+class Answer(EventStream):
+    """OpenAI's answer: SSE with `streaming`, or one JSON body. `status`: news are messages and not comments."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        renderer: Renderer,
+        *,
+        streaming: bool,
+        keepalive: float,
+        progress: Progress | None,
+        status: bool,
+    ) -> None:
+        super().__init__(reading, keepalive=keepalive, progress=progress)
+        self._renderer = renderer
+        self._streaming = streaming
+        self._status = status
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (super()._answer if self._streaming else self._collect)(scope, receive, send)
+
+    def _refusal(self, event: Event) -> ErrorBody | None:
+        return _error(event)
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        progress, renderer = self._progress, self._renderer
         match event:
+            case Accepted():
+                renderer.begin(event)
+            case Queued(position=position) if self._status:
+                return [b"event: status\ndata: " + orjson.dumps({"type": "queued", "position": position}) + b"\n\n"]
+            case Queued(position=position):
+                return [self._comment(f"queued {position}")]
             case Token():
-                return list(self._renderer.chunks(event))
+                if progress is None:
+                    return list(renderer.chunks(event))
+                had, news = progress.split(event)
+                if had is not None:
+                    list(renderer.chunks(had))  # so that it knows what came before
+                return [self._identified(chunk) for chunk in renderer.chunks(news)] if news is not None else []
             case Done():
-                return list(self._renderer.end(event))
+                *usage, end = renderer.end(event)
+                if progress is not None:
+                    usage = [] if progress.usage_sent else usage
+                    progress.usage_sent = True
+                return [*map(self._identified, usage), end]
             case Failed() | Expired() | Cancelled():
                 error = _error(event)
                 return [error_message(error)] if error else []
-            case _:
-                return []
+        return []
 
     async def _collect(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens: list[Token] = []
         while True:
             for event in await self._reading.take(FOR_EVER):
-                if isinstance(event, Token):
+                if isinstance(event, Accepted):
+                    self._renderer.begin(event)
+                elif isinstance(event, Token):
                     tokens.append(event)
                 elif error := _error(event):
                     await error_response(error, self._reading.request)(scope, receive, send)
@@ -99,14 +180,6 @@ class Answer(Response):
                     await send(self._opening("application/json", {"content-length": str(len(body))}))
                     await send({"type": "http.response.body", "body": body})
                     return
-
-    def _opening(self, media_type: str, headers: dict[str, str]) -> dict[str, Any]:
-        every = {"content-type": media_type, "x-request-id": self._reading.request, **headers}
-        return {
-            "type": "http.response.start",
-            "status": 200,
-            "headers": [(name.encode(), value.encode()) for name, value in every.items()],
-        }
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -1,74 +1,159 @@
 """The way from a request to its events and back: publishes jobs, and reads each one's events once, in order.
 
-Knows the broker and nothing of HTTP; `penstock submit` reads the same way. Events are heard live on one wildcard
-subscription; what was missed, in an outage or a change of publisher, is read back from the stream.
+Knows the broker and nothing of HTTP; `penstock submit` reads the same way. Events are heard live, on one wildcard
+subscription for the requests that were opened here and on one each for those that may have been opened elsewhere; what
+was missed, in an outage or a change of publisher, is read back from the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
 from ..schemas import codec
-from ..schemas.errors import BrokerUnavailable, Overloaded, Refusal, StreamFull
-from ..schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, Token
-from ..schemas.jobs import Job, Priority
-from ..streams.port import DEADLINE, SCHEMA, Broker, Message
+from ..schemas.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    Overloaded,
+    QuotaExceeded,
+    Refusal,
+    StreamFull,
+    StreamNotFound,
+)
+from ..schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, Queued, Token
+from ..schemas.jobs import TOKEN_PATTERN, Job, Priority
+from ..streams.port import DEADLINE, SCHEMA, Broker, Message, Subscription
 from ..streams.topology import Subjects
+from .admission import Gate
 
 log = structlog.get_logger(__name__)
 
 SILENCE = 5.0  # seconds without an event before the stream is asked whether one was missed
+GRACE = 2.0  # seconds after a deadline in which the stages may say so themselves
+CANCELS = 5  # times that a request is asked to stop, a second apart: a stage that restarts does not hear it
 
 
 class Bridge:
-    """One listener with a name of its own; requests opened here answer here."""
+    """One listener with a name of its own; requests opened here answer here, and any may be followed."""
 
     def __init__(self, broker: Broker, subjects: Subjects, name: str | None = None) -> None:
         self.name = name or f"b{secrets.token_hex(8)}"
-        self._broker = broker
-        self._subjects = subjects
-        self._readings: dict[str, Reading] = {}
+        self.draining = False  # set by drain
+        self.broker = broker
+        self.subjects = subjects
+        self._gate = Gate()
+        self._open: set[Reading] = set()
+        self._heard: dict[str, Reading] = {}  # by request: those that live on our own wildcard
+        self._idle = asyncio.Event()  # nothing is open; set by _closed
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        await self._broker.listen(self._subjects.events_of(self.name), self._hear)
+        await self.broker.listen(self.subjects.events_of(self.name), self._hear)
+        await self._gate.start(self.broker, self.subjects)
 
-    async def open(self, job: Job, *, priority: Priority, tenant: str, deadline: float | None = None) -> Reading:
-        """Publish a job, which must name this bridge and have an id. Raises `Overloaded` where it is not taken."""
+    def admit(self, priority: Priority) -> None:
+        """Raises `Overloaded` where a request of this priority would be refused; asks nobody."""
+        if self.draining:
+            raise _leaving()
+        self._gate.check(priority)
+
+    async def open(
+        self,
+        job: Job,
+        *,
+        priority: Priority,
+        tenant: str,
+        deadline: float | None = None,
+        kept: bool = False,
+        shared: bool = False,
+    ) -> Reading:
+        """Publish a job, which must name this bridge and have an id; `deadline` in Unix seconds.
+
+        `kept`: it goes on though its reader leaves. `shared`: another bridge may publish it too, and get the events.
+        Raises `Overloaded` or `QuotaExceeded` where it is not taken, and `BrokerUnavailable`.
+        """
         assert job.id is not None and job.bridge == self.name
-        subject = self._subjects.events(tenant, self.name, job.id)
-        reading = Reading(self._broker, job.id, subject, self._subjects.cancel(job.id), self._close)
-        self._readings[job.id] = reading
+        self.admit(priority)
+        reading = await self._reading(job.id, tenant, deadline, kept=kept or shared, shared=shared)
         headers = {SCHEMA: codec.JOB} | ({DEADLINE: f"{deadline:.3f}"} if deadline else {})
         try:
-            await self._broker.publish(
-                self._subjects.jobs(priority, tenant), codec.encode(job), message_id=job.id, headers=headers
+            await self.broker.publish(
+                self.subjects.jobs(priority, tenant), codec.encode(job), message_id=job.id, headers=headers
             )
-        except StreamFull:
-            self._close(job.id)
-            raise Overloaded("Too many requests are waiting to be looked at.", retry_after=1.0) from None
-        except BrokerUnavailable:
-            self._close(job.id)
-            raise Overloaded("The message broker does not answer.", code="broker_away", retry_after=2.0) from None
-        except BaseException:
-            self._close(job.id)
+        except BaseException as error:
+            reading.close()
+            match error:
+                case StreamFull(per_subject=True):
+                    raise QuotaExceeded("Too many requests of yours wait to be looked at.", retry_after=1.0) from None
+                case StreamFull():
+                    raise Overloaded("Too many requests are waiting to be looked at.", retry_after=1.0) from None
             raise
         return reading
 
-    async def shut(self, refusal: Refusal) -> None:
-        """End every open reading with this, and stop what it asked for: the process is about to go."""
-        for reading in list(self._readings.values()):
-            reading.end(refusal)
-            await reading.cancel()
+    async def follow(self, request: str, tenant: str, *, deadline: float | None = None) -> Reading:
+        """Read a request's events from the first one on, whichever bridge it was opened at.
 
-    def _close(self, request: str) -> None:
-        self._readings.pop(request, None)
+        Raises `StreamNotFound` where there are none, or not from the first one on, and `BrokerUnavailable`.
+        """
+        if self.draining:
+            raise _leaving()
+        if re.fullmatch(TOKEN_PATTERN, request):
+            reading = await self._reading(request, tenant, deadline, kept=True, shared=True)
+            with contextlib.ExitStack() as undo:
+                undo.callback(reading.close)
+                if await reading.restore():
+                    undo.pop_all()
+                    return reading
+        raise StreamNotFound("There is no such request, or its events are kept no more.")
+
+    async def drain(self, patience: float) -> None:
+        """Take nothing new and let what is open end; what still is after `patience` seconds is told to go elsewhere."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                while self._open:
+                    self._idle.clear()
+                    await self._idle.wait()
+        for reading in list(self._open):
+            reading.end(_leaving())
+            if not reading.kept:
+                await reading.ask_to_stop()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what nobody waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reading(self, request: str, tenant: str, deadline: float | None, *, kept: bool, shared: bool) -> Reading:
+        at = self.subjects.events_at(tenant, request)
+        reading = Reading(self, request, at if shared else self.subjects.events(tenant, self.name, request), kept)
+        if shared:
+            await reading.listen()
+        else:
+            self._heard[request] = reading
+        self._open.add(reading)
+        if deadline is not None:
+            reading.expire_at(deadline)
+        return reading
+
+    def closed(self, reading: Reading) -> None:
+        """A reading tells that it is."""
+        self._open.discard(reading)
+        if self._heard.get(reading.request) is reading:
+            del self._heard[reading.request]
+        if not self._open:
+            self._idle.set()
 
     def _hear(self, message: Message) -> None:
-        reading = self._readings.get(message.subject.rpartition(".")[2])
+        reading = self._heard.get(message.subject.rpartition(".")[2])
         if reading is not None:
             reading.feed(message)
 
@@ -76,31 +161,42 @@ class Bridge:
 class Reading:
     """The events of one request: every one once, tokens in order, the final one last."""
 
-    def __init__(
-        self, broker: Broker, request: str, subject: str, cancel_subject: str, on_close: Callable[[str], None]
-    ) -> None:
+    def __init__(self, bridge: Bridge, request: str, subject: str, kept: bool) -> None:
         self.request = request
+        self.kept = kept
         self.ended = False  # the final event was taken; set by take
-        self._broker = broker
+        self.final: Event | None = None  # set by feed and end
+        self._bridge = bridge
+        self._broker = bridge.broker
         self._subject = subject
-        self._cancel_subject = cancel_subject
-        self._on_close = on_close
+        self._listening: Subscription | None = None  # set by listen
+        self._expiry: asyncio.TimerHandle | None = None  # set by expire_at
         self._ready: list[Event] = []
         self._news = asyncio.Event()
         self._next: dict[int, int] = {}  # choice → index of its next token
         self._accepted = False
-        self._final: Event | None = None
+        self._finished: set[int] = set()  # choices
         self._missed = False
+
+    async def listen(self) -> None:
+        """Hear what another bridge may have asked for; what was said before is missed, and asked for by `take`."""
+        self._listening = await self._broker.listen(self._subject, self.feed)
+        self._missed = True
 
     def feed(self, message: Message) -> None:
         """Hear one event: repetitions are dropped, a gap is noted and filled by the next `take`."""
-        if self._final is not None:
+        if self.final is not None:
             return
+        self._subject = message.subject  # a wildcard, which it may have been, costs the broker ten times as much
         event = codec.decode_event(message.data)
         match event:
             case Token():
                 place = self._next.get(event.choice, 0)
-                if event.index == place:
+                if event.choice in self._finished:
+                    pass
+                elif event.index == place:
+                    if event.finish_reason is not None:
+                        self._finished.add(event.choice)
                     self._next[event.choice] = place + len(event.token_ids)
                     self._ready.append(event)
                 elif event.index > place:
@@ -109,10 +205,14 @@ class Reading:
                 if not self._accepted:
                     self._accepted = True
                     self._ready.append(event)
-            case Done(usage=usage) | Cancelled(usage=usage) if usage.completion_tokens > sum(self._next.values()):
+            case Done(finish_reasons=reasons) if len(reasons) > len(self._finished):
                 self._missed = True
+            case Cancelled(usage=usage) if usage.completion_tokens > sum(self._next.values()):
+                self._missed = True
+            case Queued() if message.sequence:
+                pass  # old news, read back
             case _ if isinstance(event, FINAL):
-                self._final = event
+                self.final = event
                 self._ready.append(event)
             case _:
                 self._ready.append(event)
@@ -120,9 +220,9 @@ class Reading:
 
     def end(self, refusal: Refusal) -> None:
         """Stop reading: what `take` gives last is this."""
-        if self._final is None:
-            self._final = Failed(self.request, ErrorBody.of(refusal))
-            self._ready.append(self._final)
+        if self.final is None:
+            self.final = Failed(self.request, ErrorBody.of(refusal))
+            self._ready.append(self.final)
             self._news.set()
 
     async def take(self, patience: float) -> list[Event]:
@@ -143,22 +243,71 @@ class Reading:
             except TimeoutError:
                 self._missed = True  # perhaps; asking costs a millisecond
         events, self._ready = self._ready, []
-        self.ended = self._final is not None
+        self.ended = self.final is not None
         return events
 
+    async def restore(self) -> bool:
+        """Take in what is stored; False where that does not begin at the beginning. Raises `BrokerUnavailable`."""
+        stored = await self._broker.replay("EVENTS", self._subject)
+        for _ in range(2):  # after an outage, two events may be stored in the wrong order
+            for message in stored:
+                self.feed(message)
+        self._missed = False  # what is still missing is asked for again after a silence
+        return self._accepted or bool(self._next) or self.final is not None
+
     async def cancel(self) -> None:
-        """Ask whoever has the request to stop; the final event then says so."""
-        await self._broker.notify(self._cancel_subject, b"")
+        """Ask whoever has the request to stop, until the final event, which then says so, is taken."""
+        clock = asyncio.get_running_loop().time
+        for _ in range(CANCELS):
+            await self.ask_to_stop()
+            until = clock() + 1.0
+            while clock() < until:
+                await self.take(until - clock())
+                if self.ended:
+                    return
+
+    async def ask_to_stop(self) -> None:
+        await self._broker.notify(self._bridge.subjects.cancel(self.request), b"")
+
+    def expire_at(self, deadline: float) -> None:
+        """End it soon after `deadline` (Unix seconds) should nobody else have: all stages may be dead."""
+        wait = max(0.0, deadline + GRACE - time.time())
+        self._expiry = asyncio.get_running_loop().call_later(wait, self._expire)
+
+    def leave(self) -> None:
+        """The reader goes. Unless it has seen the end or the request is kept for it, the request is cancelled."""
+        if self.ended or self.kept:
+            self.close()
+        else:
+            self._bridge.spawn(self._abandon())
 
     def close(self) -> None:
-        self._on_close(self.request)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._listening is not None:
+            self._bridge.spawn(self._listening.close())
+            self._listening = None
+        self._bridge.closed(self)
+
+    async def _abandon(self) -> None:
+        try:
+            await self.cancel()
+        finally:
+            self.close()
+
+    def _expire(self) -> None:
+        if self.final is None:
+            self.end(DeadlineExceeded("The deadline passed, and nobody has answered."))
+            if self._listening is None:  # else others may read it, with more patience
+                self._bridge.spawn(self.ask_to_stop())
 
     async def _catch_up(self) -> None:
         try:
-            stored = await self._broker.replay("EVENTS", self._subject)
-            for _ in range(2):  # after an outage, two events may be stored in the wrong order
-                for message in stored:
-                    self.feed(message)
+            await self.restore()
         except BrokerUnavailable as error:
+            self._missed = False
             log.warning("cannot catch up yet", request=self.request, reason=str(error))
-        self._missed = False  # what is still missing is asked for again after a silence
+
+
+def _leaving() -> Refusal:
+    return Overloaded("Penstock is shutting down.", code="shutting_down", retry_after=5.0)

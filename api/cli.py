@@ -26,6 +26,7 @@ from .bench_engine import bench_engine
 from .bench_pipeline import pipeline
 from .bench_serve import bench_serve
 from .bridge import Bridge
+from .dead import dead
 from .options import with_settings
 from .supervisor import broker_url
 
@@ -42,6 +43,7 @@ bench.command()(pipeline)
 bench.command("serve")(bench_serve)
 bench.command("engine")(bench_engine)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
+app.add_typer(dead, name="dead", rich_help_panel="Look")
 
 
 def _version(asked: bool) -> None:
@@ -110,6 +112,37 @@ def models(loaded: Loaded, url: Annotated[str | None, typer.Option(help="Where P
     for model in answer["data"]:
         table.add_row(model["id"], f"{model.get('max_model_len', '')}")
     Console().print(table)
+
+
+@app.command(rich_help_panel="Look")
+@with_settings
+def scheduling(
+    loaded: Loaded,
+    strategy: Annotated[
+        Literal["round_robin", "least_loaded", "memory_aware"] | None,
+        typer.Argument(help="The one to use from now on."),
+    ] = None,
+) -> None:
+    """Show which worker gets the next batch, or change it while everything runs."""
+
+    async def run() -> str:
+        settings = loaded.settings
+        broker = await JetStreamBroker.connect(
+            broker_url(settings),
+            namespace=settings.namespace,
+            timeout=settings.nats_timeout,
+            name="penstock-scheduling",
+        )
+        try:
+            bucket = await broker.bucket("state")
+            if strategy is not None:
+                await bucket.put("scheduling", strategy.encode())
+            entry = await bucket.get("scheduling")
+            return entry.value.decode() if entry else f"{settings.scheduling} (by its setting)"
+        finally:
+            await broker.close()
+
+    typer.echo(asyncio.run(run()))
 
 
 @app.command(rich_help_panel="Use")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import orjson
 
-from ..schemas.events import Done, ErrorBody, FinishReason, Token, TokenLogprob, Usage
+from ..schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, Usage
 from ..schemas.jobs import Endpoint
 
 _REASONS: dict[FinishReason, str] = {
@@ -16,6 +16,7 @@ _REASONS: dict[FinishReason, str] = {
     "length": "length",
     "tool_calls": "tool_calls",
     "cancelled": "stop",
+    "deadline": "deadline",
     "error": "stop",
 }
 
@@ -32,6 +33,10 @@ class Renderer:
         self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
         kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
         self._head = {"id": request, "object": kind, "created": created, "model": model}
+
+    def begin(self, accepted: Accepted) -> None:
+        """Whoever renders this request, and when, says the same of it."""
+        self._head["created"] = accepted.created
 
     def chunks(self, token: Token) -> Iterator[bytes]:
         """SSE messages for one token event; its text may be empty, where a character takes several tokens."""

@@ -69,16 +69,28 @@ class Settings(BaseSettings):
     pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         BUILT_IN_STAGES, description="Order of the stages; custom ones stand between validate and batch."
     )
+    scheduling: Literal["round_robin", "least_loaded", "memory_aware"] = Field(
+        "least_loaded", description="Which worker gets the next batch; `penstock scheduling` changes it while all runs."
+    )
+    priority_ageing: float | None = Field(
+        30.0, gt=0, description="Seconds of waiting that are worth a priority, so that low ones get on."
+    )
     jobs_limit: int = Field(
         1_000, ge=1, description="Jobs that may wait to be validated before publishers are refused."
     )
     queue_limit: int = Field(10_000, ge=1, description="Requests that may wait in each priority before 503.")
+    tenant_limit: int | None = Field(
+        None, ge=1, description="The same for one tenant, before 429; no limit of its own by default."
+    )
+    high_watermark: float = Field(
+        0.9, gt=0, le=1, description="Share of a queue's limit above which nothing is accepted."
+    )
+    low_watermark: float = Field(
+        0.8, gt=0, lt=1, description="Share of the high watermark below which everything is accepted again."
+    )
     batch_window: float = Field(0.0, ge=0, le=1, description="How long a job waits for company in a batch.")
     stream_partitions: int = Field(8, ge=1, le=256, description="Shares in which copies of the stream stage work.")
     lease: float = Field(5.0, ge=0.2, description="Silence after which a dead stage's message goes to another copy.")
-    worker_lease: float = Field(
-        10.0, ge=0.2, description="The same for a worker's batch: how long its engine may make no progress."
-    )
     relay_interval: float = Field(
         0.01, ge=0, le=1, description="Least time between two messages of a stream; tokens in between travel together."
     )
@@ -89,6 +101,9 @@ class Settings(BaseSettings):
         None, ge=1, description="Requests after which a worker drains and is replaced; never by default."
     )
     restart_after_hours: float | None = Field(None, gt=0, description="The same by age.")
+    max_kills: int = Field(
+        2, ge=1, description="Workers that may die while they begin a request alone before it goes to the dead letters."
+    )
     max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
     heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers say they live.")
 
@@ -136,6 +151,11 @@ class Settings(BaseSettings):
         if taken := [name for name in value if name in RESERVED]:
             raise ValueError(f"{', '.join(taken)}: the name means something else in subjects")
         return value
+
+    @property
+    def reserve(self) -> int:
+        """Choices that a worker runs above `max_batch_size` where their priority is high."""
+        return max(1, self.max_batch_size // 8)
 
     @property
     def job_stages(self) -> tuple[str, ...]:

@@ -77,12 +77,14 @@ class GenerationOutput:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The key-value cache: `memory` in bytes, `usage` 0 to 1 of it held by running requests, counts since the start.
+    """The key-value cache: `memory` in bytes, room for `num_tokens`, `usage` 0 to 1 of it held by running requests.
 
-    Of `num_queried_tokens` looked up in the cache of prefixes, `num_hit_tokens` were found.
+    The other counts are since the start: of `num_queried_tokens` looked up in the cache of prefixes, `num_hit_tokens`
+    were found.
     """
 
     memory: int
+    num_tokens: int
     usage: float
     num_blocks: int
     num_cached_blocks: int

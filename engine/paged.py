@@ -143,6 +143,7 @@ class PagedBackend:
         stats = self.blocks.stats()
         return CacheStats(
             memory=self._kv_cache_memory,
+            num_tokens=max(pool.num_blocks for pool in self.blocks.pools) * self._runner.block_size,
             usage=self.blocks.usage,
             num_blocks=stats.num_blocks,
             num_cached_blocks=stats.num_cached,

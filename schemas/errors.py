@@ -4,7 +4,9 @@ PenstockError
 ├── Refusal                 reply to the client with `status`, and forget the request
 │   ├── InvalidRequest      400  what was asked can never be served; `param` names the fault
 │   ├── ModelNotFound       404
+│   ├── StreamNotFound      404  no such request of this tenant, or its events are gone
 │   ├── DeadlineExceeded    408
+│   ├── Conflict            409  an idempotency key used for two different requests
 │   ├── PayloadTooLarge     413
 │   ├── QuotaExceeded       429  one tenant over its own quota; `retry_after`
 │   ├── Overloaded          503  everyone is; `retry_after`
@@ -59,10 +61,22 @@ class ModelNotFound(Refusal):
     default_code = "model_not_found"
 
 
+class StreamNotFound(Refusal):
+    status = 404
+    type = "invalid_request_error"
+    default_code = "stream_not_found"
+
+
 class DeadlineExceeded(Refusal):
     status = 408
     type = "timeout_error"
     default_code = "deadline_exceeded"
+
+
+class Conflict(Refusal):
+    status = 409
+    type = "idempotency_error"
+    default_code = "idempotency_key_reused"
 
 
 class PayloadTooLarge(Refusal):

@@ -68,8 +68,16 @@ class ValidatedJob(_Wire):
 
 
 class InferenceBatch(_Wire):
-    """Jobs that one worker is asked to run together."""
+    """Jobs that one worker is asked to run together.
+
+    `incarnation` is the process that was meant: another of the same name takes over what that one may have begun.
+    `epochs` holds for each job the newest epoch that it may have had elsewhere; none for jobs that were nowhere yet.
+    `sender` names the copy of the batch stage, for the worker's count of what has arrived.
+    """
 
     id: SubjectToken
     worker: SubjectToken
     jobs: Annotated[tuple[ValidatedJob, ...], Field(min_length=1, strict=False)]
+    incarnation: str = ""
+    epochs: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    sender: str = ""

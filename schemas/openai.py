@@ -128,6 +128,7 @@ class _Sampling(_Body):
     n: int | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
     # These change nothing about the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None

@@ -24,20 +24,25 @@ class ModelCard(_Card):
 
 
 class WorkerCard(_Card):
-    """A worker process that takes batches for its model now; it runs at most `capacity` requests together."""
+    """A worker process that takes batches for its model now; it runs at most `capacity` requests together.
+
+    `incarnation` is a name that no other process has, `host` where `pid` counts.
+    """
 
     id: SubjectToken
     model: ModelCard
     capacity: Annotated[int, Field(ge=1)]
     pid: int
+    incarnation: str = ""
+    host: str = ""
 
 
 class Room(_Card):
-    """How many more requests a worker takes, told whenever it changes: what has not `received` yet is not counted.
+    """How much more a worker takes, told whenever it changes, in choices: a request for n answers counts n times.
 
-    `free_high` is for requests of high priority, `free` for the others. `received` counts, by copy of the batch stage,
-    the requests that have arrived from it. `active` requests run or wait at the worker; `free_tokens` fit into its
-    KV cache beside them. `incarnation` names the process.
+    `free_high` is for requests of high priority, `free` for the others. `received` counts what has arrived from each
+    copy of the batch stage; what is still on its way is not in the other numbers. `active` run or wait at the worker;
+    `free_tokens` fit into its KV cache beside them. `incarnation` names the process.
     """
 
     worker: SubjectToken

@@ -1,41 +1,37 @@
 """batch: takes jobs high before normal before low, first in first out inside each, and gives them to workers together.
 
-A job waits here until a worker serves its model; its delivery stays open meanwhile, so a copy that dies loses nothing.
+A job waits here until a worker of its model has room; its delivery stays open meanwhile, so a copy that dies loses
+nothing. Of each lane only the first few are in hand: the queue itself is the lane's stream.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+
+import structlog
 
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded
+from ..schemas.errors import DeadlineExceeded, Refusal, Transient
+from ..schemas.events import Queued
 from ..schemas.jobs import InferenceBatch, ValidatedJob
 from ..schemas.registry import WorkerCard
-from ..streams.port import SCHEMA, Delivery
+from ..streams.port import SCHEMA, Delivery, Message
 from ..streams.topology import PRIORITIES
+from . import endings
 from .contract import Intake, JobStage, Pipe
-from .scheduling import RoundRobin, Strategy
+from .guard import Guard
+from .lanes import Lanes, Waiting
+from .scheduling import STRATEGIES, Strategy
+from .workers import Seats, Workers
 
-POLL = 0.1  # seconds between looks at the registry while jobs wait for a worker
+log = structlog.get_logger(__name__)
+
+TICK = 1.0  # seconds between two words to clients about their positions, and looks at workers that said nothing
 ENVELOPE = 4096  # bytes of a message that are not jobs
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A job and the promise to its delivery; ordered by lane, then by place in it."""
-
-    rank: int
-    sequence: int
-    job: ValidatedJob
-    size: int  # bytes on the wire
-    sent: asyncio.Future[bool]  # False: cancelled before it was
-
-    def __lt__(self, other: Waiting) -> bool:
-        return (self.rank, self.sequence) < (other.rank, other.sequence)
+FIRST = -(1 << 60)  # added to the places of jobs that were running already: they stand before those that wait
 
 
 class Batch(JobStage):
@@ -45,73 +41,138 @@ class Batch(JobStage):
     """
 
     name = "batch"
-    concurrency = 4096
+    concurrency = 512  # of each lane
 
-    def __init__(self, pipe: Pipe, strategy: Strategy | None = None) -> None:
+    def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
-        self._strategy = strategy or RoundRobin()
-        self._waiting: dict[str, list[Waiting]] = defaultdict(list)  # model → heap
-        self._arrived = asyncio.Event()
+        self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
+        self._lanes: dict[str, Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))  # by model
+        self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
+        self._changed = asyncio.Event()  # a job has come, or room
+        self._leaving = False  # set by leave
 
     async def run(self, intake: Intake) -> None:
+        subjects = self.pipe.subjects
+
+        def hear(message: Message) -> None:
+            self._workers.hear(message)
+            self._changed.set()
+
+        await self.pipe.broker.listen(subjects.room_all(), hear)
         for priority in PRIORITIES:
-            stream = f"BATCH_{priority.upper()}"
-            await intake.consume(stream, f"batch-{priority}", self.pipe.subjects.batch_all(priority))
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            await asyncio.sleep(self.pipe.settings.batch_window)
-            for model in [model for model, heap in self._waiting.items() if heap]:
-                await self._dispatch(model)
-            if any(self._waiting.values()):
-                asyncio.get_running_loop().call_later(POLL, self._arrived.set)
+            await intake.consume(f"BATCH_{priority.upper()}", f"batch-{priority}", subjects.batch_all(priority))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Guard(self.pipe, intake).run())
+            group.create_task(self._tick())
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                await asyncio.sleep(self.pipe.settings.batch_window)
+                for model, lanes in self._lanes.items():
+                    while found := self._gather(model, lanes):
+                        await self._send(*found)
+
+    async def leave(self) -> None:
+        """What waits is another copy's from now on."""
+        self._leaving = True
+        for place in [place for lanes in self._lanes.values() for place in lanes if not place.sent.done()]:
+            place.sent.set_exception(_leaving())
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
-        job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
-        if await self.is_over(job):
+        if message.headers.get(SCHEMA) == codec.BATCH:
+            await self._take_back(delivery)
             return
-        sent = asyncio.get_running_loop().create_future()
-        place = Waiting(PRIORITIES.index(job.priority), message.sequence, job, len(message.data), sent)
-        heapq.heappush(self._waiting[job.model], place)
-        self._arrived.set()
+        job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
+        if not await self.is_over(job):
+            await self._wait(Waiting(job, message.sequence, len(message.data)))
+
+    async def process(self, job: ValidatedJob) -> ValidatedJob:
+        return job
+
+    async def _take_back(self, delivery: Delivery) -> None:
+        """Give the jobs of a dead worker to others, one by one, unless they had come to an end."""
+        batch = codec.decode_model(InferenceBatch, delivery.message.data, codec.BATCH)
+        epochs = batch.epochs or (0,) * len(batch.jobs)
+        place = FIRST + delivery.message.sequence
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job, epoch in zip(batch.jobs, epochs, strict=True):
+                    size = len(codec.encode(job))
+                    group.create_task(self._go_on(Waiting(job, place, size, epoch + delivery.attempt)))
+        except* Transient as errors:
+            raise Transient(str(errors.exceptions[0]), delay=0.1) from None
+
+    async def _go_on(self, place: Waiting) -> None:
+        job = place.job
+        try:
+            if not (await self.pipe.transcript(job.id)).finished and not await self.is_over(job):
+                await self._wait(place)
+        except Refusal as refusal:
+            await self.pipe.emit(endings.ending(job.id, refusal), tenant=job.tenant, bridge=job.bridge, place="end")
+
+    async def _wait(self, place: Waiting) -> None:
+        """Return when the job has been sent to a worker, or its client has cancelled and was told so."""
+        job, sent = place.job, place.sent
+        if self._leaving:
+            raise _leaving()
+        lanes = self._lanes[job.model]
+        lanes.push(place)
+        self._changed.set()
+        timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), _expire, sent)
         try:
             with self.pipe.cancellations.calling(job.id, lambda: None if sent.done() else sent.set_result(False)):
                 if not await sent:
                     await self.is_over(job)
         finally:
-            if place in self._waiting[job.model]:  # it ended here: cancelled, expired or drained
-                self._waiting[job.model].remove(place)
-                heapq.heapify(self._waiting[job.model])
+            timer.cancel()
+            lanes.remove(place)  # where it ended here: cancelled, expired or drained
 
-    async def process(self, job: ValidatedJob) -> ValidatedJob:
-        return job
+    def _gather(self, model: str, lanes: Lanes) -> tuple[WorkerCard, Seats, list[Waiting]] | None:
+        """The next batch and its worker: jobs from the head of the line, while they fit there."""
+        living = self._workers.living(model)
+        is_blocked = False
+        for head in lanes.heads(self.pipe.now()):
+            if is_blocked and head.job.priority != "high":  # for whom alone there may be room where others have none
+                continue
+            fitting = {card.id: (card, seats) for card, seats in living if self._fits(head, card, seats)}
+            candidates = [self._workers.candidate(card, seats) for card, seats in fitting.values()]
+            chosen = self._strategy.pick(candidates, _tokens(head.job)) if candidates else None
+            if chosen is not None:
+                card, seats = fitting[chosen.worker]
+                return card, seats, self._take(lanes, head, card, seats)
+            is_blocked = True
+        return None
 
-    async def _dispatch(self, model: str) -> None:
-        heap = self._waiting[model]
-        while heap and (workers := self.pipe.registry.workers_for(model)):
-            worker = self._strategy.pick(workers)
-            if chosen := self._take(heap, worker):
-                await self._send(worker, chosen)
-        for place in heap:
-            if place.job.deadline <= self.pipe.now() and not place.sent.done():
-                place.sent.set_exception(DeadlineExceeded("No worker took the request before its deadline."))
-
-    def _take(self, heap: list[Waiting], worker: WorkerCard) -> list[Waiting]:
-        """The first jobs in line, as many as the batch and one message can hold, but at least one."""
-        most = min(self.pipe.settings.max_batch_size, worker.capacity)
+    def _take(self, lanes: Lanes, head: Waiting, card: WorkerCard, seats: Seats) -> list[Waiting]:
+        """`head` and those behind it, as many as the worker, the batch and one message can hold."""
         room = self.pipe.broker.max_payload - ENVELOPE
-        chosen: list[Waiting] = []
-        while heap and len(chosen) < most and (not chosen or heap[0].size <= room):
-            place = heapq.heappop(heap)
-            if not place.sent.done():
-                room -= place.size
-                chosen.append(place)
-        return chosen
+        taken: list[Waiting] = []
+        place: Waiting | None = head
+        while place is not None:
+            lanes.pop(place)
+            taken.append(place)
+            seats.sent += place.job.choices
+            room -= place.size
+            place = next(iter(lanes.heads(self.pipe.now())), None)
+            full = len(taken) == self.pipe.settings.max_batch_size
+            if place is not None and (full or place.size > room or not self._fits(place, card, seats)):
+                place = None
+        return taken
 
-    async def _send(self, worker: WorkerCard, chosen: list[Waiting]) -> None:
+    def _fits(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        return self._workers.room(seats, place.job) >= min(place.job.choices, card.capacity)
+
+    async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the batch and settle its jobs' deliveries, for good or bad."""
-        batch = InferenceBatch(id=uuid.uuid4().hex, worker=worker.id, jobs=tuple(place.job for place in chosen))
+        batch = InferenceBatch(
+            id=uuid.uuid4().hex,
+            worker=worker.id,
+            jobs=tuple(place.job for place in chosen),
+            incarnation=worker.incarnation,
+            epochs=tuple(place.epoch for place in chosen),
+            sender=self._workers.copy,
+        )
         try:
             await self.pipe.broker.publish(
                 self.pipe.subjects.infer(worker.id),
@@ -120,6 +181,7 @@ class Batch(JobStage):
                 headers={SCHEMA: codec.BATCH},
             )
         except Exception as error:
+            seats.sent -= sum(place.job.choices for place in chosen)
             for place in chosen:
                 if not place.sent.done():
                     place.sent.set_exception(error)
@@ -127,3 +189,46 @@ class Batch(JobStage):
         for place in chosen:
             if not place.sent.done():
                 place.sent.set_result(True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._changed.set()
+            try:
+                await self._choose_strategy()
+                for lanes in self._lanes.values():
+                    await self._tell(lanes)
+            except Transient as error:
+                log.warning("positions are not told", reason=str(error))
+
+    async def _choose_strategy(self) -> None:
+        """What `penstock scheduling` said last, else what the settings say."""
+        entry = await (await self.pipe.broker.bucket("state")).get("scheduling")
+        wanted = STRATEGIES.get(entry.value.decode() if entry else self.pipe.settings.scheduling)
+        if wanted is not None and not isinstance(self._strategy, wanted):
+            self._strategy = wanted()
+            log.info("workers are picked by another strategy", strategy=wanted.__name__)
+
+    async def _tell(self, lanes: Iterable[Waiting]) -> None:
+        """Tell clients their positions, those far behind less often: each when it is a tenth nearer."""
+        waiting = [place for place in lanes if not place.sent.done()]
+        for position, place in enumerate(waiting, 1):
+            job = place.job
+            if place.told is None or position < 0.9 * place.told:
+                place.told = position
+                event = Queued(job.id, position)
+                await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place=f"queued.{position}")
+
+
+def _leaving() -> Transient:
+    return Transient("this copy of the batch stage is leaving", delay=0.1)
+
+
+def _expire(sent: asyncio.Future[bool]) -> None:
+    if not sent.done():
+        sent.set_exception(DeadlineExceeded("No worker had room for the request before its deadline."))
+
+
+def _tokens(job: ValidatedJob) -> int:
+    """At most what the job keeps in a worker's cache."""
+    return job.prompt_tokens + job.choices * job.params.max_tokens

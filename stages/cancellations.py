@@ -21,12 +21,17 @@ class Cancellations:
     def __init__(self) -> None:
         self._heard: OrderedDict[str, float] = OrderedDict()  # request → loop time
         self._callbacks: dict[str, list[Callable[[], None]]] = {}
+        self._watchers: list[Callable[[str], None]] = []
 
     async def listen(self, broker: Broker, subjects: Subjects) -> None:
         await broker.listen(subjects.cancel_all(), self._hear)
 
     def __contains__(self, request: str) -> bool:
         return request in self._heard
+
+    def watch(self, callback: Callable[[str], None]) -> None:
+        """Call back with the name of every request that is cancelled from now on."""
+        self._watchers.append(callback)
 
     @contextmanager
     def calling(self, request: str, callback: Callable[[], None]) -> Iterator[None]:
@@ -50,3 +55,5 @@ class Cancellations:
             self._heard.popitem(last=False)
         for callback in list(self._callbacks.get(request, ())):
             callback()
+        for watcher in self._watchers:
+            watcher(request)

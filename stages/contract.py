@@ -23,8 +23,9 @@ from ..schemas.events import Cancelled, Event, Usage
 from ..schemas.jobs import ValidatedJob
 from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery, Published
 from ..streams.registry import Registry
-from ..streams.topology import Subjects
+from ..streams.topology import Subjects, partition
 from .cancellations import Cancellations
+from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
 
@@ -49,15 +50,23 @@ class Pipe:
     cancellations: Cancellations
     now: Callable[[], float] = time.time  # Unix seconds: deadlines are absolute
 
-    async def forward(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
-        """Send a job to the first subject of `route` and the rest of the route with it.
+    async def forward(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> Published:
+        """Send a job to the first subject of `route` and the rest of the route with it; returns where it is stored.
 
         The request's id is the message id, once in every stream, so that a redelivery changes nothing.
         """
         headers = {SCHEMA: codec.VALIDATED_JOB, DEADLINE: f"{job.deadline:.3f}", NEXT: " ".join(route[1:])}
         if trace := delivery.message.headers.get(TRACE_PARENT):
             headers[TRACE_PARENT] = trace
-        await self.broker.publish(route[0], codec.encode(job), message_id=job.id, headers=headers)
+        return await self.broker.publish(route[0], codec.encode(job), message_id=job.id, headers=headers)
+
+    def outputs_of(self, request: str) -> str:
+        """The subject of a request's outputs."""
+        return self.subjects.stream(partition(request, self.settings.stream_partitions), request)
+
+    async def transcript(self, request: str) -> Transcript:
+        """What workers have said of a request so far."""
+        return Transcript.of(await self.broker.replay("STREAM", self.outputs_of(request)))
 
     async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> None:
         """Store a client event, however long the broker is away; returns when it is stored.
@@ -80,8 +89,8 @@ class Pipe:
 class Stage(ABC):
     """Base of every stage.
 
-    No consumer takes more while `concurrency` deliveries are in `handle`; it holds up to `prefetch` more in reserve,
-    whose lease nobody renews, so that is small where deliveries stay long.
+    A consumer takes no more while `concurrency` of its deliveries are in `handle`; it holds up to `prefetch` more in
+    reserve, whose lease nobody renews, so that is small where deliveries stay long.
     """
 
     name: ClassVar[str]

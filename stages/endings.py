@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+import structlog
 
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
-from ..schemas.jobs import TOKEN_PATTERN
-from ..streams.port import MESSAGE_ID, SCHEMA, Delivery, Message
+from ..schemas.jobs import TOKEN_PATTERN, ValidatedJob
+from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, MESSAGE_ID, SCHEMA, Delivery, Message
 from .contract import Pipe
+
+log = structlog.get_logger(__name__)
 
 
 class Address(NamedTuple):
@@ -43,9 +46,9 @@ async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
     message = delivery.message
     headers = {
         **message.headers,
-        "Penstock-Dead-Reason": " ".join(reason.split()),
-        "Penstock-Dead-Subject": message.subject,
-        "Penstock-Dead-Attempts": str(delivery.attempt),
+        DEAD_REASON: " ".join(reason.split()),
+        DEAD_SUBJECT: message.subject,
+        DEAD_ATTEMPTS: str(delivery.attempt),
     }
     name = message.headers.get(MESSAGE_ID, f"{message.subject}.{message.sequence}")
     await pipe.broker.publish(pipe.subjects.dead(stage), message.data, message_id=f"{stage}.{name}", headers=headers)
@@ -53,6 +56,21 @@ async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
         await refuse(pipe, delivery, GenerationFailed(f"The request failed in the stage {stage} and was given up."))
     finally:
         await delivery.term(reason)
+
+
+async def give_up(pipe: Pipe, stage: str, job: ValidatedJob, reason: str) -> None:
+    """Move one job of several to the dead letters; its client gets an error."""
+    headers = {
+        SCHEMA: codec.VALIDATED_JOB,
+        DEAD_REASON: reason,
+        DEAD_SUBJECT: pipe.subjects.batch(job.priority, job.tenant),
+    }
+    log.error("given up", stage=stage, request=job.id, reason=reason)
+    await pipe.broker.publish(
+        pipe.subjects.dead(stage), codec.encode(job), message_id=f"{stage}.{job.id}", headers=headers
+    )
+    event = ending(job.id, GenerationFailed(f"The request was given up: {reason}."))
+    await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
 
 
 def addresses(message: Message) -> list[Address]:

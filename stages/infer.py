@@ -1,7 +1,8 @@
 """infer: the one place where the broker meets the engine. Batches in, every token out as soon as it exists.
 
-A request's first output announces its epoch. Its store refuses a second announcement of the same epoch, so a batch
-that was dispatched twice runs once; a later delivery of the same batch begins a new epoch where the last one ended.
+A request's first output announces its epoch, and its store refuses a second announcement of the same epoch, so a batch
+that was dispatched twice runs once. Whoever gets a request that may have run elsewhere announces a newer epoch, which
+fences the former holder off, and goes on where that one ended.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 
@@ -18,16 +21,17 @@ from ..schemas import codec
 from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Overloaded, Refusal
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import InferenceBatch, ValidatedJob
-from ..schemas.registry import WorkerCard
+from ..schemas.registry import Room, WorkerCard
 from ..streams.port import SCHEMA, Delivery
-from ..streams.topology import partition
 from . import endings
 from .contract import Intake, Pipe, Stage
+from .degradation import slots
 from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
 
 _MESSAGES = 1_000  # of a worker's streams in a second, above which they are made larger instead
+_ROOM_PAUSE = 0.002  # seconds between two words about the worker's room
 
 
 class Infer(Stage):
@@ -41,19 +45,22 @@ class Infer(Stage):
         super().__init__(pipe)
         self._engine = engine
         self._card = card
-        self._progress = -1  # the engine's, when leases were last renewed; set by alive
         self._voices: dict[str, Voice] = {}  # by request; set by _speak
         self._leaving = False  # set by leave
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
-
-    @property
-    def lease(self) -> float:
-        return self.pipe.settings.worker_lease
+        self._received: Counter[str] = Counter()  # choices by copy of the batch stage; set by handle
+        self._active = 0  # choices that are here; set by _arrive and _depart
+        self._welcome = 0  # of the room told last, what has not come yet; set by _tell_room
+        self._has_news = asyncio.Event()  # about the room
+        self._alone = asyncio.Lock()  # held by whoever begins a request that may have killed a worker
 
     async def run(self, intake: Intake) -> None:
+        await self.pipe.registry.claim(self._card)
         await intake.consume("INFER", f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id))
-        await self._heartbeats()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tell_room())
+            await self._heartbeats()
 
     async def leave(self) -> None:
         self._leaving = True
@@ -67,12 +74,47 @@ class Infer(Stage):
                 await self.pipe.registry.announce_worker(self._card)
             except BrokerUnavailable as error:
                 log.warning("heartbeat missed", reason=str(error))
+            self._has_news.set()
             await asyncio.sleep(self.pipe.settings.heartbeat_interval)
             self._watch()
         raise RuntimeError("the engine has died") from self._engine.error
 
+    async def _tell_room(self) -> None:
+        """Say how much more is welcome: while little is, at rest, and with each heartbeat, as words can be lost."""
+        subject = self.pipe.subjects.room(self._card.id)
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            room = self._room()
+            self._welcome = room.free
+            await self.pipe.broker.notify(subject, room.model_dump_json().encode())
+            await asyncio.sleep(_ROOM_PAUSE)
+
+    def _room(self) -> Room:
+        cache = self._engine.stats().cache
+        pressure = cache.usage if cache else 0.0
+        high, others = slots(pressure, self._card.capacity, self.pipe.settings.reserve)
+        return Room(
+            worker=self._card.id,
+            incarnation=self._card.incarnation,
+            free=0 if self._leaving else others - self._active,
+            free_high=0 if self._leaving else high - self._active,
+            received=dict(self._received),
+            active=self._active,
+            free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
+        )
+
+    def _arrive(self, choices: int) -> None:
+        self._active += choices
+        self._welcome -= choices
+
+    def _depart(self, choices: int, _: asyncio.Task[None]) -> None:
+        self._active -= choices
+        if self._welcome <= self._card.capacity // 2 or not self._active:
+            self._has_news.set()
+
     def _watch(self) -> None:
-        """End a worker whose engine hangs: nothing else would, and a new one can go on with its requests."""
+        """End a worker whose engine hangs: nothing else would, and another one can go on with its requests."""
         now = asyncio.get_running_loop().time()
         stats = self._engine.stats()
         seen = (self._engine.progress, stats.num_running + stats.num_waiting > 0)
@@ -82,29 +124,39 @@ class Infer(Stage):
             raise RuntimeError(f"the engine has made no progress for {self.pipe.settings.stall_timeout:g} s")
 
     def alive(self) -> bool:
-        before, self._progress = self._progress, self._engine.progress
-        stats = self._engine.stats()
-        return self._engine.healthy and (self._progress != before or not (stats.num_running or stats.num_waiting))
+        """A long step is no reason to lose a lease; an engine that `_watch` would end is."""
+        standing = asyncio.get_running_loop().time() - self._moved if self._seen[1] else 0.0
+        return self._engine.healthy and standing <= self.pipe.settings.stall_timeout
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
         batch = codec.decode_model(InferenceBatch, message.data, message.headers.get(SCHEMA))
+        epochs = batch.epochs or (0,) * len(batch.jobs)
+        is_ours = batch.incarnation == self._card.incarnation
+        if is_ours and delivery.attempt == 1:
+            self._received[batch.sender] += sum(job.choices for job in batch.jobs)
         async with asyncio.TaskGroup() as group:
-            for job in batch.jobs:
-                group.create_task(self._run(job, epoch=delivery.attempt))
+            for job, epoch in zip(batch.jobs, epochs, strict=True):
+                self._arrive(job.choices)
+                # A process of our name that is gone may have announced, or be about to, what we would.
+                running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
+                running.add_done_callback(partial(self._depart, job.choices))
 
-    async def _run(self, job: ValidatedJob, epoch: int) -> None:
-        """Run one job to its end. Only the engine's own death reaches the rest of the batch."""
+    async def _run(self, job: ValidatedJob, newest: int) -> None:
+        """Run one job, whose newest epoch may be `newest`, to its end. The rest of the batch notices nothing but the
+        engine's own death."""
         if running := self._voices.get(job.id):
             # It came again, since a lease was lost or it was dispatched twice: its end is this delivery's end too.
             await running.ended.wait()
+            if not self._engine.healthy:
+                raise RuntimeError("the engine has died") from self._engine.error
             return
         try:
             if job.model != self._card.model.name:
                 raise Overloaded(f"The worker does not serve {job.model} any more.", retry_after=1.0)
             if job.deadline <= self.pipe.now():
                 raise DeadlineExceeded("No worker began the request before its deadline.")
-            await self._speak(job, Voice(self.pipe, job, epoch, self._interval), epoch)
+            await self._speak(job, newest)
         except Exception as error:
             if not self._engine.healthy:
                 raise
@@ -118,45 +170,67 @@ class Infer(Stage):
         """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""
         return max(self.pipe.settings.relay_interval, len(self._voices) / _MESSAGES)
 
-    async def _speak(self, job: ValidatedJob, voice: Voice, epoch: int) -> None:
-        handles: list[RequestHandle] = []
-        self._voices[job.id] = voice
+    async def _speak(self, job: ValidatedJob, newest: int) -> None:
+        voice = self._voices[job.id] = Voice(self.pipe, job, self._interval)
+        timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), voice.expire)
         try:
-            # A successor announces itself before it reads what was said: nothing can be added after that.
-            said = await voice.transcript() if epoch > 1 and await voice.announce() else Transcript()
-            handles += self._open(job, epoch, said)
-            with self.pipe.cancellations.calling(job.id, lambda: _cancel(handles)):
-                await asyncio.gather(*(voice.relay(handle) for handle in handles))
+            if newest == 0:
+                await self._go_on(voice, Transcript())
+                return
+            said = await self.pipe.transcript(job.id)
+            voice.epoch = max(newest, said.epoch) + 1
+            if said.kills >= self.pipe.settings.max_kills:
+                reason = f"{said.kills} workers died while they began it"
+                await endings.give_up(self.pipe, self.name, job, reason)
+            elif said.silent:
+                # Whichever of a dead worker's requests killed it, if one did, must show alone.
+                async with self._alone:
+                    going_on = asyncio.create_task(self._take_over(voice))
+                    begun = asyncio.create_task(voice.begun.wait())
+                    await asyncio.wait({going_on, begun}, return_when=asyncio.FIRST_COMPLETED)
+                    begun.cancel()
+                await going_on
+            else:
+                await self._take_over(voice)
         finally:
-            _cancel(handles)
+            timer.cancel()
+            voice.silence()
             del self._voices[job.id]
             voice.ended.set()
 
-    def _open(self, job: ValidatedJob, epoch: int, said: Transcript) -> list[RequestHandle]:
-        """One engine request for each prompt that is not finished yet."""
-        handles = []
-        n, seed = job.params.n, job.params.seed
-        for place, prompt in enumerate(job.prompts):
-            choices = slice(place * n, (place + 1) * n)
-            if said.finish_reasons and None not in said.finish_reasons[choices]:
-                continue
-            request = EngineRequest(
-                id=f"{job.id}.{epoch}.{place}",
-                prompt=prompt,
-                params=job.params,
-                seed=seed if seed is not None else 0,
-                epoch=epoch,
-                first_choice=choices.start,
-                generated=tuple(map(tuple, said.token_ids[choices])),
-                cache_salt=job.tenant,
-            )
-            handles.append(self._engine.open(request))
-        return handles
+    async def _take_over(self, voice: Voice) -> None:
+        # It announces itself before it reads what was said: nothing can be added after that.
+        if await voice.announce():
+            await self._go_on(voice, await self.pipe.transcript(voice.job.id))
+
+    async def _go_on(self, voice: Voice, said: Transcript) -> None:
+        """Say what is left to be said."""
+        for request in _requests(voice.job, voice.epoch, said):
+            voice.handles.append(self._engine.open(request))
+        with self.pipe.cancellations.calling(voice.job.id, voice.silence):
+            await asyncio.gather(*(voice.relay(handle) for handle in voice.handles))
 
 
-def _cancel(handles: list[RequestHandle]) -> None:
-    for handle in handles:
-        handle.cancel()
+def _requests(job: ValidatedJob, epoch: int, said: Transcript) -> list[EngineRequest]:
+    """One engine request for each prompt that is not finished yet."""
+    requests = []
+    n, seed = job.params.n, job.params.seed
+    for place, prompt in enumerate(job.prompts):
+        choices = slice(place * n, (place + 1) * n)
+        if said.finish_reasons and None not in said.finish_reasons[choices]:
+            continue
+        request = EngineRequest(
+            id=f"{job.id}.{epoch}.{place}",
+            prompt=prompt,
+            params=job.params,
+            seed=seed if seed is not None else 0,
+            epoch=epoch,
+            first_choice=choices.start,
+            generated=tuple(map(tuple, said.token_ids[choices])),
+            cache_salt=job.tenant,
+        )
+        requests.append(request)
+    return requests
 
 
 class Voice:
@@ -166,34 +240,38 @@ class Voice:
     has announced the same epoch, the request is theirs, and this voice stays silent.
     """
 
-    def __init__(self, pipe: Pipe, job: ValidatedJob, epoch: int, interval: Callable[[], float]) -> None:
+    def __init__(self, pipe: Pipe, job: ValidatedJob, interval: Callable[[], float]) -> None:
+        self.job = job
+        self.epoch = 1  # set by Infer
+        self.handles: list[RequestHandle] = []  # set by Infer
+        self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell
+        self.ended = asyncio.Event()  # set by Infer
         self._pipe = pipe
         self._interval = interval  # least seconds between two deltas of the same choices
-        self._job = job
-        self._epoch = epoch
-        share = partition(job.id, pipe.settings.stream_partitions)
-        self._subject = pipe.subjects.stream(share, job.id)
-        self.ended = asyncio.Event()  # set by Infer
+        self._subject = pipe.outputs_of(job.id)
         self._turn = asyncio.Lock()  # outputs are stored one after the other
         self._ours: bool | None = None  # None until announced; set by announce
+        self._expired = False  # set by expire
+
+    def silence(self) -> None:
+        """Stop before the next token."""
+        for handle in self.handles:
+            handle.cancel()
+
+    def expire(self) -> None:
+        """The deadline has come."""
+        self._expired = True
+        self.silence()
 
     async def announce(self, *first: Delta) -> bool:
         """Say that the epoch begins, with its first output if there is one; False if the request is another's."""
-        job, holder = self._job, uuid.uuid4().hex
-        started = Started(job.id, self._epoch, holder, job.tenant, job.bridge, job.choices, job.prompt_tokens)
+        job, holder = self.job, uuid.uuid4().hex
+        started = Started(job.id, self.epoch, holder, job.tenant, job.bridge, job.choices, job.prompt_tokens)
         self._ours = await self._say((started, *first), "started")
         if not self._ours:  # somebody else's, or our own, stored by a publish whose answer was lost
-            stored = (await self.transcript()).started
+            stored = (await self._pipe.transcript(job.id)).started
             self._ours = stored is not None and stored.holder == holder
         return self._ours
-
-    async def transcript(self) -> Transcript:
-        """What has been said of the request so far."""
-        said = Transcript()
-        for message in await self._pipe.broker.replay("STREAM", self._subject):
-            for output in codec.decode_outputs(message.data):
-                said.apply(output)
-        return said
 
     async def relay(self, handle: RequestHandle) -> None:
         """Publish the deltas of one engine request to its end; those made during a publish go out together.
@@ -204,7 +282,9 @@ class Voice:
         while not handle.finished and self._ours is not False:
             told = loop.time()
             for delta in await handle.take():
-                await self._tell(dataclasses.replace(delta, request=self._job.id))
+                if self._expired and delta.finish_reason == "cancelled":
+                    delta = dataclasses.replace(delta, finish_reason="deadline")
+                await self._tell(dataclasses.replace(delta, request=self.job.id))
             if not handle.finished and (early := told + self._interval() - loop.time()) > 0:
                 await asyncio.sleep(early)
 
@@ -214,9 +294,10 @@ class Voice:
                 await self.announce(delta)
             elif self._ours:
                 await self._say((delta,), f"{delta.choice}.{delta.index}")
+        self.begun.set()
 
     async def _say(self, outputs: Sequence[Output], place: str) -> bool:
         """Publish outputs, however long it takes; False if something else is stored in their place."""
         data = codec.encode_outputs(outputs)
-        message_id = f"{self._job.id}.{self._epoch}.{place}"
+        message_id = f"{self.job.id}.{self.epoch}.{place}"
         return not (await self._pipe.store(self._subject, data, message_id, codec.OUTPUTS)).duplicate

@@ -1,28 +1,120 @@
-"""queue: admission. A job that gets past here has its place in the lane of its priority, and its client is told so."""
+"""queue: admission. A job that gets past here has its place in the lane of its priority, and its client is told so.
+
+Every copy watches the lanes and says what they take; bridges hear it and refuse the rest before any work is spent.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from ..schemas.errors import Overloaded, StreamFull
-from ..schemas.events import Accepted
-from ..schemas.jobs import ValidatedJob
+import structlog
+
+from ..schemas.errors import Overloaded, QuotaExceeded, StreamFull, Transient
+from ..schemas.events import Accepted, Cancelled, Usage
+from ..schemas.jobs import Priority, ValidatedJob
 from ..streams.port import Delivery
-from .contract import JobStage
+from ..streams.topology import PRIORITIES, batch_stream
+from .admission import Warden
+from .contract import Intake, JobStage, Pipe
+
+log = structlog.get_logger(__name__)
+
+INTERVAL = 0.25  # seconds between two looks at the lanes
+_LEAST_WAIT = 1.0  # seconds; an estimate below is no reason to refuse
+MOST_PLACES = 30_000  # of jobs in the lanes that are remembered, to be deleted when they are cancelled
+
+
+class _Place(NamedTuple):
+    """Where a job waits, and what its client hears if it is taken out there."""
+
+    priority: Priority
+    sequence: int
+    cancelled: Cancelled
+    tenant: str
+    bridge: str
 
 
 class Queue(JobStage):
-    """Validated jobs in, the priority lanes out. The lanes' limits are the backpressure: full means 503."""
+    """Validated jobs in, the priority lanes out."""
 
     name = "queue"
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe)
+        settings = pipe.settings
+        low = settings.low_watermark * settings.high_watermark
+        self._warden = Warden(settings.queue_limit, low, settings.high_watermark, settings.default_timeout)
+        self._places: OrderedDict[str, _Place] = OrderedDict()  # by request, the oldest first
+
+    async def run(self, intake: Intake) -> None:
+        await super().run(intake)
+        async with asyncio.TaskGroup() as group:
+
+            def cancelled(request: str) -> None:
+                if place := self._places.pop(request, None):
+                    group.create_task(self._take_out(place))
+
+            self.pipe.cancellations.watch(cancelled)
+            while True:
+                try:
+                    await self._look()
+                except Transient as error:
+                    log.warning("the lanes cannot be seen", reason=str(error))
+                await asyncio.sleep(INTERVAL)
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job
 
     async def pass_on(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
+        now = self._warden.last
+        retry_after = now.retry_after[job.priority]
+        if not now.accepting[job.priority] and delivery.attempt == 1:
+            raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after)
+        if (wait := self._warden.wait(job.priority)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
+            raise Overloaded(
+                f"The request would wait about {math.ceil(wait)} s, past its deadline.",
+                code="queue_full",
+                retry_after=retry_after,
+            )
         try:
-            await self.pipe.forward(job, route, delivery)
-        except StreamFull:
-            raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=1.0) from None
+            stored = await self.pipe.forward(job, route, delivery)
+        except StreamFull as error:
+            if error.per_subject:
+                raise QuotaExceeded(
+                    f"Too many requests of {job.tenant} wait already.", retry_after=retry_after
+                ) from None
+            raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after) from None
+        cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
+        self._places[job.id] = _Place(job.priority, stored.sequence, cancelled, job.tenant, job.bridge)
+        if len(self._places) > MOST_PLACES:
+            self._places.popitem(last=False)
         accepted = Accepted(job.id, job.model, int(job.created), job.prompt_tokens)
         await self.pipe.emit(accepted, tenant=job.tenant, bridge=job.bridge, place="accepted")
+
+    async def _look(self) -> None:
+        """Measure the lanes and tell what they take."""
+        depth: dict[Priority, int] = {}
+        left: dict[Priority, int] = {}
+        for priority in PRIORITIES:
+            held = await self.pipe.broker.held(batch_stream(priority))
+            depth[priority] = held.messages
+            left[priority] = held.last - held.messages
+        before = self._warden.last
+        admission = self._warden.update(asyncio.get_running_loop().time(), depth, left)
+        data = admission.model_dump_json().encode()
+        await self.pipe.broker.notify(self.pipe.subjects.admission(), data)
+        if admission.accepting != before.accepting:
+            log.info("what the queue takes has changed", accepting=admission.accepting, depth=depth)
+            await (await self.pipe.broker.bucket("state")).put("admission", data)
+
+    async def _take_out(self, place: _Place) -> None:
+        """Delete a cancelled job that still waits in its lane."""
+        try:
+            if await self.pipe.broker.delete(batch_stream(place.priority), place.sequence):
+                await self.pipe.emit(place.cancelled, tenant=place.tenant, bridge=place.bridge, place="end")
+        except Transient as error:
+            log.warning("a cancelled job stays until its turn", reason=str(error))

@@ -37,8 +37,7 @@ class Runner:
         self._consumers: set[Consumer] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._has_room = asyncio.Event()  # in one of the pumps, or they are to end
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # a pump's
 
     async def run(self) -> None:
@@ -76,6 +75,8 @@ class Runner:
             takeover=takeover,
         )
         consumer = await self._pipe.broker.consume(spec, prefetch=self._stage.prefetch)
+        if self._stopping.is_set():  # a stage may still be opening some while the others are closed
+            await consumer.close()
         self._consumers.add(consumer)
         pump = asyncio.create_task(self._pump(consumer))
         self._pumps.add(pump)
@@ -95,22 +96,27 @@ class Runner:
                 task.result()
 
     async def _pump(self, consumer: Consumer) -> None:
+        most = self._stage.concurrency
+        mine: set[asyncio.Task[None]] = set()
+
+        def release(task: asyncio.Task[None]) -> None:
+            mine.discard(task)
+            del self._in_hand[task]
+            self._has_room.set()
+
         while True:
-            await self._has_room.wait()
-            deliveries = await consumer.take(max(1, self._stage.concurrency - len(self._in_hand)))
+            while len(mine) >= most and not self._stopping.is_set():
+                self._has_room.clear()
+                await self._has_room.wait()
+            deliveries = await consumer.take(max(1, most - len(mine)))
             if not deliveries:
                 break
             for delivery in deliveries:
                 task = asyncio.create_task(self._work(delivery))
+                mine.add(task)
                 self._in_hand[task] = delivery
-                task.add_done_callback(self._release)
-            if len(self._in_hand) >= self._stage.concurrency:
-                self._has_room.clear()
+                task.add_done_callback(release)
         self._consumers.discard(consumer)
-
-    def _release(self, task: asyncio.Task[None]) -> None:
-        del self._in_hand[task]
-        self._has_room.set()
 
     async def _work(self, delivery: Delivery) -> None:
         try:

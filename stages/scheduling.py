@@ -1,26 +1,60 @@
-"""Which worker gets a batch. A strategy is a small object with a memory of its own and no view of the broker."""
+"""Which worker gets a batch. A strategy sees what workers say of themselves, and knows no broker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from ..schemas.registry import WorkerCard
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live worker with room: `active` requests are there, and `free_tokens` more fit into its KV cache."""
+
+    worker: str
+    active: int
+    free_tokens: int
 
 
 class Strategy(Protocol):
-    def pick(self, workers: Sequence[WorkerCard]) -> WorkerCard:
-        """Choose one of `workers`, which is never empty."""
+    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
+        """Choose one of `workers`, which is never empty, for a request of `tokens`; None: the request must wait."""
 
 
 class RoundRobin:
     """Each worker in turn, whichever come and go in between."""
 
     def __init__(self) -> None:
-        self._last = ""  # id of the worker picked last; set by pick
+        self._last = ""  # the worker picked last; set by pick
 
-    def pick(self, workers: Sequence[WorkerCard]) -> WorkerCard:
-        ordered = sorted(workers, key=lambda worker: worker.id)
-        chosen = next((worker for worker in ordered if worker.id > self._last), ordered[0])
-        self._last = chosen.id
+    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
+        ordered = sorted(workers, key=lambda candidate: candidate.worker)
+        chosen = next((candidate for candidate in ordered if candidate.worker > self._last), ordered[0])
+        self._last = chosen.worker
         return chosen
+
+
+class LeastLoaded:
+    """One of those with the fewest requests; among equals, each in turn."""
+
+    def __init__(self) -> None:
+        self._among = RoundRobin()
+
+    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
+        fewest = min(candidate.active for candidate in workers)
+        return self._among.pick([candidate for candidate in workers if candidate.active == fewest], tokens)
+
+
+class MemoryAware:
+    """The one with the most room in its KV cache, if the request fits there."""
+
+    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
+        roomiest = max(workers, key=lambda candidate: (candidate.free_tokens, -candidate.active))
+        return roomiest if roomiest.free_tokens >= tokens else None
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "memory_aware": MemoryAware,
+}

@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed
-from ..schemas.events import Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Token
+from ..schemas.events import Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Started, Token
 from ..streams.port import Consumer, Delivery, Message
 from ..streams.topology import LEASE_TTL
 from .contract import Intake, Pipe, Stage
@@ -83,7 +83,8 @@ class Teller:
     async def tell(self, outputs: list[Output], message: Message) -> None:
         """Publish what these outputs mean to the client; returns when it is stored."""
         async with self._order:
-            if self._said.started is None and isinstance(outputs[0], Delta):
+            first = outputs[0]
+            if self._said.started is None and not (isinstance(first, Started) and first.epoch == 1):
                 await self._rebuild(message)
             events: list[tuple[Event, str]] = []
             for output in outputs:

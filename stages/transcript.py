@@ -1,11 +1,16 @@
-"""What has been said of one request so far, told from its stored outputs: pure, and the same for every reader.
+"""What has been said of one request so far, told from its stored outputs: the same for every reader.
 
 A worker that takes a request over reads it to know where to go on; the stream stage reads it to know what to pass on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Self
+
+from ..schemas import codec
 from ..schemas.events import Delta, FinishReason, Output, Started, Usage
+from ..streams.port import Message
 
 
 class Transcript:
@@ -21,6 +26,16 @@ class Transcript:
         self.finish_reasons: list[FinishReason | None] = []  # by choice; set by apply
         self.cached_tokens = 0  # set by apply
         self.gap = False  # something between is gone; set by apply
+        self.silent = True  # nothing has been said in the newest epoch; set by apply
+        self.kills = 0  # epochs in a row, up to the newest, in which nothing was said; set by apply
+
+    @classmethod
+    def of(cls, stored: Iterable[Message]) -> Self:
+        said = cls()
+        for message in stored:
+            for output in codec.decode_outputs(message.data):
+                said.apply(output)
+        return said
 
     def apply(self, output: Output) -> bool:
         """Take the next stored output; True if it counts."""
@@ -29,6 +44,11 @@ class Transcript:
                 return self._start(output)
             case Delta():
                 return self._extend(output)
+
+    @property
+    def epoch(self) -> int:
+        """The newest one, from 1; 0 before any."""
+        return self.started.epoch if self.started else 0
 
     @property
     def finished(self) -> bool:
@@ -47,6 +67,8 @@ class Transcript:
             self.token_ids = [[] for _ in range(started.choices)]
             self.finish_reasons = [None] * started.choices
         self.started = started
+        self.silent = True
+        self.kills += 1
         return True
 
     def _extend(self, delta: Delta) -> bool:
@@ -59,6 +81,7 @@ class Transcript:
         if delta.index != len(said):
             self.gap = self.gap or delta.index > len(said)
             return False
+        self.silent, self.kills = False, 0
         said.extend(delta.token_ids)
         self.finish_reasons[delta.choice] = delta.finish_reason
         self.cached_tokens += delta.cached_tokens

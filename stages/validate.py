@@ -82,8 +82,8 @@ class Validate(Stage):
 
     async def _validate(self, job: Job, message: Message, priority: Priority, tenant: str) -> ValidatedJob:
         created = self.pipe.now()
-        deadline = self._deadline(job, message, created)
         request = parse_request(job.endpoint, job.body)
+        deadline = self._deadline(job.timeout or request.timeout, message, created)
         model = self.pipe.registry.models.get(request.model)
         if model is None:
             known = ", ".join(self.pipe.registry.models) or "none yet"
@@ -115,10 +115,10 @@ class Validate(Stage):
             body=job.body,
         )
 
-    def _deadline(self, job: Job, message: Message, created: float) -> float:
+    def _deadline(self, timeout: float | None, message: Message, created: float) -> float:
         given = message.headers.get(DEADLINE)
         try:
-            deadline = float(given) if given else created + (job.timeout or self.pipe.settings.default_timeout)
+            deadline = float(given) if given else created + (timeout or self.pipe.settings.default_timeout)
         except ValueError:
             deadline = math.nan
         if not math.isfinite(deadline):

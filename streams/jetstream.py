@@ -26,7 +26,7 @@ from .management import (
     call,
     stream_config,
 )
-from .port import MESSAGE_ID, Bucket, BucketSpec, ConsumerSpec, Headers, Message, Published, StreamSpec
+from .port import MESSAGE_ID, Bucket, BucketSpec, ConsumerSpec, Headers, Held, Message, Published, StreamSpec
 from .pull import PullConsumer
 from .sizes import check_size
 
@@ -91,18 +91,14 @@ class JetStreamBroker:
         return await self._store(subject, data, {**(headers or {}), MESSAGE_ID: message_id})
 
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
-        stream = self._stream(spec.stream)
-        retention = self._configs.get(stream, {}).get("retention")
-        consumer = await PullConsumer.open(
-            self._link, stream, spec, prefetch=prefetch, work_queue=retention == "workqueue"
-        )
+        consumer = await PullConsumer.open(self._link, self._stream(spec.stream), spec, prefetch=prefetch)
         self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
         return consumer
 
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
         return await stored_messages(self._link, self._stream(stream), subject, after)
 
-    async def counts(self, stream: str) -> dict[str, int]:
+    async def held(self, stream: str) -> Held:
         found: dict[str, int] = {}
         while True:  # the server pages, above 100,000 subjects
             request = {"subjects_filter": ">", "offset": len(found)}
@@ -110,12 +106,14 @@ class JetStreamBroker:
             page: dict[str, int] = info["state"].get("subjects") or {}
             found |= page
             if not page or len(found) >= info.get("total", 0):
-                return found
+                return Held(found, info["state"]["last_seq"])
 
-    async def delete(self, stream: str, sequence: int) -> None:
-        with allowed(MESSAGE_MISSING):
+    async def delete(self, stream: str, sequence: int) -> bool:
+        with allowed(*MESSAGE_MISSING):
             request = {"seq": sequence, "no_erase": True}
             await call(self._link, f"STREAM.MSG.DELETE.{self._stream(stream)}", request)
+            return True
+        return False
 
     async def forget(self, stream: str, consumer: str) -> None:
         with allowed(CONSUMER_MISSING):

@@ -19,6 +19,7 @@ from .port import (
     ConsumerSpec,
     Entry,
     Headers,
+    Held,
     Message,
     Published,
     StreamSpec,
@@ -87,18 +88,16 @@ class MemoryBroker:
         return consumer
 
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
-        if (found := self._streams.get(stream.upper())) is None:
-            raise BrokerUnavailable(f"there is no stream {stream}")
-        return found.on_subject(subject, after)
+        return self._find(stream).on_subject(subject, after)
 
-    async def counts(self, stream: str) -> dict[str, int]:
-        if (found := self._streams.get(stream.upper())) is None:
-            raise BrokerUnavailable(f"there is no stream {stream}")
-        return found.counts()
+    async def held(self, stream: str) -> Held:
+        return self._find(stream).held()
 
-    async def delete(self, stream: str, sequence: int) -> None:
-        if (found := self._streams.get(stream.upper())) is not None:
-            found.remove(sequence)
+    async def delete(self, stream: str, sequence: int) -> bool:
+        found = self._find(stream)
+        is_there = found.get(sequence) is not None
+        found.remove(sequence)
+        return is_there
 
     async def forget(self, stream: str, consumer: str) -> None:
         self._groups.pop((stream.upper(), consumer), None)
@@ -121,6 +120,11 @@ class MemoryBroker:
             await consumer.close()
         self._listeners.clear()
         self._closed = True
+
+    def _find(self, stream: str) -> MemoryStream:
+        if (found := self._streams.get(stream.upper())) is None:
+            raise BrokerUnavailable(f"there is no stream {stream}")
+        return found
 
     def _tell(self, message: Message) -> None:
         for listener in self._listeners:

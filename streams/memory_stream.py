@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..schemas.errors import StartupError, StreamFull
-from .port import MESSAGE_ID, Headers, Message, Published, StreamSpec
+from .port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec
 from .sizes import message_size
 from .wildcards import matcher
 
@@ -88,9 +88,10 @@ class MemoryStream:
             sequences = list(self._of_subject.get(subject, ()))
         return [self._messages[sequence].message for sequence in sequences if sequence > after]
 
-    def counts(self) -> dict[str, int]:
+    def held(self) -> Held:
         self._expire()
-        return {subject: len(sequences) for subject, sequences in self._of_subject.items() if sequences}
+        counts = {subject: len(sequences) for subject, sequences in self._of_subject.items() if sequences}
+        return Held(counts, self.last)
 
     def remove(self, sequence: int) -> None:
         """Forget a message, if it is still there."""

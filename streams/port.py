@@ -23,6 +23,9 @@ TRACE_PARENT = "traceparent"
 SCHEMA = "Penstock-Schema"
 DEADLINE = "Penstock-Deadline"
 NEXT = "Penstock-Next"
+DEAD_REASON = "Penstock-Dead-Reason"  # these three on dead letters: why, where it was, after how many deliveries
+DEAD_SUBJECT = "Penstock-Dead-Subject"
+DEAD_ATTEMPTS = "Penstock-Dead-Attempts"
 
 Headers = Mapping[str, str]
 
@@ -40,6 +43,17 @@ class Message:
 class Published(NamedTuple):
     sequence: int
     duplicate: bool
+
+
+class Held(NamedTuple):
+    """What a stream holds: messages by subject, and the newest sequence that it has ever given."""
+
+    by_subject: Mapping[str, int]
+    last: int
+
+    @property
+    def messages(self) -> int:
+        return sum(self.by_subject.values())
 
 
 class Delivery(Protocol):
@@ -178,11 +192,10 @@ class Broker(Protocol):
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
         """What the stream holds on `subject` (wildcards allowed) with a sequence above `after`, oldest first."""
 
-    async def counts(self, stream: str) -> dict[str, int]:
-        """How many messages the stream holds, by subject."""
+    async def held(self, stream: str) -> Held: ...
 
-    async def delete(self, stream: str, sequence: int) -> None:
-        """Take a message out of the stream, whoever holds it; harmless where it is gone."""
+    async def delete(self, stream: str, sequence: int) -> bool:
+        """Take a message out of the stream, whoever holds it; False where it was gone."""
 
     async def notify(self, subject: str, data: bytes) -> None:
         """Tell whoever listens now; nothing is stored."""

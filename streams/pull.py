@@ -95,11 +95,10 @@ class JetStreamDelivery:
 class PullConsumer:
     """Implements `Consumer`. Made by `open`."""
 
-    def __init__(self, link: Link, stream: str, spec: ConsumerSpec, prefetch: int, work_queue: bool) -> None:
+    def __init__(self, link: Link, stream: str, spec: ConsumerSpec, prefetch: int) -> None:
         self._link = link
         self._stream = stream
         self._spec = spec
-        self._work_queue = work_queue
         self._prefetch = prefetch
         self._holder = nuid.NUID().next().decode()
         self._inbox = link.new_inbox()
@@ -118,11 +117,9 @@ class PullConsumer:
         self._forget: Callable[[], None]
 
     @classmethod
-    async def open(
-        cls, link: Link, stream: str, spec: ConsumerSpec, *, prefetch: int, work_queue: bool
-    ) -> PullConsumer:
+    async def open(cls, link: Link, stream: str, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
         """Create the consumer, or join it, and begin to ask. Raises `StartupError` if the server refuses it."""
-        consumer = cls(link, stream, spec, prefetch, work_queue)
+        consumer = cls(link, stream, spec, prefetch)
         try:
             await (consumer._take_over() if spec.takeover else consumer._create(consumer_config(spec)))
         except ApiError as error:
@@ -292,8 +289,7 @@ class PullConsumer:
         return holder != self._holder
 
     def _held_config(self, start: int) -> Json:
-        # What is acked has left a work queue, whose consumers must begin at its beginning.
-        place = {} if self._work_queue else {"deliver_policy": "by_start_sequence", "opt_start_seq": start}
+        place = {"deliver_policy": "by_start_sequence", "opt_start_seq": start}
         return consumer_config(self._spec) | place | {"metadata": {_HOLDER: self._holder}}
 
     async def _hand_back(self) -> None:

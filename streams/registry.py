@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import TypeVar
 
 import structlog
 from pydantic import BaseModel, ValidationError
 
-from ..schemas.errors import Transient
+from ..schemas.errors import StartupError, Transient
 from ..schemas.registry import ModelCard, StageCard, WorkerCard
 from .port import Broker, Entry
 
@@ -57,6 +58,25 @@ class Registry:
         live = {card.stage for card in self.stages} | ({"infer"} if self.workers else set())
         return [stage for stage in stages if stage not in live]
 
+    async def claim(self, card: WorkerCard) -> None:
+        """Make sure that nobody else goes by this worker's name; a process that has died may still have its card.
+
+        Raises `StartupError` where another worker lives under it.
+        """
+        bucket = await self._broker.bucket("workers")
+        first = None
+        while (entry := await bucket.get(f"worker.{card.id}")) is not None:
+            (found,) = _cards(WorkerCard, [entry]) or (card,)
+            if found.incarnation == card.incarnation or (found.host == card.host and not _runs(found.pid)):
+                return
+            first = first or entry.revision
+            if entry.revision != first:
+                raise StartupError(
+                    f"a worker called {card.id} runs already, as process {found.pid} on {found.host}; "
+                    "stop it, or choose another --id"
+                )
+            await asyncio.sleep(self._interval / 2)
+
     async def announce_worker(self, card: WorkerCard) -> None:
         name = hashlib.sha256(card.model.name.encode()).hexdigest()[:32]  # keys cannot hold every character of a name
         await (await self._broker.bucket("models")).put(name, _encoded(card.model))
@@ -80,6 +100,16 @@ def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Car
             except ValidationError:
                 log.warning("a card cannot be read", key=entry.key)
     return cards
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _encoded(card: BaseModel) -> bytes:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..schemas.jobs import Priority
 from .port import BucketSpec, StreamSpec
 
-PRIORITIES = ("high", "normal", "low")
+PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 
 JOBS = "JOBS"
 INFER = "INFER"
@@ -28,6 +29,7 @@ WORKERS = "workers"
 MODELS = "models"
 RESPONSES = "responses"
 STATE = "state"
+IDEMPOTENCY = "idempotency"
 LEASES = "leases"
 
 LEASE_TTL = 4.0  # seconds without renewal after which a partition is free
@@ -135,6 +137,7 @@ def topology(
     *,
     jobs_limit: int = 1_000,
     queue_limit: int = 10_000,
+    tenant_limit: int | None = None,
     tools_limit: int = 10_000,
     dead_limit: int = 10_000,
     relay_bytes: int = 256 << 20,
@@ -145,17 +148,19 @@ def topology(
 ) -> Topology:
     """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
 
-    Limits are in messages. `queue_limit` holds for each such stage, for each priority's batch queue, and within one
-    for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who lost their
-    place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a
-    worker, and a stored response.
+    Limits are in messages. `queue_limit` holds for each such stage and for each priority's batch queue, `tenant_limit`
+    within one for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who
+    lost their place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The
+    `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a worker, a stored response.
     """
     subjects = Subjects(root)
     work = [
-        _work_queue(JOBS, subjects.jobs_all(), jobs_limit),
+        _work_queue(JOBS, subjects.jobs_all(), jobs_limit, per_subject=tenant_limit or 0),
         *(_work_queue(stage_stream(name), subjects.stage_all(name), queue_limit) for name in stages),
         *(
-            _work_queue(batch_stream(priority), subjects.batch_all(priority), queue_limit, per_subject=queue_limit)
+            _work_queue(
+                batch_stream(priority), subjects.batch_all(priority), queue_limit, per_subject=tenant_limit or 0
+            )
             for priority in PRIORITIES
         ),
         # Unlimited: a batch has left its lane, and the lanes' limits are what refuses.
@@ -171,7 +176,8 @@ def topology(
         BucketSpec(WORKERS, ttl=workers_ttl),
         BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known again as soon as the broker is back
         BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
-        BucketSpec(STATE),
+        BucketSpec(STATE, storage="file"),
+        BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=LEASE_TTL),
     )
     return Topology((*work, *relays, dead), buckets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 import uuid
 from typing import Any
@@ -14,14 +15,16 @@ from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.echo import EchoBackend
 from penstock.schemas.codec import decode_event
 from penstock.schemas.events import FINAL, Delta, Event
-from penstock.schemas.jobs import Endpoint, Job
+from penstock.schemas.jobs import Endpoint, Job, ValidatedJob
+from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.stages import Pipe, Runner, Stage
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import LIGHT
 from penstock.stages.infer import Infer
+from penstock.streams.jetstream import JetStreamBroker
 from penstock.streams.memory import MemoryBroker
-from penstock.streams.port import Message
+from penstock.streams.port import Broker, Message
 from penstock.streams.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
@@ -29,11 +32,17 @@ MODEL = "echo"
 
 
 class FragileEcho(EchoBackend):
-    """Echoes, but fails every sequence that has so many tokens, where that is set."""
+    """Echoes, but fails every sequence that has so many tokens, where that is set, and stands still without `goes`."""
 
     fails_after: int | None = None
 
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.goes = threading.Event()
+        self.goes.set()
+
     def step(self) -> list[Delta]:
+        self.goes.wait()
         deltas = super().step()
         for sequence in list(self._running):
             if self.fails_after is not None and len(sequence.tokens) >= self.fails_after:
@@ -56,22 +65,34 @@ class Pipeline:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, *more: type[Stage], context_length: int = 512, **values: Any) -> Pipeline:
-        settings = Settings(backend="echo", lease=0.5, worker_lease=0.5, batch_window=0.0, **values)
-        broker, subjects = MemoryBroker(), Subjects(settings.namespace)
-        streams, buckets = topology(settings.namespace, settings.job_stages)
+    async def start(
+        cls, *more: type[Stage], context_length: int = 512, nats_url: str | None = None, **values: Any
+    ) -> Pipeline:
+        """Over the in-memory broker, or in a namespace of its own at `nats_url`."""
+        own: dict[str, Any] = {"lease": 0.5, "namespace": f"p{uuid.uuid4().hex}"}
+        settings = Settings(backend="echo", **own | values)
+        broker: Broker = MemoryBroker()
+        if nats_url is not None:
+            broker = await JetStreamBroker.connect(nats_url, namespace=settings.namespace)
+        subjects = Subjects(settings.namespace)
+        limits = {"queue_limit": settings.queue_limit, "tenant_limit": settings.tenant_limit}
+        streams, buckets = topology(settings.namespace, settings.job_stages, **limits)  # type: ignore[arg-type]
         await broker.ensure(streams, buckets)
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)
         registry = Registry(broker, interval=0.05)
         pipe = Pipe(broker, subjects, settings, registry, cancellations)
-        config = EngineConfig(model=MODEL, backend="echo", max_sequence_length=context_length)
+        config = EngineConfig(
+            model=MODEL, backend="echo", max_sequence_length=context_length, echo_rate=settings.echo_rate
+        )
         backend = FragileEcho(config)
         engine = InferenceEngine(config, backend=backend)
         model = ModelCard(
             name=MODEL, source=MODEL, backend="echo", context_length=context_length, created=int(time.time())
         )
-        worker = WorkerCard(id="w0", model=model, capacity=16, pid=os.getpid())
+        worker = WorkerCard(
+            id="w0", model=model, capacity=settings.max_batch_size, pid=os.getpid(), incarnation=uuid.uuid4().hex
+        )
         pipeline = cls(pipe, engine, backend)
         stages: list[Stage] = [kind(pipe) for kind in (*LIGHT.values(), *more)]
         pipeline._runners = [Runner(stage, pipe) for stage in (*stages, Infer(pipe, engine, worker))]
@@ -83,12 +104,19 @@ class Pipeline:
         return pipeline
 
     async def stop(self) -> None:
+        self.backend.goes.set()
         for runner in self._runners:
             runner.stop()
         await asyncio.gather(*self._tasks[:-1])
         self._tasks[-1].cancel()
         await self.pipe.broker.close()
         self.engine.close()
+
+    async def lose_worker(self) -> None:
+        """The worker leaves, and nobody takes its place."""
+        self._runners[-1].stop()
+        await self._tasks[-2]
+        await self.pipe.registry.refresh()
 
     def ask(self, body: dict[str, Any], endpoint: Endpoint = "/v1/completions", **fields: Any) -> list[Event]:
         return self.runner.run(self.events(body, endpoint, **fields))
@@ -116,3 +144,19 @@ class Pipeline:
         event = await final
         await listening.close()
         return event
+
+
+def validated(name: str, pipe: Pipe) -> ValidatedJob:
+    return ValidatedJob(
+        id=name,
+        endpoint="/v1/completions",
+        bridge="test",
+        tenant="default",
+        priority="normal",
+        model=MODEL,
+        prompts=(tuple(b"hello"),),
+        params=GenerationParams(),
+        created=pipe.now(),
+        deadline=pipe.now() + 600,
+        body={"model": MODEL, "prompt": "hello"},
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
@@ -16,7 +17,7 @@ from penstock.schemas.jobs import Endpoint
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 TYPES: dict[Endpoint, Any] = {"/v1/chat/completions": ChatCompletion, "/v1/completions": Completion}
-REASONS: list[FinishReason] = ["stop", "length", "stop_sequence"]
+REASONS: list[FinishReason] = ["stop", "length", "stop_sequence"]  # those that the client's types know
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 logprobs = st.builds(
@@ -91,3 +92,12 @@ def test_chunks_add_up_to_the_whole(answer: tuple[list[Token], Done], include_us
     usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
     assert len(usages) == int(include_usage)
     assert not include_usage or (chunks[-1].usage == usages[0] and chunks[-1].choices == [])
+
+
+@pytest.mark.parametrize("endpoint", sorted(TYPES))
+def test_an_answer_that_ran_out_of_time_says_so(endpoint: Endpoint) -> None:
+    token, done = Token("r", 0, 0, (1,), "x", finish_reason="deadline"), Done("r", ("deadline",), Usage(1, 1, 2))
+    renderer = Renderer(endpoint, "id-1", "m", 1, streaming=True, include_usage=False)
+    (chunk,) = renderer.chunks(token)
+    for body in (chunk.removeprefix(b"data: "), renderer.whole([token], done)):
+        assert orjson.loads(body)["choices"][0]["finish_reason"] == "deadline"

@@ -50,6 +50,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "n": (BOTH, no_integer),
     "ignore_eos": (BOTH, no_switch),
     "priority": (BOTH, no_text | words.filter(lambda word: word not in ("high", "normal", "low"))),
+    "timeout": (BOTH, no_number | st.floats(max_value=0)),
     "user": (BOTH, no_text),
     "metadata": (BOTH, words | st.integers() | st.lists(st.integers())),
     "parallel_tool_calls": (BOTH, no_switch),

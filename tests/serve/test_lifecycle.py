@@ -99,7 +99,7 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
 
 @pytest.mark.parametrize("name", ["worker", "nats-server"])
 def test_streams_go_on_after_a_kill(serve: Serve, name: str) -> None:
-    served = serve("--backend", "echo", "--echo-rate", "50", "--worker-lease", "2")
+    served = serve("--backend", "echo", "--echo-rate", "50", "--lease", "2")
     started = Barrier(9)
 
     def ask(place: int) -> str:

@@ -8,14 +8,13 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, Pipeline, validated
 
 from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.errors import InvalidRequest, Transient
 from penstock.schemas.events import Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
-from penstock.schemas.params import GenerationParams
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
 from penstock.streams.memory import MemoryBroker
@@ -178,22 +177,6 @@ class Slow(JobStage):
         self.holding.set()
         await self.released.wait()
         return job
-
-
-def validated(name: str, pipe: Pipe) -> ValidatedJob:
-    return ValidatedJob(
-        id=name,
-        endpoint="/v1/completions",
-        bridge="test",
-        tenant="default",
-        priority="normal",
-        model=MODEL,
-        prompts=(tuple(b"hello"),),
-        params=GenerationParams(),
-        created=pipe.now(),
-        deadline=pipe.now() + 600,
-        body=BODY,
-    )
 
 
 async def held(drain_timeout: float) -> tuple[Pipe, Slow, Runner, asyncio.Task[None]]:

@@ -1,0 +1,179 @@
+"""`penstock dead`: look at the messages that were given up, and give them another chance or drop them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..config.settings import Settings
+from ..config.sources import Loaded
+from ..schemas import codec
+from ..schemas.errors import StartupError
+from ..schemas.jobs import InferenceBatch, Job, ValidatedJob
+from ..streams.jetstream import JetStreamBroker
+from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, MESSAGE_ID, SCHEMA, Message
+from ..streams.topology import Subjects
+from .options import with_settings
+from .supervisor import broker_url
+
+dead = typer.Typer(help="Look after the messages that could not be handled.", no_args_is_help=True)
+
+Numbers = Annotated[list[int] | None, typer.Argument(help="Numbers from `penstock dead list`.", metavar="NUMBER…")]
+All = Annotated[bool, typer.Option("--all", help="All there are.")]
+
+
+@dead.command("list")
+@with_settings
+def list_letters(
+    loaded: Loaded, as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead.")] = False
+) -> None:
+    """List the dead letters, the oldest first: the stage that gave up, why, and which requests are in them."""
+    letters = asyncio.run(_letters(loaded.settings))
+    if as_json:
+        for letter in letters:
+            typer.echo(orjson.dumps(_summary(letter)))
+        return
+    table = Table("number", "stage", "deliveries", "reason", "requests", box=None, pad_edge=False)
+    for letter in letters:
+        row = _summary(letter)
+        table.add_row(
+            str(row["number"]),
+            row["stage"],
+            row["deliveries"],
+            row["reason"],
+            " ".join(row["requests"]) or "unreadable",
+        )
+    Console().print(table if letters else "no dead letters")
+
+
+@dead.command()
+@with_settings
+def show(loaded: Loaded, number: Annotated[int, typer.Argument(help="Number from `penstock dead list`.")]) -> None:
+    """Print one dead letter whole, as JSON: its headers, and its payload with whatever the client had written."""
+    (letter,) = asyncio.run(_letters(loaded.settings, [number]))
+    try:
+        payload: Any = orjson.loads(letter.data)
+    except orjson.JSONDecodeError:
+        payload = letter.data.decode(errors="replace")
+    whole = {"number": letter.sequence, "headers": dict(letter.headers), "payload": payload}
+    typer.echo(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
+
+
+@dead.command()
+@with_settings
+def retry(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> None:
+    """Send dead letters on their way again, as requests of new names: their clients were told that they failed.
+
+    A request goes back to the stage that gave it up, with a new deadline; its events can be read under the new name.
+    """
+
+    async def run() -> None:
+        settings = loaded.settings
+        letters = await _letters(settings, _chosen(numbers, everything))
+        async with _connected(settings) as broker:
+            for letter in letters:
+                for subject, data, headers, name in _again(letter, settings):
+                    await broker.publish(subject, data, message_id=name, headers=headers)
+                    typer.echo(f"{letter.sequence}: {name}")
+                await broker.delete("DEAD", letter.sequence)
+
+    asyncio.run(run())
+
+
+@dead.command()
+@with_settings
+def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> None:
+    """Delete dead letters for good."""
+
+    async def run() -> None:
+        letters = await _letters(loaded.settings, _chosen(numbers, everything))
+        async with _connected(loaded.settings) as broker:
+            for letter in letters:
+                await broker.delete("DEAD", letter.sequence)
+        typer.echo(f"dropped {len(letters)}")
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def _connected(settings: Settings) -> AsyncIterator[JetStreamBroker]:
+    broker = await JetStreamBroker.connect(
+        broker_url(settings), namespace=settings.namespace, timeout=settings.nats_timeout, name="penstock-dead"
+    )
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+async def _letters(settings: Settings, numbers: list[int] | None = None) -> list[Message]:
+    """All dead letters, or those of these numbers. Raises `StartupError` for a number that is not there."""
+    async with _connected(settings) as broker:
+        letters = await broker.replay("DEAD", Subjects(settings.namespace).dead_all())
+    if numbers is None:
+        return letters
+    found = {letter.sequence: letter for letter in letters}
+    if missing := [str(number) for number in numbers if number not in found]:
+        raise StartupError(f"no dead letter {', '.join(missing)}; `penstock dead list` shows those there are")
+    return [found[number] for number in numbers]
+
+
+def _chosen(numbers: list[int] | None, everything: bool) -> list[int] | None:
+    if bool(numbers) == everything:
+        raise StartupError("name dead letters by their numbers, or all of them with --all")
+    return numbers if numbers else None
+
+
+def _summary(letter: Message) -> dict[str, Any]:
+    try:
+        requests = [str(job.id) for job in _jobs(letter) if job.id]
+    except codec.DecodeError:
+        requests = []
+    return {
+        "number": letter.sequence,
+        "stage": letter.subject.rpartition(".")[2],
+        "deliveries": letter.headers.get(DEAD_ATTEMPTS, ""),
+        "reason": letter.headers.get(DEAD_REASON, ""),
+        "requests": requests,
+    }
+
+
+def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
+    """What is in a letter. Raises `DecodeError` for what can be read by nobody."""
+    match letter.headers.get(SCHEMA):
+        case codec.BATCH:
+            return codec.decode_model(InferenceBatch, letter.data, codec.BATCH).jobs
+        case codec.VALIDATED_JOB:
+            return (codec.decode_model(ValidatedJob, letter.data, codec.VALIDATED_JOB),)
+        case schema:
+            return (codec.decode_model(Job, letter.data, schema),)
+
+
+def _again(letter: Message, settings: Settings) -> list[tuple[str, bytes, dict[str, str], str]]:
+    """Subject, data, headers and name of each request of a letter. Raises `StartupError` for what cannot be read."""
+    try:
+        jobs = _jobs(letter)
+    except codec.DecodeError as error:
+        raise StartupError(f"dead letter {letter.sequence} cannot be read: {error}; drop it") from None
+    gone = (DEAD_REASON, DEAD_SUBJECT, DEAD_ATTEMPTS, DEADLINE, MESSAGE_ID)
+    headers = {name: value for name, value in letter.headers.items() if name not in gone}
+    subject = letter.headers[DEAD_SUBJECT]
+    again = []
+    for place, job in enumerate(jobs):
+        name = f"{(job.id or 'job')[:48]}-r{letter.sequence}" + (f"-{place}" if place else "")
+        change: dict[str, object] = {"id": name}
+        if isinstance(job, ValidatedJob):
+            change["deadline"] = time.time() + settings.default_timeout
+            if letter.headers.get(SCHEMA) == codec.BATCH:  # its worker may be gone
+                subject = Subjects(settings.namespace).batch(job.priority, job.tenant)
+                headers[SCHEMA] = codec.VALIDATED_JOB
+        again.append((subject, codec.encode(job.model_copy(update=change)), dict(headers), name))
+    return again

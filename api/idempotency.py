@@ -1,0 +1,72 @@
+"""`Idempotency-Key`: the same key is the same request, on whichever bridge it is repeated.
+
+The key's claim is written before the job is published, and a bridge may die in between; so whoever repeats a request of
+which no event is stored publishes it again, under the same id, which makes it one request still. A request that came to
+nothing (overload, deadline, a fault of ours) has no answer to repeat: its key then stands for a new attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import orjson
+
+from ..schemas.errors import Conflict, InvalidRequest, StreamNotFound
+from ..schemas.events import Cancelled, Event, Expired, Failed
+from ..schemas.jobs import Job, Priority
+from ..streams.port import Broker
+from .bridge import Bridge, Reading
+
+MOST_CHARACTERS = 255
+PUBLISHED_ONCE = 100.0  # seconds in which a repeated job is dropped by the broker: less than JOBS' window
+
+
+async def open_once(
+    key: str, bridge: Bridge, broker: Broker, job: Job, *, priority: Priority, tenant: str, deadline: float
+) -> Reading:
+    """What `Bridge.open` gives for the first request of this key. `job` must have a new id, for if it is the first.
+
+    Raises `InvalidRequest` (the key), `Conflict` (the key belongs to another body), and what `Bridge.open` raises.
+    """
+    if not 0 < len(key) <= MOST_CHARACTERS:
+        raise InvalidRequest(
+            f"Idempotency-Key must have 1 to {MOST_CHARACTERS} characters, not {len(key)}.", param="Idempotency-Key"
+        )
+    name = hashlib.sha256(f"{tenant} {key}".encode()).hexdigest()
+    body = orjson.dumps(job.body, option=orjson.OPT_SORT_KEYS)
+    fingerprint = hashlib.sha256(f"{job.endpoint} ".encode() + body).hexdigest()
+    mine = orjson.dumps({"request": job.id, "fingerprint": fingerprint, "created": time.time()})
+    claims = await broker.bucket("idempotency")
+    while True:
+        entry = await claims.get(name)
+        if entry is None:
+            bridge.admit(priority)  # before it costs a claim
+            await claims.create(name, mine)
+            continue
+        claim: dict[str, Any] = orjson.loads(entry.value)
+        if claim["fingerprint"] != fingerprint:
+            raise Conflict(
+                "This Idempotency-Key was used for another request; a new request needs a new key.",
+                param="Idempotency-Key",
+            )
+        try:
+            reading = await bridge.follow(claim["request"], tenant, deadline=deadline)
+        except StreamNotFound:
+            if time.time() - claim["created"] < PUBLISHED_ONCE:
+                first = job.model_copy(update={"id": claim["request"]})
+                return await bridge.open(first, priority=priority, tenant=tenant, deadline=deadline, shared=True)
+        else:
+            if not _came_to_nothing(reading.final):
+                return reading
+            reading.close()
+        await claims.update(name, mine, entry.revision)
+
+
+def _came_to_nothing(final: Event | None) -> bool:
+    match final:
+        case Failed(error=error) | Expired(error=error):
+            return error.status in (408, 429) or error.status >= 500
+        case _:
+            return isinstance(final, Cancelled)

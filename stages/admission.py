@@ -1,0 +1,82 @@
+"""How much the queue takes: gates with two watermarks, and the rate at which the lanes drain.
+
+Knows no broker: numbers in, decisions out.
+"""
+
+from __future__ import annotations
+
+from ..schemas.jobs import Priority
+from ..schemas.registry import Admission
+from ..streams.topology import PRIORITIES
+
+_HALF_LIFE = 5.0  # seconds after which a measurement counts half
+_LEAST_DEPTH = 64  # requests that may wait however slowly they go
+_LONGEST = 60.0  # seconds that anybody is told to wait; clients give up where it is minutes
+
+
+class Gate:
+    """Closed at or above the high watermark, open below the low one, and between them as it was."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def update(self, depth: float, low: float, high: float) -> bool:
+        if depth >= high:
+            self.is_open = False
+        elif depth < low:
+            self.is_open = True
+        return self.is_open
+
+
+class Drain:
+    """Requests a second that leave a lane, from counts of those that have left; 0 until some did."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._seen: tuple[float, int] | None = None  # when, and how many had left
+
+    def update(self, now: float, left: int, depth: int) -> float:
+        """`left` have gone since the beginning, `depth` wait; an empty lane tells nothing about its speed."""
+        before, gone = self._seen or (now, left)
+        if (elapsed := now - before) > 0 and (depth > 0 or left > gone):
+            rate = (left - gone) / elapsed
+            weight = 1 - 0.5 ** (elapsed / _HALF_LIFE) if self.rate else 1.0
+            self.rate += weight * (rate - self.rate)
+        self._seen = now, left
+        return self.rate
+
+
+class Warden:
+    """Decides for all lanes. A lane holds at most `limit` requests, nor more than can be done in `horizon` seconds.
+
+    `low` and `high` are the watermarks, as shares of that.
+    """
+
+    def __init__(self, limit: int, low: float, high: float, horizon: float) -> None:
+        self._limit, self._low, self._high, self._horizon = limit, low, high, horizon
+        self._gates = {priority: Gate() for priority in PRIORITIES}
+        self._drains = {priority: Drain() for priority in PRIORITIES}
+        self.last = Admission(  # set by update
+            accepting=dict.fromkeys(PRIORITIES, True),
+            retry_after=dict.fromkeys(PRIORITIES, 1.0),
+            depth=dict.fromkeys(PRIORITIES, 0),
+        )
+
+    def update(self, now: float, depth: dict[Priority, int], left: dict[Priority, int]) -> Admission:
+        """What to tell. `now` is in seconds, `depth` and `left` count by lane those that wait and those that went."""
+        accepting: dict[Priority, bool] = {}
+        retry_after: dict[Priority, float] = {}
+        for priority in PRIORITIES:
+            rate = self._drains[priority].update(now, left[priority], depth[priority])
+            most = min(self._limit, max(_LEAST_DEPTH, rate * self._horizon)) if rate else self._limit
+            accepting[priority] = self._gates[priority].update(depth[priority], self._low * most, self._high * most)
+            excess = max(1.0, depth[priority] - self._low * most)
+            retry_after[priority] = min(_LONGEST, max(1.0, excess / rate)) if rate else _LONGEST / 12
+        self.last = Admission(accepting=accepting, retry_after=retry_after, depth=depth)
+        return self.last
+
+    def wait(self, priority: Priority) -> float:
+        """Seconds that a request would now wait: until those before it have gone, at the rate at which all go."""
+        rate = sum(drain.rate for drain in self._drains.values())
+        ahead = sum(self.last.depth[each] for each in PRIORITIES[: PRIORITIES.index(priority) + 1])
+        return ahead / rate if rate else 0.0

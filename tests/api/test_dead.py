@@ -1,0 +1,127 @@
+"""`penstock dead` and `penstock scheduling` on a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock.api.cli import app
+from penstock.schemas import codec
+from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
+from penstock.schemas.params import GenerationParams
+from penstock.streams.jetstream import JetStreamBroker
+from penstock.streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, SCHEMA
+from penstock.streams.server import EmbeddedServer
+from penstock.streams.topology import topology
+
+Penstock = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+async def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JetStreamBroker]:
+    server = await EmbeddedServer.start(tmp_path / "nats")
+    monkeypatch.setenv("PENSTOCK_NATS_URL", server.url)
+    broker = await JetStreamBroker.connect(server.url, namespace="penstock", timeout=5.0)
+    await broker.ensure(*topology("penstock", ("queue",)))
+    yield broker
+    await broker.close()
+    await server.stop()
+
+
+@pytest.fixture
+def penstock() -> Penstock:
+    return lambda *words: asyncio.to_thread(CliRunner().invoke, app, list(words))
+
+
+def validated(name: str) -> ValidatedJob:
+    return ValidatedJob(
+        id=name,
+        endpoint="/v1/completions",
+        bridge="b",
+        tenant="acme",
+        priority="low",
+        model="m",
+        prompts=((1, 2),),
+        params=GenerationParams(),
+        created=1.0,
+        deadline=2.0,
+        body={"prompt": "a secret"},
+    )
+
+
+async def bury(broker: JetStreamBroker, stage: str, subject: str, data: bytes, schema: str | None) -> None:
+    headers = {
+        DEAD_REASON: "ValueError",
+        DEAD_SUBJECT: subject,
+        DEAD_ATTEMPTS: "5",
+        DEADLINE: "2.0",
+        "traceparent": "x",
+    }
+    if schema:
+        headers[SCHEMA] = schema
+    await broker.publish(f"penstock.dead.{stage}", data, message_id=f"{stage}.{subject}", headers=headers)
+
+
+async def test_dead_letters_are_listed_shown_retried_and_dropped(broker: JetStreamBroker, penstock: Penstock) -> None:
+    assert (await penstock("dead", "list")).stdout == "no dead letters\n"
+    batch = InferenceBatch(id="b1", worker="gone", jobs=(validated("one"), validated("two")))
+    await bury(broker, "infer", "penstock.infer.gone", codec.encode(batch), codec.BATCH)
+    job = Job(id="three", body={"model": "m", "messages": []})
+    await bury(broker, "validate", "penstock.jobs.high.acme", codec.encode(job), codec.JOB)
+    await bury(broker, "queue", "penstock.queue.low.acme", b"\xffnot a job", None)
+
+    listed = await penstock("dead", "list", "--json")
+    rows = [orjson.loads(line) for line in listed.stdout.splitlines()]
+    assert [(row["number"], row["stage"], row["requests"]) for row in rows] == [
+        (1, "infer", ["one", "two"]),
+        (2, "validate", ["three"]),
+        (3, "queue", []),
+    ]
+    assert rows[0]["reason"] == "ValueError" and rows[0]["deliveries"] == "5"
+    table = (await penstock("dead", "list")).stdout
+    assert "one two" in table and "unreadable" in table and "secret" not in table
+    shown = orjson.loads((await penstock("dead", "show", "1")).stdout)
+    assert shown["payload"]["jobs"][1]["id"] == "two"
+    assert shown["headers"][DEAD_SUBJECT] == "penstock.infer.gone"
+
+    assert (await penstock("dead", "retry", "1", "2")).exit_code == 0
+    again = await broker.replay("BATCH_LOW", "penstock.batch.low.acme")
+    jobs = [codec.decode_model(ValidatedJob, message.data, message.headers[SCHEMA]) for message in again]
+    assert [job.id for job in jobs] == ["one-r1", "two-r1-1"]
+    assert all(job.deadline > time.time() for job in jobs)
+    (message,) = await broker.replay("JOBS", "penstock.jobs.high.acme")
+    assert codec.decode_model(Job, message.data, message.headers[SCHEMA]) == job.model_copy(update={"id": "three-r2"})
+    assert DEADLINE not in message.headers and message.headers["traceparent"] == "x"
+
+    unreadable = await penstock("dead", "retry", "3")
+    assert unreadable.exit_code == 2 and "dead letter 3 cannot be read" in unreadable.stderr
+    assert (await penstock("dead", "drop", "--all")).stdout == "dropped 1\n"
+    assert await broker.replay("DEAD", "penstock.dead.>") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("show", "7"), "no dead letter 7; `penstock dead list` shows those there are"),
+        (("retry", "7"), "no dead letter 7"),
+        (("retry",), "name dead letters by their numbers, or all of them with --all"),
+        (("drop", "1", "--all"), "name dead letters by their numbers"),
+    ],
+)
+async def test_faults(broker: JetStreamBroker, penstock: Penstock, words: tuple[str, ...], fault: str) -> None:
+    result = await penstock("dead", *words)
+    assert result.exit_code == 2
+    assert fault in result.stderr
+
+
+async def test_the_strategy_is_shown_and_changed(broker: JetStreamBroker, penstock: Penstock) -> None:
+    assert (await penstock("scheduling")).stdout == "least_loaded (by its setting)\n"
+    assert (await penstock("scheduling", "memory_aware")).stdout == "memory_aware\n"
+    assert (await penstock("scheduling")).stdout == "memory_aware\n"
+    assert (await penstock("scheduling", "fastest")).exit_code == 2

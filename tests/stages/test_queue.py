@@ -1,0 +1,268 @@
+"""Waiting: order, company, room, limits, deadlines, cancellation, and what clients hear meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_pipeline import MODEL, Pipeline
+
+from penstock.api.bridge import Reading
+from penstock.schemas import codec
+from penstock.schemas.errors import Overloaded
+from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Queued, Token
+from penstock.schemas.jobs import InferenceBatch, Job, Priority
+from penstock.streams.port import Message
+from penstock.streams.server import EmbeddedServer
+from penstock.streams.topology import PRIORITIES
+
+EXAMPLES = settings(max_examples=100, deadline=None)
+
+
+@pytest.fixture(params=["memory", "jetstream"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Where a pipeline runs: what `Pipeline.start` is told of it."""
+    if request.param == "memory":
+        yield {}
+        return
+    with asyncio.Runner() as runner:
+        server = runner.run(EmbeddedServer.start(tmp_path / "nats"))
+        yield {"nats_url": server.url}
+        runner.run(server.stop())
+
+
+@contextlib.asynccontextmanager
+async def pipeline_of(**values: Any) -> AsyncIterator[Pipeline]:
+    pipeline = await Pipeline.start(**values)
+    try:
+        yield pipeline
+    finally:
+        await pipeline.stop()
+
+
+async def publish(pipeline: Pipeline, priority: Priority = "normal", tenant: str = "default", **fields: Any) -> Reading:
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 4} | fields.pop("body", {})
+    job = Job(id=f"t-{uuid.uuid4().hex}", endpoint="/v1/completions", bridge="test", body=body, **fields)
+    return await pipeline.bridge.open(job, priority=priority, tenant=tenant)
+
+
+async def whole(reading: Reading) -> list[Event]:
+    events: list[Event] = []
+    while not reading.ended:
+        events += await reading.take(60.0)
+    reading.close()
+    return events
+
+
+def batches(pipeline: Pipeline, into: list[InferenceBatch]) -> Any:
+    def hear(message: Message) -> None:
+        into.append(codec.decode_model(InferenceBatch, message.data, codec.BATCH))
+
+    return pipeline.pipe.broker.listen(pipeline.pipe.subjects.root + ".infer.*", hear)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def in_lanes(pipeline: Pipeline, count: int) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            held = [await pipeline.pipe.broker.held(f"BATCH_{priority.upper()}") for priority in PRIORITIES]
+            if sum(each.messages for each in held) == count:
+                return
+            await asyncio.sleep(0)
+
+
+def run(pipeline_values: dict[str, Any], examples: Any) -> None:
+    """Let Hypothesis drive one pipeline: `examples` gets it and a runner, and checks."""
+    with asyncio.Runner() as runner:
+        pipeline = runner.run(Pipeline.start(**pipeline_values))
+        try:
+            examples(pipeline, runner)
+        finally:
+            runner.run(pipeline.stop())
+
+
+def test_p4_requests_inside_the_window_form_one_batch() -> None:
+    """P4: N ≤ `max_batch_size` requests inside the batching window form one batch of exactly N."""
+
+    def examples(pipeline: Pipeline, runner: asyncio.Runner) -> None:
+        seen: list[InferenceBatch] = []
+        runner.run(batches(pipeline, seen))
+
+        async def scene(count: int) -> None:
+            seen.clear()
+            readings = await asyncio.gather(*(publish(pipeline) for _ in range(count)))
+            for reading in readings:
+                assert isinstance((await whole(reading))[-1], Done)
+            assert [len(batch.jobs) for batch in seen] == [count]
+
+        @EXAMPLES
+        @given(st.integers(1, 16))
+        def check(count: int) -> None:
+            runner.run(scene(count))
+
+        check()
+
+    run({"batch_window": 0.03, "max_batch_size": 16}, examples)
+
+
+async def test_jobs_go_out_in_order_of_priority_and_never_more_than_there_is_room_for() -> None:
+    async with pipeline_of(max_batch_size=2, heartbeat_interval=0.05) as pipeline:
+        seen: list[InferenceBatch] = []
+        await batches(pipeline, seen)
+        pipeline.backend.goes.clear()
+        busy = [await publish(pipeline) for _ in range(2)]
+        await until(lambda: sum(len(batch.jobs) for batch in seen) == 2)
+        readings = {}
+        for priority in ("low", "normal", "low", "normal"):
+            readings[await publish(pipeline, priority)] = priority
+            await in_lanes(pipeline, len(readings))
+        assert sum(len(batch.jobs) for batch in seen) == 2
+        urgent = await publish(pipeline, "high")  # for which one seat is kept
+        await until(lambda: sum(len(batch.jobs) for batch in seen) == 3)
+        assert seen[-1].jobs[0].id == urgent.request
+        pipeline.backend.goes.set()
+        for reading in (*busy, urgent, *readings):
+            assert isinstance((await whole(reading))[-1], Done)
+        order = [job.priority for batch in seen[-4:] for job in batch.jobs][-4:]
+        assert order == ["normal", "normal", "low", "low"]
+
+
+def test_p8_who_waits_past_the_deadline_is_removed_and_hears_408(where: dict[str, str]) -> None:
+    """P8: a request queued past its deadline is removed and its client gets 408."""
+
+    def examples(pipeline: Pipeline, runner: asyncio.Runner) -> None:
+        runner.run(pipeline.lose_worker())
+
+        async def scene(waits: list[float]) -> None:
+            readings = [
+                await publish(pipeline, PRIORITIES[place % 3], timeout=wait) for place, wait in enumerate(waits)
+            ]
+            for reading in readings:
+                events = await whole(reading)
+                assert isinstance(events[-1], Expired)
+                assert events[-1].error.status == 408
+                assert not any(isinstance(event, Token) for event in events)
+            await in_lanes(pipeline, 0)
+
+        @EXAMPLES
+        @given(st.lists(st.floats(0.001, 0.1), min_size=1, max_size=10))
+        def check(waits: list[float]) -> None:
+            runner.run(scene(waits))
+
+        check()
+
+    run(where, examples)
+
+
+async def test_a_deadline_stops_what_runs_and_says_so() -> None:
+    async with pipeline_of(echo_rate=50.0) as pipeline:
+        reading = await publish(pipeline, timeout=0.5, body={"max_tokens": 400, "ignore_eos": True})
+        events = await whole(reading)
+        done = events[-1]
+        assert isinstance(done, Done)
+        assert done.finish_reasons == ("deadline",)
+        said = sum(len(event.token_ids) for event in events if isinstance(event, Token))
+        assert 0 < said == done.usage.completion_tokens < 400
+        assert pipeline.engine.stats().num_running == 0
+
+
+async def test_a_cancelled_job_leaves_its_lane_at_once(where: dict[str, Any]) -> None:
+    async with pipeline_of(**where) as pipeline:
+        await pipeline.lose_worker()
+        readings = [await publish(pipeline, PRIORITIES[place % 3]) for place in range(9)]
+        await in_lanes(pipeline, 9)
+        for reading in readings:
+            await reading.ask_to_stop()
+        for reading in readings:
+            assert isinstance((await whole(reading))[-1], Cancelled)
+        await in_lanes(pipeline, 0)
+
+
+async def test_a_job_far_behind_is_deleted_where_it_waits() -> None:
+    """Behind more than the batch stage holds in its hands."""
+    async with pipeline_of() as pipeline:
+        await pipeline.lose_worker()
+        readings = [await publish(pipeline) for _ in range(700)]
+        await in_lanes(pipeline, 700)
+        await readings[-1].ask_to_stop()
+        assert isinstance((await whole(readings[-1]))[-1], Cancelled)
+        await in_lanes(pipeline, 699)
+
+
+async def test_a_full_queue_refuses_and_a_tenant_over_its_own_limit_too(where: dict[str, Any]) -> None:
+    async with pipeline_of(**where, queue_limit=20, tenant_limit=5, high_watermark=1.0) as pipeline:
+        await pipeline.lose_worker()
+        for _ in range(5):
+            await publish(pipeline, tenant="greedy")
+        await in_lanes(pipeline, 5)
+        refused = (await whole(await publish(pipeline, tenant="greedy")))[-1]
+        assert isinstance(refused, Failed)
+        assert (refused.error.status, refused.error.code) == (429, "quota_exceeded")
+        assert refused.error.retry_after is not None
+        for place in range(15):
+            await publish(pipeline, tenant=f"modest{place}")
+        await in_lanes(pipeline, 20)
+        with pytest.raises(Overloaded) as caught:  # by the queue, or by the bridge once it has heard of it
+            events = await whole(await publish(pipeline, tenant="late"))
+            assert isinstance(events[-1], Failed)
+            assert events[-1].error.status == 503
+            raise Overloaded(events[-1].error.message, code=events[-1].error.code, retry_after=1.0)
+        assert (caught.value.code, caught.value.retry_after is None) == ("queue_full", False)
+        await publish(pipeline, "high", tenant="late")
+        await in_lanes(pipeline, 21)
+
+
+async def test_clients_hear_where_they_stand() -> None:
+    async with pipeline_of() as pipeline:
+        await pipeline.lose_worker()
+        readings = [await publish(pipeline) for _ in range(3)]
+        heard: dict[str, int] = {}
+        async with asyncio.timeout(20):
+            for reading in readings:
+                while reading.request not in heard:
+                    for event in await reading.take(1.0):
+                        if isinstance(event, Queued):
+                            heard[event.request] = event.position
+        assert [heard[reading.request] for reading in readings] == [1, 2, 3]
+
+
+def test_p6_lanes_of_the_whole_pipeline_keep_their_order(where: dict[str, Any]) -> None:
+    """P6: all high before normal before low, FIFO inside each; seen from the worker."""
+
+    @settings(max_examples=20 if where else 100, deadline=None)  # on a server, each is some forty streams
+    @given(st.lists(st.sampled_from(PRIORITIES), min_size=1, max_size=12))
+    def check(priorities: list[Priority]) -> None:
+        async def scene() -> None:
+            async with pipeline_of(**where, max_batch_size=1, heartbeat_interval=0.02) as pipeline:
+                seen: list[InferenceBatch] = []
+                await batches(pipeline, seen)
+                pipeline.backend.goes.clear()
+                busy = []
+                for priority in ("normal", "high"):  # every seat there is
+                    busy.append(await publish(pipeline, priority))
+                    await until(lambda: len(seen) == len(busy))
+                published = []
+                for priority in priorities:
+                    published.append((await publish(pipeline, priority), priority))
+                    await in_lanes(pipeline, len(published))
+                pipeline.backend.goes.set()
+                for reading in (*busy, *(reading for reading, _ in published)):
+                    await whole(reading)
+                wanted = [reading.request for rank in PRIORITIES for reading, priority in published if priority == rank]
+                assert [job.id for batch in seen[2:] for job in batch.jobs] == wanted
+
+        asyncio.run(scene())
+
+    check()
