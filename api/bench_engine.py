@@ -23,7 +23,7 @@ from typer import Argument, Option
 from ..config.settings import Settings
 from ..config.sources import Loaded
 from ..engine import Backend, EngineConfig, EngineRequest, GenerationParams
-from ..engine.backend import load_backend
+from ..engine.backends import load_backend
 from ..engine.progress import loading_bar
 from ..engine.sequence import Sequence
 from ..schemas.errors import StartupError

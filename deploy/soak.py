@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
-from penstock.engine.backend import load_backend
+from penstock.engine.backends import load_backend
 from penstock.engine.paged import PagedBackend
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..schemas.params import GenerationParams
-from .backend import BACKENDS, Backend, Capabilities
+from .backend import Backend, Capabilities
+from .backends import BACKENDS
 from .config import EngineConfig
 from .engine import InferenceEngine
 from .handle import RequestHandle

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from ..schemas.errors import ConfigurationError, InvalidRequest
+from ..schemas.errors import InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
-from .config import EngineConfig
 from .models import ModelInfo
 from .output import CacheStats
 from .sequence import Sequence
@@ -103,23 +101,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Free the model's memory."""
         ...
-
-
-BACKENDS = {"paged": ("paged", "PagedBackend"), "hf": ("hf", "HfBackend"), "echo": ("echo", "EchoBackend")}
-
-
-def load_backend(config: EngineConfig, progress: ProgressCallback | None = None) -> Backend:
-    """Load the backend and the model that `config` names.
-
-    Raises `ConfigurationError` for an unknown backend, an absent device or a setting that the backend cannot honour,
-    `ModelLoadError` for a model that cannot be loaded.
-    """
-    if config.backend not in BACKENDS:
-        raise ConfigurationError([f"unknown backend {config.backend!r}; known are: {', '.join(sorted(BACKENDS))}"])
-    module, name = BACKENDS[config.backend]
-    backend: Backend = getattr(import_module(f".{module}", __package__), name)(config, progress)
-    if not config.cache_answers:
-        return backend
-    from .answers import AnswerCache
-
-    return AnswerCache(backend)

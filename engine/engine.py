@@ -15,7 +15,8 @@ from typing import Self, cast, overload
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
-from .backend import Backend, Capabilities, ProgressCallback, load_backend
+from .backend import Backend, Capabilities, ProgressCallback
+from .backends import load_backend
 from .config import EngineConfig
 from .driver import Driver
 from .handle import RequestHandle

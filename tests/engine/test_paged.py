@@ -14,7 +14,7 @@ from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.answers import AnswerCache
-from penstock.engine.backend import load_backend
+from penstock.engine.backends import load_backend
 from penstock.engine.paged import PagedBackend
 from penstock.engine.sequence import Sequence
 from penstock.schemas.errors import ConfigurationError, InvalidRequest

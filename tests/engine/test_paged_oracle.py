@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
-from penstock.engine.backend import Backend, load_backend
+from penstock.engine.backend import Backend
+from penstock.engine.backends import load_backend
 from penstock.engine.quantize import dequantized, quantizable
 from penstock.engine.sequence import Sequence as Choice
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
