@@ -22,6 +22,7 @@ from ..schemas.events import Accepted, Cancelled, Done, Expired, Failed, Token
 from ..schemas.jobs import Job, Priority
 from ..streams.jetstream import JetStreamBroker
 from ..streams.topology import Subjects
+from .bench_chaos import bench_chaos
 from .bench_engine import bench_engine
 from .bench_pipeline import pipeline
 from .bench_serve import bench_serve
@@ -42,6 +43,7 @@ bench = typer.Typer(help="Measure a server, or a part of Penstock.", no_args_is_
 bench.command()(pipeline)
 bench.command("serve")(bench_serve)
 bench.command("engine")(bench_engine)
+bench.command("chaos")(bench_chaos)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 app.add_typer(dead, name="dead", rich_help_panel="Look")
 

@@ -86,10 +86,11 @@ class Teller:
             first = outputs[0]
             if self._said.started is None and not (isinstance(first, Started) and first.epoch == 1):
                 await self._rebuild(message)
-            events: list[tuple[Event, str]] = []
-            for output in outputs:
-                if self._said.apply(output) and isinstance(output, Delta) and not self._over:
-                    events += self._events(output)
+            events = self._heard(outputs)
+            if self._said.gap:
+                # What is between may only be late, lent to a connection that broke: it is stored all the same.
+                self._said = Transcript()
+                events = self._heard(await self._stored(message.subject, message.sequence))
             self._over = self._over or any(place == "end" for _, place in events)
             if self._said.gap:
                 # Pushed out by the stream's limits, or lost with a disk: nobody has them any more.
@@ -103,10 +104,19 @@ class Teller:
 
     async def _rebuild(self, message: Message) -> None:
         self._said = Transcript()
-        for stored in await self._pipe.broker.replay("STREAM", message.subject):
-            if stored.sequence < message.sequence:
-                for output in codec.decode_outputs(stored.data):
-                    self._said.apply(output)
+        for output in await self._stored(message.subject, message.sequence - 1):
+            self._said.apply(output)
+
+    async def _stored(self, subject: str, last: int) -> list[Output]:
+        stored = await self._pipe.broker.replay("STREAM", subject)
+        return [output for one in stored if one.sequence <= last for output in codec.decode_outputs(one.data)]
+
+    def _heard(self, outputs: list[Output]) -> list[tuple[Event, str]]:
+        events: list[tuple[Event, str]] = []
+        for output in outputs:
+            if self._said.apply(output) and isinstance(output, Delta) and not self._over:
+                events += self._events(output)
+        return events
 
     def _events(self, delta: Delta) -> list[tuple[Event, str]]:
         said, request = self._said, delta.request

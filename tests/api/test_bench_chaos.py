@@ -1,0 +1,140 @@
+"""`penstock bench chaos`: what it calls lost, doubled and different, and one run against real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import Start
+from typer.testing import CliRunner
+
+from penstock.api.bench_answers import Answer, Client, compare, difference, mixed_requests
+from penstock.api.cli import app
+
+
+def chunk(text: str = "", reason: str | None = None, *, name: str = "chatcmpl-1", choice: int = 0) -> bytes:
+    entry = {"token": text, "logprob": -0.5, "bytes": list(text.encode()), "top_logprobs": []}
+    logprobs = {"content": [entry] if text else []}
+    part = {"index": choice, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason}
+    return orjson.dumps({"id": name, "choices": [part]})
+
+
+def usage(tokens: int) -> bytes:
+    count = {"prompt_tokens": 7, "completion_tokens": tokens}
+    return orjson.dumps({"id": "chatcmpl-1", "choices": [], "usage": count})
+
+
+def answer(*messages: bytes) -> Answer:
+    found = Answer()
+    for message in messages:
+        found.add(message)
+    return found
+
+
+END = b"[DONE]"
+A, B, C, USAGE = chunk("grüße\u2028"), chunk("an "), chunk("alle", "length"), usage(3)
+RIGHT = (A, B, C, USAGE, END)
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages"),
+    [
+        (None, RIGHT),
+        ("lost", ()),
+        ("lost", (A, B)),
+        ("lost", (A, B, C, USAGE)),
+        ("lost", (A, b'{"error": {"code": "generation_failed", "message": "The request failed."}}')),
+        ("doubled", (A, A, B, C, USAGE, END)),
+        ("doubled", (A, B, A, B, C, USAGE, END)),
+        ("doubled", (A, B, C, chunk("", "length"), USAGE, END)),
+        ("doubled", (A, B, C, USAGE, USAGE, END)),
+        ("doubled", (A, B, C, USAGE, END, END)),
+        ("doubled", (A, chunk("an ", name="chatcmpl-2"), C, USAGE, END)),
+        ("different", (A, C, USAGE, END)),
+        ("different", (A, chunk("in "), C, USAGE, END)),
+        ("different", (A, B, chunk("alle", "stop"), USAGE, END)),
+        ("different", (A, B, C, chunk("mehr", choice=1), USAGE, END)),
+        ("different", (A, B, C, usage(4), END)),
+        ("different", (A, B, C, END)),
+    ],
+)
+def test_every_fault_has_its_name(kind: str | None, messages: tuple[bytes, ...]) -> None:
+    fault = compare(answer(*RIGHT), answer(*messages))
+    assert (fault and fault.kind) == kind
+
+
+@given(st.text("ab"), st.text("ab", min_size=1), st.text("ab"))
+def test_a_part_said_twice_is_doubled_and_one_left_out_is_different(before: str, part: str, after: str) -> None:
+    whole = before + part + after
+    assert difference(whole, whole) is None
+    doubled, cut = difference(whole, before + part + part + after), difference(whole, before + after)
+    assert doubled is not None and doubled.kind == "doubled"
+    assert cut is not None and cut.kind == "different"
+
+
+async def test_a_client_resumes_behind_its_last_whole_message_and_waits_where_it_is_told_to() -> None:
+    asked: list[dict[str, str | None]] = []
+    answers: list[Any] = [
+        httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"code": "full", "message": "later"}}),
+        httpx.ConnectError("refused"),
+        httpx.Response(200, content=b"id: 1\ndata: " + A + b"\n\nid: 2\ndata: " + B),
+        httpx.Response(200, content=b": ping\nid: 2\ndata: " + B + b"\n\ndata: " + C + b"\n\ndata: [DONE]\n\n"),
+    ]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append({name: request.headers.get(name) for name in ("last-event-id", "idempotency-key", "host")})
+        found = answers[len(asked) - 1]
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, httpx.Response)
+        return found
+
+    client = Client(["http://one", "http://two"], 10.0, pause=0.0, transport=httpx.MockTransport(handle))
+    found = await client.ask("/v1/chat/completions", {}, "key", 0)
+    await client.close()
+    assert [(one["host"], one["last-event-id"]) for one in asked] == [
+        ("one", None),
+        ("one", None),
+        ("two", None),
+        ("one", "1"),
+    ]
+    assert {one["idempotency-key"] for one in asked} == {"key"}
+    assert found.choices[0].text == "grüße\u2028an alle" and found.ends == 1 and found.error is None
+    assert (found.resumed, found.repeated, dict(found.refusals)) == (1, 1, {"503 full": 1})
+
+
+def test_requests_are_mixed_and_the_same_again() -> None:
+    found = mixed_requests(100, 80, 3, "echo")
+    assert found == mixed_requests(100, 80, 3, "echo") != mixed_requests(100, 80, 4, "echo")
+    bodies = [body for _, body in found]
+    assert {path for path, _ in found} == {"/v1/chat/completions", "/v1/completions"}
+    for name, values in {"priority": {"high", "normal", "low"}, "n": {1, 2}, "temperature": {0.0, 0.7, 1.0}}.items():
+        assert {body[name] for body in bodies} == values
+    assert {10, 80} >= {min(10, *(body["max_tokens"] for body in bodies)), 80}
+    assert all(10 <= body["max_tokens"] <= 80 for body in bodies)
+
+
+def test_an_unknown_victim_and_a_bad_model_are_told(tmp_path: Path, start: Start) -> None:
+    result = CliRunner().invoke(app, ["bench", "chaos", "--victims", "worker,butler"])
+    assert result.exit_code == 2
+    assert "butler: no such part; known: worker, validate" in " ".join(result.stderr.split())
+    process = start("bench", "chaos", str(tmp_path / "nothing"))
+    assert process.wait() == 2
+    assert "worker 0 cannot run" in process.output and "nothing" in process.output
+
+
+def test_nothing_is_lost_while_processes_die(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    asked = ("--requests", "12", "--concurrency", "4", "--longest", "60", "--broker-restarts", "1", "--json", str(path))
+    process = start("bench", "chaos", *asked, "--victims", "worker,batch,stream,bridge", "--interval", "2")
+    assert process.wait() == 0, process.output
+    found = json.loads(path.read_bytes())
+    assert [found[name] for name in ("requests", "lost", "doubled", "different", "faults")] == [12, 0, 0, 0, []]
+    assert "broker" in [kill["part"] for kill in found["kills"]]
+    assert all(kill["away"] is not None for kill in found["kills"])
