@@ -18,7 +18,7 @@ import structlog
 
 from ..config.settings import Settings
 from ..schemas import codec
-from ..schemas.errors import BrokerUnavailable, DeadlineExceeded
+from ..schemas.errors import DeadlineExceeded, Transient
 from ..schemas.events import Cancelled, Event, Usage
 from ..schemas.jobs import ValidatedJob
 from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery, Published
@@ -77,12 +77,12 @@ class Pipe:
         await self.store(subject, codec.encode(event), f"{event.request}.{place}", codec.EVENT)
 
     async def store(self, subject: str, data: bytes, message_id: str, schema: str) -> Published:
-        """Publish what must not be skipped: an outage of the broker is waited out."""
+        """Publish what must not be skipped: an outage of the broker, or of its disk, is waited out."""
         while True:
             try:
                 return await self.broker.publish(subject, data, message_id=message_id, headers={SCHEMA: schema})
-            except BrokerUnavailable as error:
-                log.warning("the broker is away; a message waits", subject=subject, reason=str(error))
+            except Transient as error:
+                log.warning("the broker does not take it; a message waits", subject=subject, reason=str(error))
                 await asyncio.sleep(OUTAGE_PAUSE)
 
 

@@ -66,12 +66,17 @@ class Pipeline:
 
     @classmethod
     async def start(
-        cls, *more: type[Stage], context_length: int = 512, nats_url: str | None = None, **values: Any
+        cls,
+        *more: type[Stage],
+        context_length: int = 512,
+        nats_url: str | None = None,
+        memory: type[MemoryBroker] = MemoryBroker,
+        **values: Any,
     ) -> Pipeline:
         """Over the in-memory broker, or in a namespace of its own at `nats_url`."""
         own: dict[str, Any] = {"lease": 0.5, "namespace": f"p{uuid.uuid4().hex}"}
         settings = Settings(backend="echo", **own | values)
-        broker: Broker = MemoryBroker()
+        broker: Broker = memory()
         if nats_url is not None:
             broker = await JetStreamBroker.connect(nats_url, namespace=settings.namespace)
         subjects = Subjects(settings.namespace)

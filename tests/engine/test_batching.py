@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.hf import HfBackend
@@ -57,6 +60,50 @@ def alone(target: HfBackend, prompt: list[int], params: GenerationParams = GREED
     sequence = add(target, prompt, params)
     finish(target)
     return sequence.tokens
+
+
+class Watching(HfBackend):
+    """Keeps the masks of its passes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.masks: list[torch.Tensor] = []
+
+    def _run(self, **inputs: Any) -> Any:
+        self.masks.append(inputs["attention_mask"])
+        return super()._run(**inputs)
+
+
+def test_p5_a_padded_batch_is_as_wide_as_its_longest(model_directory: Callable[[str], Path]) -> None:
+    """P5: a padded batch pads to its longest, and every request keeps its original length."""
+    target = backend(model_directory("llama"), Watching)
+    assert isinstance(target, Watching)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    def check(lengths: list[int]) -> None:
+        target.masks.clear()
+        one = GREEDY.model_copy(update={"max_tokens": 1})
+        rows = [add(target, list(range(3, 3 + length)), one) for length in lengths]
+        finish(target)
+        (mask,) = target.masks
+        assert mask.shape == (len(lengths), max(lengths))
+        assert mask.sum(-1).tolist() == lengths
+        assert [len(row.tokens) for row in rows] == [1] * len(rows)
+
+    check()
+
+
+def test_p21_a_batch_gives_as_many_results() -> None:
+    """P21: a batch of N yields exactly N results."""
+    with InferenceEngine(EngineConfig(model="echo", backend="echo")) as engine:
+
+        @settings(max_examples=100, deadline=None)
+        @given(st.lists(st.text("abc", min_size=1, max_size=10), min_size=1, max_size=20))
+        def check(prompts: list[str]) -> None:
+            assert [output.text for output in engine.generate(prompts, GenerationParams())] == prompts
+
+        check()
 
 
 @SHAPES
