@@ -18,10 +18,10 @@ import structlog
 
 from ..config.settings import Settings
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded, Transient
+from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, Transient
 from ..schemas.events import Cancelled, Event, Usage
 from ..schemas.jobs import ValidatedJob
-from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery, Published
+from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery, Headers, Published
 from ..streams.registry import Registry
 from ..streams.topology import Subjects, partition
 from .cancellations import Cancellations
@@ -65,8 +65,13 @@ class Pipe:
         return self.subjects.stream(partition(request, self.settings.stream_partitions), request)
 
     async def transcript(self, request: str) -> Transcript:
-        """What workers have said of a request so far."""
-        return Transcript.of(await self.broker.replay("STREAM", self.outputs_of(request)))
+        """What workers have said of a request so far; an outage of the broker is waited out."""
+        while True:
+            try:
+                return Transcript.of(await self.broker.replay("STREAM", self.outputs_of(request)))
+            except BrokerUnavailable as error:
+                log.warning("the broker is away; a request waits for what was said of it", reason=str(error))
+                await asyncio.sleep(OUTAGE_PAUSE)
 
     async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> None:
         """Store a client event, however long the broker is away; returns when it is stored.
@@ -76,11 +81,15 @@ class Pipe:
         subject = self.subjects.events(tenant, bridge, event.request)
         await self.store(subject, codec.encode(event), f"{event.request}.{place}", codec.EVENT)
 
-    async def store(self, subject: str, data: bytes, message_id: str, schema: str) -> Published:
+    async def store(
+        self, subject: str, data: bytes, message_id: str, schema: str, headers: Headers | None = None
+    ) -> Published:
         """Publish what must not be skipped: an outage of the broker, or of its disk, is waited out."""
         while True:
             try:
-                return await self.broker.publish(subject, data, message_id=message_id, headers={SCHEMA: schema})
+                return await self.broker.publish(
+                    subject, data, message_id=message_id, headers={**(headers or {}), SCHEMA: schema}
+                )
             except Transient as error:
                 log.warning("the broker does not take it; a message waits", subject=subject, reason=str(error))
                 await asyncio.sleep(OUTAGE_PAUSE)

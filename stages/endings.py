@@ -60,15 +60,10 @@ async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
 
 async def give_up(pipe: Pipe, stage: str, job: ValidatedJob, reason: str) -> None:
     """Move one job of several to the dead letters; its client gets an error."""
-    headers = {
-        SCHEMA: codec.VALIDATED_JOB,
-        DEAD_REASON: reason,
-        DEAD_SUBJECT: pipe.subjects.batch(job.priority, job.tenant),
-    }
+    headers = {DEAD_REASON: reason, DEAD_SUBJECT: pipe.subjects.batch(job.priority, job.tenant)}
     log.error("given up", stage=stage, request=job.id, reason=reason)
-    await pipe.broker.publish(
-        pipe.subjects.dead(stage), codec.encode(job), message_id=f"{stage}.{job.id}", headers=headers
-    )
+    letter = codec.encode(job), f"{stage}.{job.id}"
+    await pipe.store(pipe.subjects.dead(stage), *letter, codec.VALIDATED_JOB, headers)
     event = ending(job.id, GenerationFailed(f"The request was given up: {reason}."))
     await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
 

@@ -187,8 +187,13 @@ class Infer(Stage):
                 async with self._alone:
                     going_on = asyncio.create_task(self._take_over(voice))
                     begun = asyncio.create_task(voice.begun.wait())
-                    await asyncio.wait({going_on, begun}, return_when=asyncio.FIRST_COMPLETED)
-                    begun.cancel()
+                    try:
+                        await asyncio.wait({going_on, begun}, return_when=asyncio.FIRST_COMPLETED)
+                    except asyncio.CancelledError:
+                        going_on.cancel()
+                        raise
+                    finally:
+                        begun.cancel()
                 await going_on
             else:
                 await self._take_over(voice)

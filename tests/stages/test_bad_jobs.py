@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, Pipeline, validated
 
 from penstock.schemas import codec
-from penstock.schemas.errors import StreamFull
-from penstock.schemas.events import Done, Event, Expired, Failed, Token
-from penstock.schemas.jobs import Job
+from penstock.schemas.errors import BrokerUnavailable, StreamFull
+from penstock.schemas.events import FINAL, Done, Event, Expired, Failed, Token
+from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.streams.memory import MemoryBroker
-from penstock.streams.port import DEADLINE, Headers, Published
+from penstock.streams.port import DEADLINE, Headers, Message, Published
 
 
 def job() -> Job:
@@ -88,4 +88,37 @@ async def test_a_full_disk_is_waited_out() -> None:
     said = [event for event in events if isinstance(event, Token)]
     assert "".join(event.text for event in said) == ("nothing is lost" * 3)[:40]
     assert isinstance(events[-1], Done)
+    await pipeline.stop()
+
+
+class Away(MemoryBroker):
+    """Reads nothing back while `is_away`."""
+
+    is_away = True
+    refused = 0
+
+    async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
+        if self.is_away and stream == "STREAM":
+            self.refused += 1
+            raise BrokerUnavailable("no answer")
+        return await super().replay(stream, subject, after)
+
+
+async def test_a_takeover_waits_for_a_broker_that_is_away() -> None:
+    pipeline = await Pipeline.start(memory=Away)
+    broker = pipeline.pipe.broker
+    assert isinstance(broker, Away)
+    taken = validated(f"r-{uuid.uuid4().hex}", pipeline.pipe)
+    heard: asyncio.Queue[Event] = asyncio.Queue()
+    subjects = pipeline.pipe.subjects
+    await broker.listen(subjects.events_of("test"), lambda m: heard.put_nowait(codec.decode_event(m.data)))
+    batch = InferenceBatch(id="b", worker="w0", jobs=(taken,), epochs=(3,), incarnation="another")
+    await broker.publish(subjects.infer("w0"), codec.encode(batch), message_id="b")
+    while not broker.refused:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    broker.is_away = False
+    text = ""
+    while not isinstance(event := await heard.get(), FINAL):
+        text += event.text if isinstance(event, Token) else ""
+    assert (text, event.type) == ("hello", "done")
     await pipeline.stop()
