@@ -31,7 +31,7 @@ from .transcript import Transcript
 log = structlog.get_logger(__name__)
 
 _MESSAGES = 1_000  # of a worker's streams in a second, above which they are made larger instead
-_ROOM_PAUSE = 0.002  # seconds between two words about the worker's room
+_ROOM_PAUSE = 0.0005  # seconds between two words about the worker's room
 
 
 class Infer(Stage):
