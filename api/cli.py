@@ -29,7 +29,7 @@ from .bench_serve import bench_serve
 from .bridge import Bridge
 from .dead import dead
 from .options import with_settings
-from .supervisor import broker_url
+from .supervisor import connected
 
 app = typer.Typer(
     name="penstock",
@@ -128,21 +128,12 @@ def scheduling(
     """Show which worker gets the next batch, or change it while everything runs."""
 
     async def run() -> str:
-        settings = loaded.settings
-        broker = await JetStreamBroker.connect(
-            broker_url(settings),
-            namespace=settings.namespace,
-            timeout=settings.nats_timeout,
-            name="penstock-scheduling",
-        )
-        try:
+        async with connected(loaded.settings, "scheduling") as broker:
             bucket = await broker.bucket("state")
             if strategy is not None:
                 await bucket.put("scheduling", strategy.encode())
             entry = await bucket.get("scheduling")
-            return entry.value.decode() if entry else f"{settings.scheduling} (by its setting)"
-        finally:
-            await broker.close()
+            return entry.value.decode() if entry else f"{loaded.settings.scheduling} (by its setting)"
 
     typer.echo(asyncio.run(run()))
 
@@ -176,12 +167,8 @@ async def _submit(
     loaded: Loaded, body: dict[str, object], model: str | None, priority: Priority, tenant: str, *, as_events: bool
 ) -> str | None:
     """Run one job to its end; returns what went wrong."""
-    settings = loaded.settings
-    broker = await JetStreamBroker.connect(
-        broker_url(settings), namespace=settings.namespace, timeout=settings.nats_timeout, name="penstock-submit"
-    )
-    try:
-        bridge = Bridge(broker, Subjects(settings.namespace))
+    async with connected(loaded.settings, "submit") as broker:
+        bridge = Bridge(broker, Subjects(loaded.settings.namespace))
         await bridge.start()
         body["model"] = model or await _only_model(broker)
         job = Job(id=f"sub-{uuid.uuid4().hex}", bridge=bridge.name, body=body)
@@ -207,8 +194,6 @@ async def _submit(
             if not reading.ended:
                 await reading.cancel()
             reading.close()
-    finally:
-        await broker.close()
     return None
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import orjson
@@ -18,11 +16,10 @@ from ..config.sources import Loaded
 from ..schemas import codec
 from ..schemas.errors import StartupError
 from ..schemas.jobs import InferenceBatch, Job, ValidatedJob
-from ..streams.jetstream import JetStreamBroker
 from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, MESSAGE_ID, SCHEMA, Message
 from ..streams.topology import Subjects
 from .options import with_settings
-from .supervisor import broker_url
+from .supervisor import connected
 
 dead = typer.Typer(help="Look after the messages that could not be handled.", no_args_is_help=True)
 
@@ -78,7 +75,7 @@ def retry(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> N
     async def run() -> None:
         settings = loaded.settings
         letters = await _letters(settings, _chosen(numbers, everything))
-        async with _connected(settings) as broker:
+        async with connected(settings, "dead") as broker:
             for letter in letters:
                 for subject, data, headers, name in _again(letter, settings):
                     await broker.publish(subject, data, message_id=name, headers=headers)
@@ -95,7 +92,7 @@ def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> No
 
     async def run() -> None:
         letters = await _letters(loaded.settings, _chosen(numbers, everything))
-        async with _connected(loaded.settings) as broker:
+        async with connected(loaded.settings, "dead") as broker:
             for letter in letters:
                 await broker.delete("DEAD", letter.sequence)
         typer.echo(f"dropped {len(letters)}")
@@ -103,20 +100,9 @@ def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> No
     asyncio.run(run())
 
 
-@asynccontextmanager
-async def _connected(settings: Settings) -> AsyncIterator[JetStreamBroker]:
-    broker = await JetStreamBroker.connect(
-        broker_url(settings), namespace=settings.namespace, timeout=settings.nats_timeout, name="penstock-dead"
-    )
-    try:
-        yield broker
-    finally:
-        await broker.close()
-
-
 async def _letters(settings: Settings, numbers: list[int] | None = None) -> list[Message]:
     """All dead letters, or those of these numbers. Raises `StartupError` for a number that is not there."""
-    async with _connected(settings) as broker:
+    async with connected(settings, "dead") as broker:
         letters = await broker.replay("DEAD", Subjects(settings.namespace).dead_all())
     if numbers is None:
         return letters

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from ..config.settings import Settings
 from ..schemas.errors import StartupError
+from ..streams.jetstream import JetStreamBroker
 from ..streams.server import EmbeddedServer
 from .keeper import Keeper, Part, child_environment, keep_broker
 
@@ -111,6 +113,21 @@ async def announce(url: str, workers: int = 1) -> None:
     """Print the one line that says so, once it is true."""
     await ready(url, workers)
     print(f"penstock ready {url}", flush=True)
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings, command: str) -> AsyncIterator[JetStreamBroker]:
+    """The broker of `broker_url`, for the length of a command."""
+    broker = await JetStreamBroker.connect(
+        broker_url(settings),
+        namespace=settings.namespace,
+        timeout=settings.nats_timeout,
+        name=f"penstock-{command}",
+    )
+    try:
+        yield broker
+    finally:
+        await broker.close()
 
 
 def broker_url(settings: Settings) -> str:
