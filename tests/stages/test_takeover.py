@@ -21,6 +21,7 @@ from penstock.streams.port import DEAD_REASON, SCHEMA
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 TEXT = "hello, how are you?"
+PATIENCE = 10.0  # seconds until a wait counts as endless; less than a card lives
 
 
 def job_of(pipeline: Pipeline, text: str = TEXT, **change: object) -> ValidatedJob:
@@ -47,9 +48,11 @@ async def events_of(pipeline: Pipeline, job: ValidatedJob) -> list[Event]:
     """What the client has heard, once it has heard the end."""
     subject = pipeline.pipe.subjects.events(job.tenant, job.bridge, job.id)
     heard: list[Event] = []
-    while not any(isinstance(event, FINAL) for event in heard):
-        await asyncio.sleep(0)
-        heard = [codec.decode_event(message.data) for message in await pipeline.pipe.broker.replay("EVENTS", subject)]
+    async with asyncio.timeout(PATIENCE):
+        while not any(isinstance(event, FINAL) for event in heard):
+            await asyncio.sleep(0)
+            stored = await pipeline.pipe.broker.replay("EVENTS", subject)
+            heard = [codec.decode_event(message.data) for message in stored]
     return heard
 
 
@@ -171,7 +174,8 @@ async def test_two_workers_of_one_name() -> None:
     model = ModelCard(name=MODEL, source=MODEL, backend="echo", context_length=10, created=0)
     other = WorkerCard(id="w0", model=model, capacity=1, pid=1, incarnation="another", host="elsewhere")
     with pytest.raises(StartupError, match=r"a worker called w0 runs already.*choose another --id"):
-        await pipeline.pipe.registry.claim(other)
+        async with asyncio.timeout(PATIENCE):
+            await pipeline.pipe.registry.claim(other)
     await pipeline.stop()
 
 
@@ -180,5 +184,6 @@ async def test_the_card_of_a_dead_process_is_no_obstacle() -> None:
     model = ModelCard(name=MODEL, source=MODEL, backend="echo", context_length=10, created=0)
     dead = WorkerCard(id="w1", model=model, capacity=1, pid=2**22 + 1, incarnation="dead", host="here")
     await pipeline.pipe.registry.announce_worker(dead)
-    await pipeline.pipe.registry.claim(dead.model_copy(update={"incarnation": "new", "pid": 1}))
+    async with asyncio.timeout(PATIENCE):
+        await pipeline.pipe.registry.claim(dead.model_copy(update={"incarnation": "new", "pid": 1}))
     await pipeline.stop()
