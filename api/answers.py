@@ -11,11 +11,9 @@ from abc import abstractmethod
 from typing import Any
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..schemas.errors import PayloadTooLarge
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Queued, Token
 from .bridge import Reading
 from .rendering import Renderer, error_message, error_payload
@@ -180,21 +178,6 @@ class Answer(EventStream):
                     await send(self._opening("application/json", {"content-length": str(len(body))}))
                     await send({"type": "http.response.body", "body": body})
                     return
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises `PayloadTooLarge`, having read on a while so that the client gets to read the answer."""
-    body = bytearray()
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            body += chunk
-        elif size > 16 * limit:
-            break
-    if size > limit:
-        raise PayloadTooLarge(f"The body is larger than {limit} bytes; the setting max_body_size allows no more.")
-    return bytes(body)
 
 
 async def _disconnected(receive: Receive) -> None:

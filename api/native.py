@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Accepted, Cancelled, Event, Queued, Token
 from .answers import EventStream
-from .bridge import Bridge, Reading
+from .bridge import Reading
+from .door import Door, tenant_of
 from .resuming import Progress, invalid_event_id
 
 
@@ -37,7 +37,7 @@ class Feed(EventStream):
         return [self._identified(b"data: " + codec.encode(event) + b"\n\n")]
 
 
-def add_streams(app: FastAPI, bridge: Bridge, settings: Settings, tenant: str) -> None:
+def add_streams(app: FastAPI, door: Door) -> None:
     @app.get("/v1/streams/{id}", tags=["streams"])
     async def stream(id: str, request: Request) -> Response:
         """A request's events as SSE, stored ones first.
@@ -52,13 +52,13 @@ def add_streams(app: FastAPI, bridge: Bridge, settings: Settings, tenant: str) -
             progress, after = Progress.parse(last), "0"
             if progress.request != id:
                 raise invalid_event_id("Last-Event-ID is not that of this stream.")
-        reading = await bridge.follow(id, tenant)
-        return Feed(reading, keepalive=settings.keepalive_interval, progress=progress, after=int(after))
+        reading = await door.bridge.follow(id, tenant_of(request))
+        return Feed(reading, keepalive=door.settings.keepalive_interval, progress=progress, after=int(after))
 
     @app.delete("/v1/streams/{id}", tags=["streams"])
-    async def cancel(id: str) -> Any:
+    async def cancel(id: str, request: Request) -> Any:
         """Cancel a request; `cancelled` is false where it had ended before."""
-        reading = await bridge.follow(id, tenant)
+        reading = await door.bridge.follow(id, tenant_of(request))
         try:
             running = reading.final is None
             if running:

@@ -22,7 +22,8 @@ class EngineRequest:
     `generated` holds, for each choice, token ids that an earlier holder of the request has already delivered (none at
     all: nothing was). They count as sent: the engine goes on with the next index, and only what is new appears.
 
-    Cached prefixes are shared only between requests with the same `cache_salt`: a tenant's name, say.
+    Cached prefixes are shared only between requests with the same `cache_salt`: a tenant's name, say. `priority` 0 is
+    served first, then 1, and so on.
     """
 
     id: str
@@ -33,6 +34,7 @@ class EngineRequest:
     first_choice: int = 0
     generated: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
+    priority: int = 0
 
 
 def resolve_seed(params: GenerationParams) -> int:

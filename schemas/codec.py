@@ -26,6 +26,7 @@ from .events import (
     Started,
     Token,
     TokenLogprob,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -101,6 +102,7 @@ def decode_event(data: bytes) -> Event:
             case "token":
                 value["token_ids"] = tuple(value["token_ids"])
                 value["logprobs"] = _logprobs(value["logprobs"])
+                value["tool_calls"] = tuple(ToolCallDelta(**call) for call in value["tool_calls"])
                 return Token(**value)
             case "accepted":
                 return Accepted(**value)

@@ -8,7 +8,7 @@ a gap without a second number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import Refusal
 
@@ -18,12 +18,14 @@ FinishReason = Literal["stop", "length", "stop_sequence", "tool_calls", "cancell
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `cached_tokens` of the prompt's were not computed again."""
+    """Token counts of one request; `cached_tokens` of the prompt's were not computed again, `reasoning_tokens` of the
+    completion's were thought and not said."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class ErrorBody:
 class Started:
     """A worker has taken the request: the first output of its epoch, and all that a reader of deltas must know.
 
-    `holder` is a name that no other announcement has, by which a worker knows its own.
+    `holder` is a name that no other announcement has, by which a worker knows its own. `form` is the job's, as JSON.
     """
 
     request: str
@@ -75,6 +77,7 @@ class Started:
     bridge: str
     choices: int
     prompt_tokens: int
+    form: dict[str, Any] | None = None
     type: Literal["started"] = "started"
 
 
@@ -123,8 +126,20 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the call at `index` of its choice, from 0: `id` and `name` come once, with its first piece;
+    `arguments` are text to be joined, JSON in the end."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
-    """Tokens for the client: see `Delta`, from which it is made one to one."""
+    """Tokens for the client: see `Delta`, from which it is made one to one. `text` is what the model says, `reasoning`
+    what it thinks, `tool_calls` what it asks for; one event may hold some of each, or nothing yet."""
 
     request: str
     choice: int
@@ -133,6 +148,8 @@ class Token:
     text: str
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     type: Literal["token"] = "token"
 
 

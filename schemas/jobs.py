@@ -16,11 +16,26 @@ TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # what may stand as one token of a sub
 
 SubjectToken = Annotated[str, Field(pattern=TOKEN_PATTERN)]
 Priority = Literal["high", "normal", "low"]
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 
 
 class _Wire(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Form(_Wire):
+    """How a model's text is to be read: where its thoughts and its tool calls are. Without either, all is content.
+
+    `tool_format` and `reasoning_format` are names in the engine's tables. `tools` maps the names that may be called to
+    the JSON Schema of their parameters. `thinking`: the prompt ends in the middle of a thought. `choice` is how much
+    the client left to the model: whether to call ("auto"), what to call ("required"), or nothing ("named").
+    """
+
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+    tools: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    thinking: bool = False
+    choice: Literal["auto", "required", "named"] = "auto"
 
 
 class Job(_Wire):
@@ -43,7 +58,8 @@ class ValidatedJob(_Wire):
 
     `prompts` holds token ids: one list for chat, one or several for completions; choice `c` belongs to prompt
     `c // params.n`. `deadline` and `created` are Unix seconds. `body` is the client's request as it came; changing it
-    has no effect any more.
+    has no effect any more. `form` says how the answer's text is read. For `/v1/embeddings` every prompt is one input,
+    whose vector has `dimensions` numbers (all that the model gives, if None).
     """
 
     id: SubjectToken
@@ -57,6 +73,8 @@ class ValidatedJob(_Wire):
     created: float
     deadline: float
     body: dict[str, Any]
+    form: Form | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def choices(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -11,12 +11,26 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 
 
+class Grammar(BaseModel):
+    """What an answer must look like, as xgrammar reads it.
+
+    `text` is a JSON Schema, a regular expression, a grammar in GBNF with the rule `root`, or a structural tag, which
+    mixes free text with any of these (https://xgrammar.mlc.ai/docs), as JSON.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
+    text: Annotated[str, Field(min_length=1)]
+
+
 class GenerationParams(BaseModel):
     """Sampling parameters of one request.
 
     Defaults are the library's; over HTTP `max_tokens` defaults to what is left of the context instead.
     `temperature` 0 is greedy. `logprobs` is the number of alternatives to report beside each chosen token (0: the
-    chosen token alone), None to report nothing. `logit_bias` maps token ids to an addend in logits.
+    chosen token alone), None to report nothing. `logit_bias` maps token ids to an addend in logits. `grammar` is what
+    the answer must look like. `visible_token_ids` are special tokens that the text shows like any other.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -37,6 +51,8 @@ class GenerationParams(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    visible_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
 
     @field_validator("logit_bias", mode="before")
     @classmethod

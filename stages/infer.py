@@ -20,7 +20,7 @@ from ..engine import EngineRequest, InferenceEngine, RequestHandle
 from ..schemas import codec
 from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Overloaded, Refusal
 from ..schemas.events import Delta, Output, Started
-from ..schemas.jobs import InferenceBatch, ValidatedJob
+from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard
 from ..streams.port import SCHEMA, Delivery
 from . import endings
@@ -30,6 +30,7 @@ from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
 
+_RANKS: dict[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 _MESSAGES = 1_000  # of a worker's streams in a second, above which they are made larger instead
 _ROOM_PAUSE = 0.0005  # seconds between two words about the worker's room
 
@@ -233,6 +234,7 @@ def _requests(job: ValidatedJob, epoch: int, said: Transcript) -> list[EngineReq
             first_choice=choices.start,
             generated=tuple(map(tuple, said.token_ids[choices])),
             cache_salt=job.tenant,
+            priority=_RANKS[job.priority],
         )
         requests.append(request)
     return requests
@@ -271,7 +273,8 @@ class Voice:
     async def announce(self, *first: Delta) -> bool:
         """Say that the epoch begins, with its first output if there is one; False if the request is another's."""
         job, holder = self.job, uuid.uuid4().hex
-        started = Started(job.id, self.epoch, holder, job.tenant, job.bridge, job.choices, job.prompt_tokens)
+        form = job.form.model_dump() if job.form else None
+        started = Started(job.id, self.epoch, holder, job.tenant, job.bridge, job.choices, job.prompt_tokens, form)
         self._ours = await self._say((started, *first), "started")
         if not self._ours:  # somebody else's, or our own, stored by a publish whose answer was lost
             stored = (await self._pipe.transcript(job.id)).started

@@ -1,0 +1,137 @@
+"""What every path of the HTTP bridge shares: who asks, what they send, and how a request of theirs enters the pipeline.
+
+The headers that mean something here mean it on every path that generates: `Penstock-Resumable`, `Last-Event-ID`,
+`Idempotency-Key`, `Penstock-Timeout`, `Penstock-Events`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from ..config.settings import Settings
+from ..schemas.errors import InvalidRequest, PayloadTooLarge
+from ..schemas.jobs import Endpoint, Job, Priority
+from ..streams.port import Broker
+from ..streams.registry import Registry
+from .bridge import Bridge, Reading
+from .idempotency import open_once
+from .resuming import Progress, invalid_event_id
+
+TENANT = "default"
+LONGEST = 86400  # seconds that a request may ask for
+TIERS: dict[str, Priority] = {"priority": "high", "auto": "normal", "default": "normal", "flex": "low"}
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The pipeline, as seen from HTTP."""
+
+    bridge: Bridge
+    broker: Broker
+    registry: Registry
+    settings: Settings
+
+
+class Opened(NamedTuple):
+    """A request that is on its way. `progress`: its client may resume it, and has come so far. `status`: it asked for
+    news from the queue as messages."""
+
+    reading: Reading
+    progress: Progress | None
+    status: bool
+
+
+def tenant_of(request: Request) -> str:
+    """Whose API key the request came with; `default` where none are asked for."""
+    return getattr(request.state, "tenant", TENANT)
+
+
+async def read_object(request: Request, settings: Settings) -> dict[str, Any]:
+    """The request's body, a JSON object. Raises `PayloadTooLarge` and `InvalidRequest`."""
+    try:
+        body = orjson.loads(await read_body(request, settings.max_body_size))
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("The body must be a JSON object.", code="invalid_type")
+    return body
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises `PayloadTooLarge`, having read on a while so that the client gets to read the answer."""
+    body = bytearray()
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            body += chunk
+        elif size > 16 * limit:
+            break
+    if size > limit:
+        raise PayloadTooLarge(f"The body is larger than {limit} bytes; the setting max_body_size allows no more.")
+    return bytes(body)
+
+
+async def open_request(request: Request, door: Door, endpoint: Endpoint, body: dict[str, Any], prefix: str) -> Opened:
+    """Publish what `body` asks for, or find the request that the headers speak of; ids begin with `prefix` and "-".
+
+    Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, and `InvalidRequest` for a header.
+    """
+    headers, bridge, tenant = request.headers, door.bridge, tenant_of(request)
+    resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
+    streaming = body.get("stream") is True
+    deadline = time.time() + _timeout(body, headers, door.settings)
+    priority = _priority(body)
+    job = Job(id=f"{prefix}-{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
+    progress = None
+    if (last := headers.get("last-event-id")) is not None:
+        progress = Progress.parse(last)
+        if not streaming or not progress.request.startswith(f"{prefix}-"):
+            raise invalid_event_id("Last-Event-ID is not that of a stream of this endpoint.")
+        reading = await bridge.follow(progress.request, tenant, deadline=deadline)
+    elif (key := headers.get("idempotency-key")) is not None:
+        reading = await open_once(key, bridge, door.broker, job, priority=priority, tenant=tenant, deadline=deadline)
+    else:
+        kept = resumable and streaming
+        reading = await bridge.open(job, priority=priority, tenant=tenant, deadline=deadline, kept=kept)
+    if resumable and streaming:
+        progress = progress or Progress(reading.request)
+    return Opened(reading, progress, status)
+
+
+def flag(headers: Headers, name: str) -> bool:
+    value = headers.get(name, "")
+    if value and value.lower() not in ("true", "1"):
+        raise InvalidRequest(f"The header {name} is `true` or left out.", param=name)
+    return bool(value)
+
+
+def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> float:
+    """Seconds that the request may take: the body's word, the header's or the setting's."""
+    given, param = body.get("timeout"), "timeout"
+    if given is None and (text := headers.get("penstock-timeout")) is not None:
+        given, param = text, "Penstock-Timeout"
+        with contextlib.suppress(ValueError):
+            given = float(text)
+    if given is None:
+        return settings.default_timeout
+    if type(given) not in (int, float) or not 0 < given <= LONGEST:
+        raise InvalidRequest(f"{param} is a number of seconds above 0, at most {LONGEST}.", param=param)
+    return float(given)
+
+
+def _priority(body: dict[str, Any]) -> Priority:
+    # An unknown one goes on as normal: validate refuses it, with every other fault.
+    for known in get_args(Priority):
+        if body.get("priority") == known:
+            return known  # type: ignore[no-any-return]  # get_args forgets the literal's type
+    tier = body.get("service_tier")
+    return TIERS.get(tier, "normal") if isinstance(tier, str) else "normal"

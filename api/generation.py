@@ -1,0 +1,49 @@
+"""OpenAI's chat and text completions over HTTP."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from ..schemas.jobs import Endpoint
+from ..schemas.openai import ChatRequest, CompletionRequest
+from .answers import Answer
+from .door import Door, open_request, read_object
+from .openapi import documented
+from .rendering import Renderer
+
+PREFIX: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+BODIES: dict[Endpoint, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+def add_generation(app: FastAPI, door: Door) -> None:
+    for endpoint, body in BODIES.items():
+        app.post(endpoint, tags=["openai"], name=endpoint, openapi_extra=documented(body))(_generation(endpoint, door))
+
+
+def _generation(endpoint: Endpoint, door: Door) -> Any:
+    async def generate(request: Request) -> Response:
+        body = await read_object(request, door.settings)
+        reading, progress, status = await open_request(request, door, endpoint, body, PREFIX[endpoint])
+        streaming = body.get("stream") is True
+        options = body.get("stream_options")
+        renderer = Renderer(
+            endpoint,
+            reading.request,
+            str(body.get("model")),
+            int(time.time()),
+            streaming=streaming,
+            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        )
+        keepalive = door.settings.keepalive_interval
+        return Answer(reading, renderer, streaming=streaming, keepalive=keepalive, progress=progress, status=status)
+
+    generate.__doc__ = f"OpenAI's `{endpoint}`; Penstock's own parameters are in the schema too."
+    return generate
