@@ -21,6 +21,7 @@ import uvicorn
 
 from . import __version__
 from .api.app import create_app
+from .api.batch_runner import BatchRunner
 from .api.bridge import Bridge
 from .api.cli import app
 from .api.options import with_settings
@@ -154,16 +155,23 @@ async def _bridge(pipe: Pipe, listener: socket.socket, stopping: asyncio.Event) 
         )
     )
 
+    batches = asyncio.create_task(BatchRunner(bridge, pipe.settings).run())
+    batches.add_done_callback(lambda _: stopping.set())  # without it, the process is of half use
+
     async def stop() -> None:
         await stopping.wait()
+        batches.cancel()  # so that another process goes on with them
         await bridge.drain(pipe.settings.drain_timeout)  # meanwhile whoever comes is told so, and not left to a reset
         server.should_exit = True
 
     stopper = asyncio.create_task(stop())
     try:
         await server.serve(sockets=[listener])
+        with contextlib.suppress(asyncio.CancelledError):
+            await batches
     finally:
         stopper.cancel()
+        batches.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -194,6 +202,8 @@ async def _worker(settings: Settings, name: str) -> None:
                 backend=settings.backend,
                 context_length=engine.model_info().context_length,
                 created=int(time.time()),
+                tool_format=settings.tool_format,
+                reasoning_format=settings.reasoning_format,
             ),
             capacity=settings.max_batch_size,
             pid=os.getpid(),
@@ -250,6 +260,7 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
             queue_limit=settings.queue_limit,
             tenant_limit=settings.tenant_limit,
             workers_ttl=3 * settings.heartbeat_interval,
+            files_ttl=settings.files_ttl,
         )
         await broker.ensure(streams, buckets)
         subjects = Subjects(settings.namespace)

@@ -2,50 +2,75 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi_offline import FastAPIOffline
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config.settings import BUILT_IN_STAGES, Settings
-from ..schemas.errors import BrokerUnavailable, ModelNotFound, Overloaded, Refusal
+from ..schemas.errors import BrokerUnavailable, Overloaded, Refusal
 from ..schemas.events import ErrorBody
 from ..schemas.registry import ModelCard
 from ..streams.port import Broker
 from ..streams.registry import Registry
 from .answers import error_response
+from .batches import add_batches
 from .bridge import Bridge
 from .door import Door
+from .embeddings import add_embeddings
+from .files import add_files
+from .generate import add_generate
 from .generation import add_generation
+from .keys import Authentication, Keys
+from .messages import add_messages
 from .native import add_streams
+from .openapi import complete, refusals
+from .tokens import Preparers, add_tokens
+
+_EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")  # headers that a web page may read
 
 
 def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Settings, version: str) -> FastAPI:
-    """The ASGI application; whoever calls this starts `bridge` and runs `registry`."""
-    app = FastAPI(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
+    """The ASGI application; whoever calls this starts `bridge` and runs `registry`.
+
+    Raises `ConfigurationError` for API keys that cannot be read.
+    """
+    app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
     _add_errors(app)
+    _add_edges(app, settings)
     door = Door(bridge, broker, registry, settings)
     add_generation(app, door)
+    add_embeddings(app, door)
+    add_generate(app, door)
+    preparers = Preparers(registry)
+    add_tokens(app, door, preparers)
+    add_files(app, door)
+    add_batches(app, door)
+    add_messages(app, door, preparers)
 
     @app.get("/v1/models", tags=["openai"])
     async def models() -> Any:
         """Every model that can be asked for."""
         return {"object": "list", "data": [_model(card) for card in registry.models.values()]}
 
-    @app.get("/v1/models/{name:path}", tags=["openai"])
+    @app.get("/v1/models/{name:path}", tags=["openai"], responses=refusals(404))
     async def model(name: str) -> Any:
         """One model."""
-        if name not in registry.models:
-            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
-        return _model(registry.models[name])
+        return _model(preparers.card(name))
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:
         """The process answers."""
         return {"status": "live"}
 
-    @app.get("/health/ready", tags=["health"])
+    @app.get("/health/ready", tags=["health"], responses={503: {"description": "Not yet, or no more."}})
     async def ready() -> Any:
         """A request would be answered now; otherwise 503 with what is missing.
 
@@ -76,11 +101,51 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
+def _add_edges(app: FastAPI, settings: Settings) -> None:
+    """What stands before every path, the innermost first."""
+    keys = settings.api_keys is not None or settings.api_keys_file is not None
+    if keys:
+        app.add_middleware(Authentication, keys=Keys(settings.api_keys or (), settings.api_keys_file))
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )
+    app.add_middleware(_RequestIds)
+    complete(app, keys=keys)
+
+
+class _RequestIds:
+    """ASGI middleware: every answer has an `x-request-id`, always of our own making."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("x-request-id", f"req-{uuid.uuid4().hex}")
+            await send(message)
+
+        await self.app(scope, receive, named if scope["type"] == "http" else send)
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Exception) -> Response:
-        assert isinstance(error, Refusal)
-        return error_response(ErrorBody.of(error))
+    async def refused(_: Request, error: Refusal) -> Response:
+        response = error_response(ErrorBody.of(error))
+        if error.status == 409:
+            response.headers["x-should-retry"] = "false"  # else the official client asks twice more
+        if error.code == "body_timeout":
+            response.headers["connection"] = "close"  # what is still to come of the body must not hold it
+        return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: Exception) -> Response:
+        return error_response(ErrorBody(499, "The client left.", "cancelled_error", "cancelled"))  # read by nobody
 
     @app.exception_handler(BrokerUnavailable)
     async def away(_: Request, error: Exception) -> Response:
@@ -88,15 +153,15 @@ def _add_errors(app: FastAPI) -> None:
         return error_response(ErrorBody.of(refusal))
 
     @app.exception_handler(HTTPException)
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        what = f"{request.method} {request.url.path}"
-        message = {
-            404: f"{what}: no such path. See /docs for those there are.",
-            405: f"{what}: this path takes another method.",
-        }
-        text = message.get(error.status_code, str(error.detail))
-        return error_response(ErrorBody(error.status_code, text, "invalid_request_error", "not_found"))
+    async def http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 405:
+            text, code = "this path takes another method.", "method_not_allowed"
+        else:
+            text, code = "no such path. See /docs for those there are.", "not_found"
+        text = f"{request.method} {request.url.path}: {text}"
+        response = error_response(ErrorBody(error.status_code, text, "invalid_request_error", code))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:

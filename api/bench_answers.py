@@ -7,19 +7,16 @@ one, by the same request with the same `Idempotency-Key`. A bridge that refuses 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from random import Random
 from typing import Any, NamedTuple
 
-import httpx
-import orjson
+from .bench_load import Client, Event, Sample, clock
 
-CONNECT_LIMIT, SILENCE = 5.0, 30.0  # seconds; a bridge sends a comment after half of that silence
+PATIENCE = 120.0  # seconds until a request is given up
 PAUSE = 0.2  # seconds before the next try at another bridge
 
 WORDS = (
@@ -28,8 +25,6 @@ WORDS = (
 KINDS = ("lost", "doubled", "different")
 
 Request = tuple[str, dict[str, Any]]  # path and body
-
-clock = time.monotonic
 
 
 def mixed_requests(count: int, longest: int, seed: int, model: str) -> list[Request]:
@@ -53,73 +48,36 @@ def mixed_requests(count: int, longest: int, seed: int, model: str) -> list[Requ
     return found
 
 
-@dataclass(slots=True)
-class Choice:
-    """One of a request's answers, as it came."""
+@dataclass(eq=False)
+class Answer(Sample):
+    """All that a client got for one request, over as many connections as it took."""
 
-    text: str = ""
-    tokens: list[tuple[str, float]] = field(default_factory=list)  # each with its log probability, where asked for
-    reasons: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Answer:
-    """All that a client got for one request. Times are `clock`'s."""
-
-    sent: float = field(default_factory=clock)
-    ended: float = 0.0
-    choices: dict[int, Choice] = field(default_factory=dict)
+    # What was said, piece by piece, by what it is: "choice 0, text" holds characters.
+    said: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     names: set[str] = field(default_factory=set)  # under which the server ran it: one
-    usages: list[tuple[int, int]] = field(default_factory=list)  # tokens of prompt and completion
-    ends: int = 0
     last: str = ""  # event id
-    error: str | None = None
-    times: list[float] = field(default_factory=list)  # when each piece arrived
     resumed: int = 0  # times that it went on behind an event id
     repeated: int = 0  # times that it was asked again, before there was one
     refusals: Counter[str] = field(default_factory=Counter)  # by status and code
 
-    @property
-    def longest_pause(self) -> float:
-        """Seconds between two pieces, 0 where there are no two."""
-        return max((later - earlier for earlier, later in pairwise(self.times)), default=0.0)
+    def take(self, event: Event, now: float) -> None:
+        super().take(event, now)
+        self.last = event.id.decode() or self.last
 
-    @property
-    def to_first(self) -> float | None:
-        """Seconds to the first piece."""
-        return self.times[0] - self.sent if self.times else None
-
-    def add(self, data: bytes) -> None:
-        """Take in the data of one SSE message."""
-        if data == b"[DONE]":
-            self.ends += 1
+    def add(self, event: dict[str, Any], now: float) -> None:
+        super().add(event, now)
+        if self.error is not None:
             return
-        chunk = orjson.loads(data)
-        if error := chunk.get("error"):
-            self.error = f"{error['code']}: {error['message']}"
-            return
-        self.names.add(chunk["id"])
-        if chunk["choices"]:
-            self.times.append(clock())
-        for part in chunk["choices"]:
-            choice = self.choices.setdefault(part["index"], Choice())
-            choice.text += part["text"] if "text" in part else part["delta"].get("content") or ""
-            choice.tokens += _tokens(part["logprobs"] or {})
-            choice.reasons += [part["finish_reason"]] if part["finish_reason"] else []
-        if usage := chunk.get("usage"):
-            self.usages.append((usage["prompt_tokens"], usage["completion_tokens"]))
-
-    def refuse(self, status: int, headers: Mapping[str, str], body: bytes) -> float | None:
-        """Take in a refusal: for good, unless it says after how many seconds to ask again, which are returned."""
-        text = body.decode(errors="replace")
-        with suppress(ValueError, KeyError, TypeError):
-            error = orjson.loads(text)["error"]
-            text = f"{error['code']}: {error['message']}"
-        if status in (429, 503) and "retry-after" in headers:
-            self.refusals[f"{status} {text.partition(':')[0]}"] += 1
-            return float(headers["retry-after"])
-        self.error = f"HTTP {status} {text}"
-        return None
+        self.names.add(event["id"])
+        for part in event["choices"]:
+            name = f"choice {part['index']}"
+            self.said[f"{name}, text"] += part["text"] if "text" in part else part["delta"].get("content") or ""
+            logprobs = part["logprobs"] or {}  # of a chat or of a completion
+            self.said[f"{name}, tokens"] += [(entry["token"], entry["bytes"]) for entry in logprobs.get("content", ())]
+            self.said[f"{name}, tokens"] += logprobs.get("tokens", ())
+            self.said[f"{name}, finish reason"] += [part["finish_reason"]] if part["finish_reason"] else []
+        if usage := event.get("usage"):
+            self.said["usage"].append((usage["prompt_tokens"], usage["completion_tokens"]))
 
 
 class Fault(NamedTuple):
@@ -129,77 +87,31 @@ class Fault(NamedTuple):
     detail: str
 
 
-class Client:
-    """`urls` are bridges of one server. `path` and `body` of a request are OpenAI's; `close` it."""
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        patience: float,
-        *,
-        pause: float = PAUSE,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._urls, self._patience, self._pause = urls, patience, pause
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(SILENCE, connect=CONNECT_LIMIT)
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport, trust_env=False)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def ask(self, path: str, body: dict[str, Any], key: str, first: int) -> Answer:
-        """Ask at the bridge number `first` and read to the end, wherever that is. What fails for good is `error`."""
-        answer, place = Answer(), first
-        reason = ""
-        try:
-            async with asyncio.timeout(self._patience):
-                while True:
-                    url = self._urls[place % len(self._urls)]
-                    try:
-                        wait = await self._try(f"{url}{path}", body, key, answer)
-                        reason = "the stream ended without [DONE]" if wait is None else "refused"
-                    except httpx.TransportError as error:
-                        wait, reason = None, type(error).__name__
-                    if answer.ends or answer.error is not None:
+async def ask(clients: Sequence[Client], path: str, body: dict[str, Any], key: str, first: int) -> Answer:
+    """Ask at client number `first`, and read to the end, wherever that is. What fails for good is the `error`."""
+    answer, place, sent, reason = Answer(), first, clock(), ""
+    headers = {"Penstock-Resumable": "true", "Idempotency-Key": key}
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while not answer.ends:
+                answer.error = answer.retry_after = None
+                resume = {"Last-Event-ID": answer.last} if answer.last else {}
+                try:
+                    await clients[place % len(clients)].send(path, body, answer, headers | resume)
+                except OSError as error:
+                    reason, wait, place = str(error), PAUSE, place + 1
+                    answer.resumed += bool(answer.last)
+                    answer.repeated += not answer.last
+                else:
+                    if answer.retry_after is None:
                         break
-                    if wait is None:
-                        place += 1
-                        answer.resumed += bool(answer.last)
-                        answer.repeated += not answer.last
-                    await asyncio.sleep(self._pause if wait is None else wait)
-        except TimeoutError:
-            answer.error = f"given up after {self._patience:g} s; the last time: {reason}"
-        answer.ended = clock()
-        return answer
-
-    async def _try(self, url: str, body: dict[str, Any], key: str, answer: Answer) -> float | None:
-        """Add to the answer what comes; returns after how many seconds to ask the same bridge again, if it said so."""
-        headers = {"Penstock-Resumable": "true", "Idempotency-Key": key}
-        headers |= {"Last-Event-ID": answer.last} if answer.last else {}
-        async with self._http.stream("POST", url, json=body, headers=headers) as response:
-            if response.status_code != 200:
-                return answer.refuse(response.status_code, response.headers, await response.aread())
-            event, data, rest = answer.last, b"", b""
-            async for piece in response.aiter_bytes():  # not aiter_lines: to httpx, a line ends at U+2028 too
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    name, _, value = line.partition(b":")
-                    if name == b"id":
-                        event = value.strip().decode()
-                    elif name == b"data":
-                        data = value.strip()
-                    elif not line and data:  # only now is the message whole
-                        answer.add(data)
-                        answer.last, data = event, b""
-        return None
-
-
-def _tokens(logprobs: dict[str, Any]) -> list[tuple[str, float]]:
-    """Those of a chat or of a completion."""
-    if "content" in logprobs:
-        return [(f"{entry['token']} {entry['bytes']}", entry["logprob"]) for entry in logprobs["content"]]
-    return list(zip(logprobs.get("tokens", ()), logprobs.get("token_logprobs", ()), strict=True))
+                    reason, wait = str(answer.error), answer.retry_after
+                    answer.refusals[reason.partition(":")[0]] += 1
+                await asyncio.sleep(wait)
+    except TimeoutError:
+        answer.error = f"given up after {PATIENCE:g} s; the last time: {reason}"
+    answer.sent, answer.ended = sent, clock()
+    return answer
 
 
 def compare(expected: Answer, got: Answer) -> Fault | None:
@@ -208,19 +120,10 @@ def compare(expected: Answer, got: Answer) -> Fault | None:
         return Fault("lost", got.error or "no end")
     if len(got.names) > 1:
         return Fault("doubled", f"answered under {len(got.names)} names: {', '.join(sorted(got.names))}")
-    for index in expected.choices.keys() | got.choices.keys():
-        wanted, came = expected.choices.get(index, Choice()), got.choices.get(index, Choice())
-        tokens = [token for token, _ in wanted.tokens], [token for token, _ in came.tokens]
-        for what, right, found in (("text", wanted.text, came.text), ("tokens", *tokens)):
-            if fault := difference(right, found):
-                return Fault(fault.kind, f"choice {index}, {what}: {fault.detail}")
-        if wanted.reasons != came.reasons:
-            kind = "doubled" if len(came.reasons) > len(wanted.reasons) else "different"
-            return Fault(kind, f"choice {index}: finish reasons {came.reasons} instead of {wanted.reasons}")
-    if got.usages != expected.usages or got.ends != expected.ends:
-        kind = "doubled" if len(got.usages) > len(expected.usages) or got.ends > expected.ends else "different"
-        return Fault(kind, f"usage {got.usages} instead of {expected.usages}, {got.ends} ends")
-    return None
+    for what in expected.said | got.said:
+        if fault := difference(expected.said[what], got.said[what]):
+            return Fault(fault.kind, f"{what}: {fault.detail}")
+    return Fault("doubled", f"{got.ends} ends") if got.ends > 1 else None
 
 
 def difference(expected: Sequence[Any], got: Sequence[Any]) -> Fault | None:

@@ -15,9 +15,7 @@ from random import Random
 from statistics import fmean, median
 from typing import Annotated, Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn
-from rich.table import Column, Table
+from rich.table import Table
 from typer import Argument, Option
 
 from ..config.settings import Settings
@@ -54,70 +52,62 @@ def bench_engine(
     batches = bench_report.whole_numbers(batch, "--batch")
     lengths = bench_report.whole_numbers(prompt, "--prompt")
     bench_report.check_writable(json, "--json")
-    config = _config(loaded.settings, max(batches))
+    given = loaded.settings
+    if given.model is None and given.backend != "echo":
+        raise StartupError("name a model: penstock bench engine MODEL (a directory or a Hugging Face id)")
+    shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
+    own = {"model": given.model or "echo", "max_batch_size": max(*batches, given.max_batch_size)}
+    config = EngineConfig(**shared | own)
     with loading_bar(f"loading {config.model}") as loading:
         backend = load_backend(config, loading)
-    with closing(backend), bench_report.bars(MofNCompleteColumn()) as bars:
-        bench = Bench(backend, context, steps)
-        bench.prepare(lengths, max(batches), config.dtype)
+    with closing(backend), bench_report.bars() as bars:
+        bench = Bench(backend, config.dtype, lengths, max(batches), context, steps)
         works = {f"prefill {length}": partial(bench.prefill, length) for length in lengths}
         works |= {f"decode {size}": partial(bench.decode, size) for size in batches}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in works}
-        bar = bars.add_task("", total=rounds * len(works))
+        bar = bars.add_task("", total=rounds * len(works), news="")
         for name in [*works] * rounds:
             bars.update(bar, description=name)
             found[name].append(works[name]())
             bars.advance(bar)
     medians = {name: {key: median(one[key] for one in each) for key in each[0]} for name, each in found.items()}
-    console = Console(stderr=json == bench_report.STDOUT, highlight=False, markup=False, soft_wrap=True)
     title = f"{config.model}, {config.backend}, {config.quantization or config.dtype}, {bench.threads} threads"
     title += f"; {steps} steps after {context} tokens, medians of {rounds} rounds"
-    console.print(title, _table(medians), sep="\n")
+    limits = []
     for key, (unit, scale) in UNITS.items() if bench.limits else ():
         values = sorted(scale * one[key] for one in bench.limits)
-        console.print(f"limit: {median(values):.3g} {unit}/s, from {values[0]:.3g} to {values[-1]:.3g}")
+        limits.append(f"limit: {median(values):.3g} {unit}/s, from {values[0]:.3g} to {values[-1]:.3g}")
     settings = {"batch": batches, "prompt": lengths, "context": context, "steps": steps, "rounds": rounds}
     details = {"threads": bench.threads, "limits": bench.limits, "medians": medians, "rounds": found}
-    bench_report.write(json, "engine", settings | {"engine": config.model_dump()}, details)
-
-
-def _config(settings: Settings, batch: int) -> EngineConfig:
-    """The engine's settings, with room for `batch` rows."""
-    if settings.model is None and settings.backend != "echo":
-        raise StartupError("name a model: penstock bench engine MODEL (a directory or a Hugging Face id)")
-    given = {name: getattr(settings, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
-    given |= {"model": settings.model or "echo", "max_batch_size": max(batch, settings.max_batch_size)}
-    return EngineConfig(**given)
+    settings |= {"engine": config.model_dump()}
+    bench_report.publish(json, "engine", settings, details, title, _table(medians), *limits)
 
 
 class Bench:
     """Measures one backend, and the machine's limits where the backend counts its bytes and operations."""
 
-    def __init__(self, backend: Backend, context: int, steps: int) -> None:
-        self.threads = 1  # set by `prepare`
-        self.limits: list[dict[str, float]] = []  # all that were measured; set by `_measure`
-        self._limit: Callable[[], dict[str, float]] = dict  # set by `prepare`
-        self._backend, self._context, self._steps, self._random = backend, context, steps, Random(0)
-        self._costs: Any = backend if hasattr(backend, "flops") else None
-
-    def prepare(self, lengths: list[int], batch: int, dtype: str) -> None:
-        """Run all lengths and the largest batch unmeasured. Raises `StartupError` for what does not fit."""
+    def __init__(self, backend: Backend, dtype: str, lengths: list[int], batch: int, context: int, steps: int) -> None:
+        """Runs all lengths and the largest batch unmeasured. Raises `StartupError` for what does not fit."""
         import torch  # only now: whoever looks at `--help` need not wait for it
 
         from . import bench_limits
 
-        room, answer = self._backend.info.context_length, self._steps + LEAD
+        self._backend, self._context, self._steps, self._random = backend, context, steps, Random(0)
+        room, answer = backend.info.context_length, steps + LEAD
         if max(lengths) >= room:
             raise StartupError(f"--prompt {max(lengths)}: must be less than the context of {room} tokens")
-        if self._context + answer > room:
+        if context + answer > room:
             fault = f"with an answer of {answer} above the context of {room} tokens"
-            raise StartupError(f"--context {self._context}: {fault}")
+            raise StartupError(f"--context {context}: {fault}")
         for length in lengths:
             self._prefill(length)
         self._leave(self._together(batch))
         self.threads = torch.get_num_threads()
+        self.limits: list[dict[str, float]] = []  # all that were measured; set by `_measure`
+        self._limit: Callable[[], dict[str, float]] = dict
+        self._costs: Any = backend if hasattr(backend, "flops") else None
         if self._costs:
-            numbers = self._backend.info.dtype or "float32" if dtype == "auto" else dtype
+            numbers = backend.info.dtype or "float32" if dtype == "auto" else dtype
             self._limit = partial(bench_limits.measure, bench_limits.prepare(getattr(torch, numbers)))
 
     def prefill(self, length: int) -> dict[str, float]:
@@ -126,13 +116,14 @@ class Bench:
 
     def decode(self, batch: int) -> dict[str, float]:
         rows, steps, costs, amounts = self._together(batch), self._steps, self._costs, {}
-        known = _known(rows)  # the newest of each row is computed next, and sees itself
+        made = sum(len(row.tokens) for row in rows)
         if costs:
-            seen = known + batch * (steps - 1) / 2  # mean of the steps
+            # The newest token of each row is computed next, and sees itself; the mean of the steps.
+            seen = batch * self._context + made + batch * (steps - 1) / 2
             amounts["read_bytes"] = costs.weight_bytes + seen * costs.kv_bytes_per_token
             amounts["flops"] = costs.flops(batch, batch, seen)
         found = self._measure(self._backend.step, steps, batch, amounts)
-        if _known(rows) != known + batch * steps:
+        if sum(len(row.tokens) for row in rows) != made + batch * steps:
             raise self._apart(rows)
         self._leave(rows)
         return found
@@ -195,14 +186,9 @@ class Bench:
         return StartupError(f"{len(rows)} rows of {self._context} tokens, {self._steps} steps: {reason}")
 
 
-def _known(rows: list[Sequence]) -> int:
-    return sum(len(row.prompt) + len(row.tokens) for row in rows)
-
-
 def _table(found: dict[str, dict[str, float]]) -> Table:
     units = [f"{unit}{end}" for unit, _ in UNITS.values() for end in (" a pass", "/s", ", of limit")]
-    columns = (Column(name, justify="right") for name in ("tokens/s", "ms", *units))
-    table = Table("what", *columns, box=None, pad_edge=False)
+    table = bench_report.numbers_table(("what",), ("tokens/s", "ms", *units))
     for name, each in found.items():
         cells = [f"{each['tokens_per_second']:,.1f}", f"{each['ms']:.1f}"]
         for key, (_, scale) in UNITS.items():

@@ -11,20 +11,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, inf
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
 import orjson
 
-MOST_OPEN = 1024  # requests at once: an arrival above that is a failure, not a queue
 TIME_LIMIT = 60.0  # seconds for one request
 
 clock = time.perf_counter
+
+
+class Event(NamedTuple):
+    """A server-sent event; its id is empty where it has none."""
+
+    id: bytes
+    data: bytes
+
+
+def split_events(text: bytes) -> tuple[list[Event], bytes]:
+    """Every whole event with data in `text`, and the text that is left."""
+    *blocks, rest = text.replace(b"\r\n", b"\n").split(b"\n\n")
+    events = []
+    for block in blocks:
+        fields = [line.partition(b":") for line in block.split(b"\n")]
+        if data := [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]:
+            ids = [value.strip() for name, _, value in fields if name == b"id"]
+            events.append(Event(ids[-1] if ids else b"", b"\n".join(data)))
+    return events, rest
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +52,11 @@ class Sample:
     sent: float = field(default_factory=clock)
     ended: float = 0.0
     times: list[float] = field(default_factory=list)  # when each piece of text arrived
-    texts: list[str] = field(default_factory=list)  # those pieces
     tokens: int = 0  # as the server counts them; the pieces, where it does not
     prompt_tokens: int = 0  # as the server counts them
-    late: float = 0.0  # seconds after its due time that it was sent; set by `open_loop`
+    ends: int = 0  # times that a stream said [DONE]
     error: str | None = None
+    retry_after: float | None = None  # seconds, where the server said so
 
     @property
     def to_first(self) -> float | None:
@@ -50,11 +68,12 @@ class Sample:
         """Seconds from each piece to the next."""
         return [later - earlier for earlier, later in pairwise(self.times)]
 
-    def tokens_between(self, start: float, end: float) -> float:
-        """Tokens that arrived in this span, each of as many characters as the next."""
-        sizes = [max(len(text), 1) for text in self.texts]
-        inside = sum(size for moment, size in zip(self.times, sizes, strict=True) if start <= moment < end)
-        return self.tokens * inside / sum(sizes) if inside else 0.0
+    def take(self, event: Event, now: float) -> None:
+        """Note an event of a stream."""
+        if event.data == b"[DONE]":
+            self.ends += 1
+        else:
+            self.add(orjson.loads(event.data), now)
 
     def add(self, event: dict[str, Any], now: float) -> None:
         """Note what a stream's chunk, or a whole answer, holds."""
@@ -68,21 +87,12 @@ class Sample:
             # A token may have no text: a special one, or one of a random model that its tokenizer does not know.
             if text or (text == "" and part is choice and choice.get("finish_reason") is None):
                 self.times.append(now)
-                self.texts.append(text)
         if usage := event.get("usage"):
             self.tokens, self.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens", 0)
 
 
 Ask = Callable[[], Awaitable[Sample]]
 Ended = Callable[[Sample], object]
-Loop = Callable[[Ask, Ended], Awaitable[None]]
-
-
-def split_events(text: bytes) -> tuple[list[bytes], bytes]:
-    """The data of every whole server-sent event in `text`, and the text that is left."""
-    *events, rest = text.replace(b"\r\n", b"\n").split(b"\n\n")
-    lines = [[line for line in event.split(b"\n") if line.startswith(b"data:")] for event in events]
-    return [b"\n".join(line[5:].removeprefix(b" ") for line in found) for found in lines if found], rest
 
 
 class Connection(asyncio.Protocol):
@@ -96,8 +106,7 @@ class Connection(asyncio.Protocol):
     async def post(self, request: bytes, sample: Sample, *, streaming: bool) -> None:
         """Send and read to the end, noting in `sample` whatever comes. Raises `ConnectionError`."""
         self.reusable, self._ended = False, asyncio.get_running_loop().create_future()
-        self._sample, self._streaming = sample, streaming
-        self._done, self._body = False, b""
+        self._sample, self._streaming, self._body = sample, streaming, b""
         sample.sent = clock()
         self.transport.write(request)
         await self._ended
@@ -116,16 +125,16 @@ class Connection(asyncio.Protocol):
         self.reusable = False
         self._fail(str(exc or "the server closed the connection before the end of its answer"))
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after" and value.isdigit():  # else it is a date
+            self._sample.retry_after = float(value)
+
     def on_body(self, body: bytes) -> None:
         self._body += body
-        if not self._streaming or self._parser.get_status_code() != 200:
-            return
-        events, self._body = split_events(self._body)
-        for data in events:
-            if data == b"[DONE]":
-                self._done = True
-            else:
-                self._sample.add(orjson.loads(data), self._now)
+        if self._streaming and self._parser.get_status_code() == 200:
+            events, self._body = split_events(self._body)
+            for event in events:
+                self._sample.take(event, self._now)
 
     def on_message_complete(self) -> None:
         sample, status = self._sample, self._parser.get_status_code()
@@ -134,9 +143,9 @@ class Connection(asyncio.Protocol):
             sample.error = _refusal(status, self._body)
         elif not self._streaming:
             sample.add(orjson.loads(self._body), self._now)
-        elif not self._done and sample.error is None:
-            sample.error = "the stream ended without [DONE]"
-        sample.tokens = sample.tokens or len(sample.texts)
+        elif not sample.ends and sample.error is None:
+            self._fail("the stream ended without [DONE]")
+        sample.tokens = sample.tokens or len(sample.times)
         if not self._ended.done():
             self.reusable = self._parser.should_keep_alive()
             self._ended.set_result(None)
@@ -164,29 +173,36 @@ class Client:
         self._secure = parts.scheme == "https"
         self._address = parts.hostname or "127.0.0.1", parts.port or (443 if self._secure else 80)
         self._prefix, self._time_limit = parts.path.rstrip("/"), time_limit
-        authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._headers = f"Host: {parts.netloc}\r\n{authorization}Content-Type: application/json\r\nContent-Length: "
+        self._headers = {"Host": parts.netloc, "Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._idle: list[Connection] = []  # the last used first: the fewer, the better
 
     async def post(self, path: str, body: dict[str, Any]) -> Sample:
         """Ask once. What fails at the server or on the way is the sample's `error`, and never raised."""
-        data = orjson.dumps(body)
-        request = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}{len(data)}\r\n\r\n".encode() + data
-        sample, connection = Sample(), None
+        sample = Sample()
         try:
             async with asyncio.timeout(self._time_limit):
-                connection = await self._connection()
-                await connection.post(request, sample, streaming=body.get("stream") is True)
+                await self.send(path, body, sample)
         except TimeoutError:
             sample.error = f"no end of the answer in {self._time_limit:g} s"
         except OSError as error:
             sample.error = str(error)
-        finally:
-            if connection is not None and connection.reusable:
-                self._idle.append(connection)
-            elif connection is not None:
-                connection.transport.abort()
         return sample
+
+    async def send(self, path: str, body: dict[str, Any], sample: Sample, headers: Mapping[str, str] = {}) -> None:
+        """Ask once, and note what comes. Raises `OSError` where the answer breaks off; a refusal is an `error`."""
+        data = orjson.dumps(body)
+        fields = {**self._headers, **headers, "Content-Length": str(len(data))}
+        lines = [f"POST {self._prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        connection = await self._connection()
+        try:
+            request = "\r\n".join([*lines, "\r\n"]).encode() + data
+            await connection.post(request, sample, streaming=body.get("stream") is True)
+        finally:
+            if connection.reusable:
+                self._idle.append(connection)
+            else:
+                connection.transport.abort()
 
     def close(self) -> None:
         for connection in self._idle:
@@ -202,23 +218,15 @@ class Client:
 
 async def open_loop(ask: Ask, ended: Ended, *, rate: float, seconds: float) -> None:
     """Ask `rate` times a second for so long, at even distances, whatever becomes of it; tell `ended` of each sample."""
-    slots = asyncio.Semaphore(MOST_OPEN)
 
-    async def one(due: float) -> None:
-        if slots.locked():
-            ended(Sample(error=f"not sent: {MOST_OPEN} requests are open"))
-            return
-        async with slots:
-            sample = await ask()
-        sample.late = sample.sent - due
-        ended(sample)
+    async def one() -> None:
+        ended(await ask())
 
     start = clock()
     async with asyncio.TaskGroup() as group:
         for place in range(ceil(rate * seconds)):
-            due = start + place / rate
-            await asyncio.sleep(due - clock())
-            group.create_task(one(due))
+            await asyncio.sleep(start + place / rate - clock())
+            group.create_task(one())
 
 
 async def closed_loop(ask: Ask, ended: Ended, *, concurrency: int, requests: float = inf, seconds: float = inf) -> None:

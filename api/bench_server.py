@@ -4,99 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import logging
 import os
-import sys
 import tempfile
-import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import httpx
+import orjson
+import structlog
 
-from ..config.process import die_with_parent
+from ..config.settings import Settings
 from ..schemas.errors import StartupError
+from ..streams.server import EmbeddedServer
+from .keeper import LEAST_DELAY, Keeper, Part, child_environment, keep_broker
+from .supervisor import ready
 
-START_LIMIT, STOP_LIMIT = 60.0, 15.0  # seconds
-READY = "penstock ready "
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Where it answers and what it serves; `process` is its supervisor's id, where it is ours."""
-
-    url: str
-    model: str
-    process: int | None = None
-
-    def cpu_times(self) -> dict[str, float]:
-        """CPU seconds so far of each of its processes and of this one, `client`; only of this one without /proc."""
-        times = {"client": time.process_time()}
-        if self.process is None or sys.platform != "linux":
-            return times
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one may end while it is looked at
-            for child in Path(f"/proc/{self.process}/task/{self.process}/children").read_text().split():
-                words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-                name = words[words.index("penstock") + 1] if "penstock" in words else Path(words[0]).name
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                times[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime: proc(5)
-        return times
+START_LIMIT = 180.0  # seconds until all parts run: torch is loaded once for each worker
 
 
 @contextlib.asynccontextmanager
-async def running(*arguments: str, errors: IO[bytes]) -> AsyncIterator[Process]:
-    """`penstock ARGUMENTS`, a process of its own with a pipe for its output; asked to stop in the end, then killed.
+async def running(
+    settings: Settings, parts: Sequence[Part], urls: Sequence[str]
+) -> AsyncIterator[tuple[EmbeddedServer, Keeper]]:
+    """A broker and `parts` around it, kept alive as `penstock serve` does; ready at all `urls` once entered.
 
-    What the environment and ./penstock.toml set holds for it too.
+    Their state and what they log go with them. Raises `StartupError` with their last words where they cannot run.
     """
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock", *arguments),
-        stdin=DEVNULL,
-        stdout=PIPE,
-        stderr=errors,
-        start_new_session=True,  # Ctrl-C reaches the benchmark alone, which ends it
-        preexec_fn=functools.partial(die_with_parent, os.getpid()),
-    )
-    try:
-        yield process
-    finally:
-        for end in (process.terminate, process.kill):
-            with contextlib.suppress(ProcessLookupError, TimeoutError):
-                end()
-                await asyncio.wait_for(process.wait(), STOP_LIMIT)
-
-
-async def ready(process: Process, errors: IO[bytes]) -> str:
-    """Its URL, once it answers there. Raises `StartupError` with its last words if it does not in time."""
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(START_LIMIT):
-            while line := (await process.stdout.readline()).decode():
-                if line.startswith(READY):
-                    return line.removeprefix(READY).strip()
-            reason = "ended"
-    except TimeoutError:
-        reason = f"was not ready after {START_LIMIT:g} s"
-    said = os.pread(errors.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
-    raise StartupError("\n".join([f"the server to measure {reason}; its last words:", *said[-5:]]))
-
-
-@contextlib.asynccontextmanager
-async def echo_server(url: str | None, echo_rate: float, max_batch_size: int) -> AsyncIterator[Server]:
-    """The server at `url`, which stays as it is, or one of our own, with its state in a directory that goes with it."""
-    if url is not None:
-        yield Server(url.rstrip("/"), (await served_models(url.rstrip("/")))[0])
-        return
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as state, tempfile.TemporaryFile() as errors:
-        options = {"backend": "echo", "echo-rate": echo_rate, "max-batch-size": max_batch_size, "port": 0}
-        options |= {"drain-timeout": 1, "log-level": "warning", "state-dir": state}
-        arguments = (f"--{name}={value}" for name, value in options.items())
-        async with running("serve", *arguments, errors=errors) as process:
-            url = await ready(process, errors)
-            yield Server(url, (await served_models(url))[0], process.pid)
+    async with contextlib.AsyncExitStack() as stack:
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
+        output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        logging.basicConfig(handlers=[logging.NullHandler()])  # that the broker went away is no news here
+        structlog.configure(
+            processors=[structlog.processors.JSONRenderer(orjson.dumps)],
+            logger_factory=structlog.BytesLoggerFactory(output),
+        )
+        server = await EmbeddedServer.start(state, settings.nats_server, settings.nats_sync_interval)
+        stack.push_async_callback(server.stop)
+        keeper = Keeper(settings.drain_timeout, most_delay=LEAST_DELAY, output=output)
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(group.create_task(keep_broker(server, keeper)).cancel)
+        stack.callback(keeper.stopping.set)
+        stack.callback(keeper.at_once.set)
+        environment = child_environment(settings.model_copy(update={"state_dir": state}), server.url)
+        for part in parts:
+            group.create_task(keeper.keep(part, environment, keeper.stopping))
+        all_ready = asyncio.gather(*(ready(url, settings.workers) for url in urls))
+        given_up = asyncio.create_task(keeper.stopping.wait())
+        either: set[asyncio.Future[Any]] = {all_ready, given_up}
+        await asyncio.wait(either, timeout=START_LIMIT, return_when=asyncio.FIRST_COMPLETED)
+        given_up.cancel()
+        if not all_ready.done():
+            all_ready.cancel()
+            fault = keeper.fatal or f"not all processes ran after {START_LIMIT:g} s"
+            said = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
+            raise StartupError("\n".join([f"{fault}; the last words:", *said[-5:]]))
+        await all_ready
+        yield server, keeper
 
 
 async def served_models(url: str, api_key: str = "") -> list[str]:

@@ -18,16 +18,19 @@ from .. import __version__
 from ..config.sources import SECRET, Loaded, flag, variable
 from ..schemas.asyncapi import asyncapi, json_schemas
 from ..schemas.errors import StartupError
-from ..schemas.events import Accepted, Cancelled, Done, Expired, Failed, Token
+from ..schemas.events import Cancelled, Done, Expired, Failed, Token
 from ..schemas.jobs import Job, Priority
 from ..streams.jetstream import JetStreamBroker
+from ..streams.registry import Registry
 from ..streams.topology import Subjects
 from .bench_chaos import bench_chaos
 from .bench_engine import bench_engine
 from .bench_pipeline import pipeline
 from .bench_serve import bench_serve
 from .bridge import Bridge
+from .chat import chat
 from .dead import dead
+from .keys import make_key
 from .options import with_settings
 from .supervisor import connected
 
@@ -46,6 +49,8 @@ bench.command("engine")(bench_engine)
 bench.command("chaos")(bench_chaos)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 app.add_typer(dead, name="dead", rich_help_panel="Look")
+app.command(rich_help_panel="Use")(chat)
+app.command("key", rich_help_panel="Look")(make_key)
 
 
 def _version(asked: bool) -> None:
@@ -77,7 +82,7 @@ def config(loaded: Loaded) -> None:
 
 def _shown(name: str, value: object) -> str:
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(re.sub("=sha256:.*", "=***", part) if name in SECRET else part for part in value)
     if value is None:
         return ""
     # Up to the last @, since a password may hold anything: of several servers only the last one shows.
@@ -93,11 +98,12 @@ def schema(
     ] = "asyncapi",
 ) -> None:
     """Print what travels on NATS: an AsyncAPI document, or the messages' JSON Schemas alone."""
-    document = (
-        asyncapi(loaded.settings.namespace, __version__)
-        if kind == "asyncapi"
-        else {"$schema": "https://json-schema.org/draft/2020-12/schema", "components": {"schemas": json_schemas()}}
-    )
+    document = asyncapi(loaded.settings.namespace, __version__)
+    if kind == "json":
+        document = {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "components": {"schemas": json_schemas()},
+        }
     sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
@@ -177,19 +183,14 @@ async def _submit(
             while not reading.ended:
                 for event in await reading.take(60.0):
                     if as_events:
-                        sys.stdout.write(orjson.dumps(event).decode() + "\n")
-                    elif isinstance(event, Token):
-                        sys.stdout.write(event.text)
-                    sys.stdout.flush()
+                        print(orjson.dumps(event).decode(), flush=True)
                     match event:
                         case Failed(error=error) | Expired(error=error):
                             return error.message
                         case Cancelled():
                             return "the request was cancelled"
-                        case Done():
-                            sys.stdout.write("" if as_events else "\n")
-                        case Accepted() | _:
-                            pass
+                        case Token() | Done() if not as_events:
+                            print(event.text if isinstance(event, Token) else "\n", end="", flush=True)
         finally:
             if not reading.ended:
                 await reading.cancel()
@@ -198,8 +199,6 @@ async def _submit(
 
 
 async def _only_model(broker: JetStreamBroker) -> str:
-    from ..streams.registry import Registry
-
     registry = Registry(broker, interval=1.0)
     await registry.refresh()
     if len(registry.models) != 1:

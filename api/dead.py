@@ -33,22 +33,16 @@ def list_letters(
     loaded: Loaded, as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead.")] = False
 ) -> None:
     """List the dead letters, the oldest first: the stage that gave up, why, and which requests are in them."""
-    letters = asyncio.run(_letters(loaded.settings))
+    rows = [_summary(letter) for letter in asyncio.run(_letters(loaded.settings))]
     if as_json:
-        for letter in letters:
-            typer.echo(orjson.dumps(_summary(letter)))
+        for row in rows:
+            typer.echo(orjson.dumps(row))
         return
     table = Table("number", "stage", "deliveries", "reason", "requests", box=None, pad_edge=False)
-    for letter in letters:
-        row = _summary(letter)
-        table.add_row(
-            str(row["number"]),
-            row["stage"],
-            row["deliveries"],
-            row["reason"],
-            " ".join(row["requests"]) or "unreadable",
-        )
-    Console().print(table if letters else "no dead letters")
+    for row in rows:
+        shown = row | {"number": str(row["number"]), "requests": " ".join(row["requests"]) or "unreadable"}
+        table.add_row(*shown.values())
+    Console().print(table if rows else "no dead letters")
 
 
 @dead.command()
@@ -72,17 +66,7 @@ def retry(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> N
     A request goes back to the stage that gave it up, with a new deadline; its events can be read under the new name.
     """
 
-    async def run() -> None:
-        settings = loaded.settings
-        letters = await _letters(settings, _chosen(numbers, everything))
-        async with connected(settings, "dead") as broker:
-            for letter in letters:
-                for subject, data, headers, name in _again(letter, settings):
-                    await broker.publish(subject, data, message_id=name, headers=headers)
-                    typer.echo(f"{letter.sequence}: {name}")
-                await broker.delete("DEAD", letter.sequence)
-
-    asyncio.run(run())
+    asyncio.run(_remove(loaded.settings, _chosen(numbers, everything), retried=True))
 
 
 @dead.command()
@@ -90,14 +74,19 @@ def retry(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> N
 def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> None:
     """Delete dead letters for good."""
 
-    async def run() -> None:
-        letters = await _letters(loaded.settings, _chosen(numbers, everything))
-        async with connected(loaded.settings, "dead") as broker:
-            for letter in letters:
-                await broker.delete("DEAD", letter.sequence)
-        typer.echo(f"dropped {len(letters)}")
+    typer.echo(f"dropped {asyncio.run(_remove(loaded.settings, _chosen(numbers, everything), retried=False))}")
 
-    asyncio.run(run())
+
+async def _remove(settings: Settings, numbers: list[int] | None, *, retried: bool) -> int:
+    """Delete dead letters, once they are on their way again where they are `retried`; returns how many."""
+    letters = await _letters(settings, numbers)
+    async with connected(settings, "dead") as broker:
+        for letter in letters:
+            for subject, data, headers, name in _again(letter, settings) if retried else ():
+                await broker.publish(subject, data, message_id=name, headers=headers)
+                typer.echo(f"{letter.sequence}: {name}")
+            await broker.delete("DEAD", letter.sequence)
+    return len(letters)
 
 
 async def _letters(settings: Settings, numbers: list[int] | None = None) -> list[Message]:

@@ -6,19 +6,22 @@ The headers that mean something here mean it on every path that generates: `Pens
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import orjson
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from ..config.settings import Settings
-from ..schemas.errors import InvalidRequest, PayloadTooLarge
+from ..schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge
 from ..schemas.jobs import Endpoint, Job, Priority
+from ..schemas.openai import TIERS, refusal
 from ..streams.port import Broker
 from ..streams.registry import Registry
 from .bridge import Bridge, Reading
@@ -27,7 +30,8 @@ from .resuming import Progress, invalid_event_id
 
 TENANT = "default"
 LONGEST = 86400  # seconds that a request may ask for
-TIERS: dict[str, Priority] = {"priority": "high", "auto": "normal", "default": "normal", "flex": "low"}
+DEEPEST = 128  # levels of a JSON body; what reads and writes jobs later on stops at 200
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +59,55 @@ def tenant_of(request: Request) -> str:
 
 
 async def read_object(request: Request, settings: Settings) -> dict[str, Any]:
-    """The request's body, a JSON object. Raises `PayloadTooLarge` and `InvalidRequest`."""
+    """The request's body, a JSON object. Raises what `read_body` raises, and `InvalidRequest`."""
+    raw = await read_body(request, settings.max_body_size, settings.body_timeout)
     try:
-        body = orjson.loads(await read_body(request, settings.max_body_size))
+        body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(body, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_type")
+    if raw.count(b"{") + raw.count(b"[") > DEEPEST:
+        level: list[Any] = [body]
+        for _ in range(DEEPEST):
+            values = (value for node in level for value in (node.values() if isinstance(node, dict) else node))
+            level = [value for value in values if isinstance(value, dict | list)]
+        if level:
+            raise InvalidRequest(f"The body is nested deeper than {DEEPEST} levels.", code="invalid_json")
     return body
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises `PayloadTooLarge`, having read on a while so that the client gets to read the answer."""
+def parsed(kind: type[Kind], body: dict[str, Any]) -> Kind:
+    """A body that does not go through the pipeline, refused as validate would. Raises `InvalidRequest`."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+async def read_body(request: Request, limit: int, patience: float) -> bytes:
+    """The whole body, at most `limit` bytes that arrive within `patience` seconds.
+
+    Raises `PayloadTooLarge`, having read on a while so that the client gets to read the answer, and `DeadlineExceeded`.
+    """
+    too_large = PayloadTooLarge(f"The body is larger than {limit} bytes; the setting max_body_size allows no more.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
     body = bytearray()
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            body += chunk
-        elif size > 16 * limit:
-            break
+    try:
+        async with asyncio.timeout(patience):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    body += chunk
+                elif size > 16 * limit:
+                    break
+    except TimeoutError:
+        raise DeadlineExceeded(f"The body did not arrive within {patience:g} seconds.", code="body_timeout") from None
     if size > limit:
-        raise PayloadTooLarge(f"The body is larger than {limit} bytes; the setting max_body_size allows no more.")
+        raise too_large
     return bytes(body)
 
 
@@ -130,8 +161,7 @@ def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> floa
 
 def _priority(body: dict[str, Any]) -> Priority:
     # An unknown one goes on as normal: validate refuses it, with every other fault.
-    for known in get_args(Priority):
-        if body.get("priority") == known:
-            return known  # type: ignore[no-any-return]  # get_args forgets the literal's type
+    given: Any = body.get("priority")
     tier = body.get("service_tier")
-    return TIERS.get(tier, "normal") if isinstance(tier, str) else "normal"
+    other = TIERS.get(tier, "normal") if isinstance(tier, str) else "normal"
+    return given if given in get_args(Priority) else other

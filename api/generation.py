@@ -41,6 +41,7 @@ def _generation(endpoint: Endpoint, door: Door) -> Any:
             int(time.time()),
             streaming=streaming,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            service_tier=body.get("service_tier"),
         )
         keepalive = door.settings.keepalive_interval
         return Answer(reading, renderer, streaming=streaming, keepalive=keepalive, progress=progress, status=status)

@@ -9,6 +9,7 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from dataclasses import dataclass
+from math import inf
 from typing import IO
 
 import structlog
@@ -46,6 +47,7 @@ class Keeper:
         self.at_once = asyncio.Event()  # set by whoever will not wait for the drain
         self.fatal: Fatal | None = None  # why no start would help; set by `keep`
         self.running: dict[str, Process] = {}  # by part, the dead too until their successors start; set by `keep`
+        self.broker_since = -inf  # loop time from which on the broker has run, inf while it is away; set by keep_broker
         self._drain, self._most_delay, self._output = drain, most_delay, output
 
     async def keep(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> None:
@@ -67,12 +69,13 @@ class Keeper:
             status = await self._until(child, until)
             if until.is_set():
                 return
-            if status == FATAL_EXIT and is_first:
+            if status != FATAL_EXIT:
+                is_first = False
+            elif is_first and self.broker_since < born:  # else it may be the broker that was missing
                 # The child has said why.
                 self.fatal = StartupError(f"{part.name} cannot run")
                 self.stopping.set()
                 return
-            is_first = False
             if status == 0:
                 log.info("ended as it was told to, and is started again", process=part.name)
                 continue
@@ -103,13 +106,15 @@ class Keeper:
                     child.kill()
 
 
-async def keep_broker(server: EmbeddedServer) -> None:
-    """Start the broker again whenever it dies, until cancelled."""
+async def keep_broker(server: EmbeddedServer, keeper: Keeper) -> None:
+    """Start the broker again whenever it dies, until cancelled, and tell the keeper of those who need it."""
     while True:
         status = await server.wait()
+        keeper.broker_since = inf
         log.error("the broker died and is started again", status=status)
         try:
             await server.restart()
+            keeper.broker_since = asyncio.get_running_loop().time()
         except StartupError as error:
             log.error("the broker cannot be started", reason=str(error), delay=MOST_DELAY)
             await asyncio.sleep(MOST_DELAY)

@@ -14,6 +14,7 @@ from ..schemas.events import Accepted, Cancelled, Event, Queued, Token
 from .answers import EventStream
 from .bridge import Reading
 from .door import Door, tenant_of
+from .openapi import STREAMED, refusals
 from .resuming import Progress, invalid_event_id
 
 
@@ -38,7 +39,9 @@ class Feed(EventStream):
 
 
 def add_streams(app: FastAPI, door: Door) -> None:
-    @app.get("/v1/streams/{id}", tags=["streams"])
+    @app.get(
+        "/v1/streams/{id}", tags=["streams"], response_class=Response, responses=STREAMED | refusals(400, 404, 503)
+    )
     async def stream(id: str, request: Request) -> Response:
         """A request's events as SSE, stored ones first.
 
@@ -55,7 +58,7 @@ def add_streams(app: FastAPI, door: Door) -> None:
         reading = await door.bridge.follow(id, tenant_of(request))
         return Feed(reading, keepalive=door.settings.keepalive_interval, progress=progress, after=int(after))
 
-    @app.delete("/v1/streams/{id}", tags=["streams"])
+    @app.delete("/v1/streams/{id}", tags=["streams"], responses=refusals(404, 503))
     async def cancel(id: str, request: Request) -> Any:
         """Cancel a request; `cancelled` is false where it had ended before."""
         reading = await door.bridge.follow(id, tenant_of(request))

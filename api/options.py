@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -26,7 +27,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     ends it with exit code 2 before it runs; a `Fatal` error later ends it with the same.
     """
     hints = get_type_hints(command, include_extras=True)
-    own = [parameter.replace(annotation=hints[name]) for name, parameter in _parameters(command)[1:]]
+    own = list(inspect.signature(command).parameters.values())[1:]
 
     def run(**arguments: Any) -> None:
         given = {name: arguments.pop(name) for name in _flags()}
@@ -48,7 +49,8 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
             Path | None, typer.Option(help="TOML file of settings; ./penstock.toml by default.", show_default=False)
         ],
     )
-    parameters = [*(parameter.replace(kind=keyword) for parameter in own), config, *_flags().values()]
+    own = [parameter.replace(kind=keyword, annotation=hints[parameter.name]) for parameter in own]
+    parameters = [*own, config, *_flags().values()]
     # What typer reads of a command: its name, help, signature and annotations.
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -56,30 +58,22 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameters(command: Callable[..., None]) -> list[tuple[str, inspect.Parameter]]:
-    return list(inspect.signature(command).parameters.items())
-
-
-class fatal_errors:  # reads as a statement
+@contextlib.contextmanager
+def fatal_errors(exit_code: int = 2) -> Iterator[None]:
     """Turns a `Fatal` into its message on standard error, a line a fault, and an exit code."""
-
-    def __init__(self, exit_code: int = 2) -> None:
-        self._exit_code = exit_code
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            found, rest = error.split(Fatal)
-            error = found.exceptions[0] if found is not None and rest is None else error
-        if not isinstance(error, Fatal):
-            return
-        faults = error.faults if isinstance(error, ConfigurationError) else [str(error)]
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        for fault in faults:
-            console.print(f"[bold red]error:[/] {_escaped(fault)}")
-        raise typer.Exit(self._exit_code)
+    error: BaseException | None = None
+    try:
+        yield
+    except* Fatal as group:
+        error = group
+    while isinstance(error, BaseExceptionGroup):  # of tasks
+        error = error.exceptions[0]
+    if error is None:
+        return
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for fault in error.faults if isinstance(error, ConfigurationError) else [str(error)]:
+        console.print(f"[bold red]error:[/] {_escaped(fault)}")
+    raise typer.Exit(exit_code)
 
 
 @functools.cache

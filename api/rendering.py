@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import orjson
 
-from ..schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, Usage
+from ..schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, ToolCallDelta, Usage
 from ..schemas.jobs import Endpoint
 
 _REASONS: dict[FinishReason, str] = {
@@ -25,27 +26,42 @@ class Renderer:
     """Renders one request. `streaming` decides between chunks and whole objects, `include_usage` is the client's."""
 
     def __init__(
-        self, endpoint: Endpoint, request: str, model: str, created: int, *, streaming: bool, include_usage: bool
+        self,
+        endpoint: Endpoint,
+        request: str,
+        model: str,
+        created: int,
+        *,
+        streaming: bool,
+        include_usage: bool = False,
+        service_tier: str | None = None,
     ) -> None:
+        self.request = request
         self._kind: Literal["chat", "text"] = "chat" if endpoint == "/v1/chat/completions" else "text"
         self._include_usage = include_usage
-        self._begun: set[int] = set()  # choices whose role was sent
+        self._begun: set[int] = set()  # choices of which something was sent; set by chunks
         self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
         kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
         self._head = {"id": request, "object": kind, "created": created, "model": model}
+        if service_tier is not None:
+            self._head["service_tier"] = "default" if service_tier == "auto" else service_tier
 
     def begin(self, accepted: Accepted) -> None:
         """Whoever renders this request, and when, says the same of it."""
         self._head["created"] = accepted.created
 
     def chunks(self, token: Token) -> Iterator[bytes]:
-        """SSE messages for one token event; its text may be empty, where a character takes several tokens."""
+        """SSE messages for one token event; none for one that says nothing yet, as where a character takes several."""
         reason = token.finish_reason and _REASONS[token.finish_reason]
+        is_news = token.text or token.reasoning or token.tool_calls or token.logprobs or reason is not None
+        if not is_news and token.choice in self._begun:
+            return
         choice: dict[str, Any] = {"index": token.choice}
         if self._kind == "chat":
             choice["delta"] = self._delta(token)
         else:
             choice["text"] = token.text
+        self._begun.add(token.choice)
         choice["logprobs"] = self._logprobs(token)
         choice["finish_reason"] = reason
         yield self._message([choice], None)
@@ -63,7 +79,7 @@ class Renderer:
             text = "".join(token.text for token in said)
             choice: dict[str, Any] = {"index": index}
             if self._kind == "chat":
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                choice["message"] = _message(said, text)
             else:
                 choice["text"] = text
             choice["logprobs"] = self._logprobs(*said)
@@ -74,11 +90,14 @@ class Renderer:
     def _delta(self, token: Token) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if token.choice not in self._begun:
-            self._begun.add(token.choice)
             delta["role"] = "assistant"
+            delta["content"] = None if token.reasoning or token.tool_calls else ""
+        if token.text:
             delta["content"] = token.text
-        elif token.text or token.finish_reason is None:
-            delta["content"] = token.text
+        if token.reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = token.reasoning
+        if token.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in token.tool_calls]
         return delta
 
     def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
@@ -124,7 +143,36 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def join_calls(tokens: Iterable[Token]) -> list[ToolCallDelta]:
+    """The tool calls of one choice, whole, in order."""
+    calls: dict[int, ToolCallDelta] = {}
+    for piece in (piece for token in tokens for piece in token.tool_calls):
+        begun = calls.get(piece.index)
+        calls[piece.index] = replace(begun, arguments=begun.arguments + piece.arguments) if begun else piece
+    return [calls[index] for index in sorted(calls)]
+
+
+def _message(said: list[Token], text: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thought := "".join(token.reasoning for token in said):
+        message["reasoning"] = message["reasoning_content"] = thought
+    if calls := join_calls(said):
+        message["content"] = text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
+    head = {"index": call.index} if call.id is None else {"index": call.index, "id": call.id, "type": "function"}
+    return {**head, "function": function}
 
 
 def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:

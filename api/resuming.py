@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..schemas.errors import InvalidRequest
-from ..schemas.events import Token
+from ..schemas.events import Token, ToolCallDelta
 
 _SPOT = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?"
 _is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_SPOT}(?:,{_SPOT})*)(/u)?)?").fullmatch
@@ -71,37 +71,55 @@ class Progress:
         return f"{self.request}/{spots}{'/u' * self.usage_sent}"
 
     def split(self, token: Token) -> tuple[Token | None, Token | None]:
-        """The part of `token` that the client has, and the part that it has not: text is cut at characters."""
+        """The part of `token` that the client has, and the part that it has not: what it says is cut at characters."""
         seen = self._seen.get(token.choice, Spot())
         had = self._had.get(token.choice, Spot())
         ends = token.finish_reason is not None
-        now = Spot(seen.tokens + len(token.token_ids), seen.characters + len(token.text), seen.finished or ends)
+        length = _length(token)
+        now = Spot(seen.tokens + len(token.token_ids), seen.characters + length, seen.finished or ends)
         self._seen[token.choice] = now
         if token.choice in self._had and had.furthest(now) == had:
             return token, None
         tokens = min(max(had.tokens - seen.tokens, 0), len(token.token_ids))
-        characters = min(max(had.characters - seen.characters, 0), len(token.text))
+        characters = min(max(had.characters - seen.characters, 0), length)
         if not tokens and not characters:
             return None, token
-        ids, text, logprobs = token.token_ids, token.text, token.logprobs
-        old = replace(
-            token,
-            token_ids=ids[:tokens],
-            text=text[:characters],
-            logprobs=logprobs and logprobs[:tokens],
-            finish_reason=None,
+        ids, logprobs = token.token_ids, token.logprobs
+        old, new = _cut(token, characters)
+        return (
+            replace(old, token_ids=ids[:tokens], logprobs=logprobs and logprobs[:tokens], finish_reason=None),
+            replace(new, index=token.index + tokens, token_ids=ids[tokens:], logprobs=logprobs and logprobs[tokens:]),
         )
-        new = replace(
-            token,
-            index=token.index + tokens,
-            token_ids=ids[tokens:],
-            text=text[characters:],
-            logprobs=logprobs and logprobs[tokens:],
-        )
-        return old, new
 
     def _spot(self, choice: int) -> Spot:
         return self._had.get(choice, Spot()).furthest(self._seen.get(choice, Spot()))
+
+
+def _length(token: Token) -> int:
+    """Characters of all that it says; the head of a tool call counts as one."""
+    calls = sum(len(call.arguments) + (call.id is not None) for call in token.tool_calls)
+    return len(token.reasoning) + len(token.text) + calls
+
+
+def _cut(token: Token, count: int) -> tuple[Token, Token]:
+    """What it says up to `count` characters, thoughts first, then text, then calls; and the rest."""
+    thought, count = min(count, len(token.reasoning)), max(count - len(token.reasoning), 0)
+    text, count = min(count, len(token.text)), max(count - len(token.text), 0)
+    had: list[ToolCallDelta] = []
+    news: list[ToolCallDelta] = []
+    for call in token.tool_calls:
+        head = int(call.id is not None)
+        cut = min(max(count - head, 0), len(call.arguments))
+        if count and (head or cut):
+            had.append(replace(call, arguments=call.arguments[:cut]))
+            if rest := call.arguments[cut:]:
+                news.append(ToolCallDelta(call.index, rest))
+        else:
+            news.append(call)
+        count = max(count - head - len(call.arguments), 0)
+    old = replace(token, reasoning=token.reasoning[:thought], text=token.text[:text], tool_calls=tuple(had))
+    new = replace(token, reasoning=token.reasoning[thought:], text=token.text[text:], tool_calls=tuple(news))
+    return old, new
 
 
 def invalid_event_id(message: str) -> InvalidRequest:

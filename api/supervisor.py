@@ -88,7 +88,7 @@ class Supervisor:
         settings = self._settings
         server = await EmbeddedServer.start(settings.state_dir, settings.nats_server, settings.nats_sync_interval)
         stack.push_async_callback(server.stop)
-        watching = asyncio.create_task(keep_broker(server))
+        watching = asyncio.create_task(keep_broker(server, self._keeper))
         stack.callback(watching.cancel)
         path = settings.state_dir / URL_FILE
         path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ A field here is at once a flag (`--max-batch-size`), an environment variable (`P
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -17,11 +18,38 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from ..schemas.jobs import TOKEN_PATTERN, SubjectToken
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
-RESERVED = ("jobs", "events", "tools", "dead", "control")  # what else stands where a stage's name does in subjects
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+RESERVED = ("jobs", "events", "tools", "batches", "dead", "control")  # what else stands in a stage's place in subjects
 
 
 def _split(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def hashed_key(entry: str) -> str:
+    """An API key as it is kept, `tenant=sha256:<hex>`, from `key`, `tenant=key`, `sha256:<hex>` or what it is already.
+
+    Raises `ValueError`, whose message does not tell the key.
+    """
+    tenant, named, key = entry.partition("=")
+    if not named:
+        tenant, key = "default", entry
+    if not re.fullmatch(TOKEN_PATTERN, tenant):
+        raise ValueError("a tenant's name, before the first '=', holds letters, digits, '_' and '-' alone, at most 64")
+    if key.startswith("sha256:"):
+        digest = key.removeprefix("sha256:").lower()
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError("behind sha256: stand 64 hexadecimal digits")
+    elif re.fullmatch("[!-~]{8,}", key):
+        digest = hashlib.sha256(key.encode()).hexdigest()
+    else:
+        raise ValueError("a key has at least 8 characters, all of them visible ASCII")
+    return f"{tenant}=sha256:{digest}"
+
+
+def _hashed(value: object) -> object:
+    entries = _split(value)
+    return [hashed_key(entry) for entry in entries] if isinstance(entries, list) else entries
 
 
 def _default_state_dir() -> Path:
@@ -42,6 +70,19 @@ class Settings(BaseSettings):
         None, min_length=1, description="Name under which clients ask for the model; its directory's name by default."
     )
     max_body_size: ByteSize = Field(ByteSize(4 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
+    body_timeout: float = Field(30.0, gt=0, description="How long a request's body may take to arrive, before 408.")
+    api_keys: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_hashed)] = Field(
+        None, min_length=1, description="KEY or TENANT=KEY, several with commas; without any, everybody may ask."
+    )
+    api_keys_file: Path | None = Field(
+        None, description="File of keys, one a line, as `penstock key` prints them; read again when it changes."
+    )
+    cors_origins: Annotated[tuple[Origin, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+        None, description="Web pages that may ask from a browser, such as https://chat.example.org, or *."
+    )
+    file_limit: ByteSize = Field(ByteSize(512 << 20), gt=0, description="Largest file that may be uploaded.")
+    files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are kept.")
+    batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at a time.")
     default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
     keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream before a keep-alive is sent.")
     drain_timeout: float = Field(30.0, ge=0, description="How long running requests may still run after a stop signal.")
@@ -109,7 +150,10 @@ class Settings(BaseSettings):
 
     # Engine
     backend: str = Field(
-        "paged", min_length=1, description="paged (the default), hf (transformers, for reference) or echo (no model)."
+        "paged",
+        min_length=1,
+        description="paged (the default), hf (transformers, for reference), sentence_transformers (embeddings) "
+        "or echo (no model).",
     )
     device: str = Field("auto", min_length=1, description="auto, cpu, cuda:N or mps.")
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = Field(
@@ -135,6 +179,10 @@ class Settings(BaseSettings):
         None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."
     )
     echo_rate: float = Field(0.0, ge=0, description="Tokens a second and request of the echo backend; 0: no limit.")
+    tool_format: str = Field(
+        "auto", min_length=1, description="How the model writes tool calls; auto: as its chat template suggests."
+    )
+    reasoning_format: str = Field("auto", min_length=1, description="The same for its thoughts; none: all is content.")
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
 
     @field_validator("pipeline")
@@ -155,7 +203,7 @@ class Settings(BaseSettings):
     @property
     def reserve(self) -> int:
         """Choices that a worker runs above `max_batch_size` where their priority is high."""
-        return max(1, self.max_batch_size // 8)
+        return max(1, self.max_batch_size // 4)
 
     @property
     def job_stages(self) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ normal or low, each with a deadline. Prints outcomes by priority, and the memory
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from penstock.api.bench_load import Client, Sample, closed_loop, open_loop
 from penstock.api.bench_report import milliseconds
@@ -36,10 +37,6 @@ def resident() -> dict[str, int]:
         except OSError:
             continue  # it has ended
     return found
-
-
-def outcome(sample: Sample) -> str:
-    return "answered" if sample.error is None else sample.error.split(":")[0]
 
 
 async def main(url: str, times: float, seconds: float, at_once: int, deadline: float, tokens: int) -> None:
@@ -77,20 +74,20 @@ async def main(url: str, times: float, seconds: float, at_once: int, deadline: f
         late = [sample for sample in answered if sample.ended - sample.sent > deadline + 0.5]
         first = milliseconds((sample.to_first for sample in answered), 50)
         refusal = milliseconds((sample.ended - sample.sent for sample in refused), 50)
-        print(f"{priority}: {len(those)} asked, {dict(Counter(map(outcome, those)))}")
+        outcomes = Counter((sample.error or "answered").partition(":")[0] for sample in those)
+        print(f"{priority}: {len(those)} asked, {dict(outcomes)}")
         print(f"  first token p50 {first} ms, refusals p50 {refusal} ms, answered after their deadline {len(late)}")
     for name in sorted(before | after):
         print(f"{name}: {before.get(name, 0)} → {after.get(name, 0)} MiB")
     client.close()
 
 
+def overload(
+    url: str, times: float = 5.0, seconds: float = 60.0, at_once: int = 16, deadline: float = 10.0, tokens: int = 64
+) -> None:
+    """Ask a server so many times its capacity for so many seconds, and print who was served."""
+    asyncio.run(main(url, times, seconds, at_once, deadline, tokens))
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("url")
-    parser.add_argument("--times", type=float, default=5.0, help="Of the capacity.")
-    parser.add_argument("--seconds", type=float, default=60.0, help="Of overload.")
-    parser.add_argument("--at-once", type=int, default=16, help="Clients that measure the capacity.")
-    parser.add_argument("--deadline", type=float, default=10.0, help="Seconds, of every request.")
-    parser.add_argument("--tokens", type=int, default=64, help="Of an answer.")
-    given = parser.parse_args()
-    asyncio.run(main(given.url, given.times, given.seconds, given.at_once, given.deadline, given.tokens))
+    typer.run(overload)

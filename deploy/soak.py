@@ -7,11 +7,11 @@ Prints a line every tenth of the way: requests, cancelled ones, resident memory,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 from pathlib import Path
 
+import typer
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
@@ -63,18 +63,14 @@ async def soak(engine: InferenceEngine, backend: PagedBackend, requests: int, ch
     print("every block is accounted for")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Many random requests on one engine.")
-    parser.add_argument("model")
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    config = EngineConfig(model=arguments.model, dtype="float32", device="cpu", kv_cache_memory=ByteSize(4 << 20))
+def main(model: str, requests: int = 10_000, seed: int = 0) -> None:
+    """Many random requests on one engine."""
+    config = EngineConfig(model=model, dtype="float32", device="cpu", kv_cache_memory=ByteSize(4 << 20))
     backend = load_backend(config)
     assert isinstance(backend, PagedBackend)
     with InferenceEngine(config, backend=backend) as engine:
-        asyncio.run(soak(engine, backend, arguments.requests, random.Random(arguments.seed)))
+        asyncio.run(soak(engine, backend, requests, random.Random(seed)))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -6,6 +6,7 @@ from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities
 from .backends import BACKENDS
 from .config import EngineConfig
+from .embeddings import Embedding, EmbeddingBackend, EmbeddingInput
 from .engine import InferenceEngine
 from .handle import RequestHandle
 from .models import ModelInfo, resolve_model
@@ -20,6 +21,9 @@ __all__ = [
     "CacheStats",
     "Capabilities",
     "Choice",
+    "Embedding",
+    "EmbeddingBackend",
+    "EmbeddingInput",
     "EngineConfig",
     "EngineRequest",
     "EngineStats",

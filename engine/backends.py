@@ -9,7 +9,12 @@ from .answers import AnswerCache
 from .backend import Backend, ProgressCallback
 from .config import EngineConfig
 
-BACKENDS = {"paged": ("paged", "PagedBackend"), "hf": ("hf", "HfBackend"), "echo": ("echo", "EchoBackend")}
+BACKENDS = {
+    "paged": ("paged", "PagedBackend"),
+    "hf": ("hf", "HfBackend"),
+    "echo": ("echo", "EchoBackend"),
+    "sentence_transformers": ("sentence_transformer", "SentenceTransformerBackend"),
+}
 
 
 def load_backend(config: EngineConfig, progress: ProgressCallback | None = None) -> Backend:

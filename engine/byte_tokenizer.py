@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from .chat import flatten, normalise
@@ -22,6 +23,8 @@ class ByteTokenizer:
     vocabulary_size = 259
     eos_token_ids = (END_OF_TEXT, TURN_END)
     special_token_ids = frozenset(_NAMES)
+    vocabulary: Mapping[str, int] = MappingProxyType(_SPECIAL)
+    chat_template = ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens` changes nothing: there is no token for the beginning of a text."""

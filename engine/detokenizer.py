@@ -6,7 +6,7 @@ UTF-8; this works for any tokenizer with a `decode`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .tokenizer_port import TokenizerLike
 
@@ -16,15 +16,15 @@ _MAX_INCOMPLETE = 64  # a character has four bytes: a longer run is no text, and
 
 
 class Detokenizer:
-    """The clean text of one choice: special tokens give none.
+    """The clean text of one choice: special tokens give none, but for those named as visible.
 
     The pieces of `push` and the final `flush` together are the decoding of all tokens at once (after the prompt).
     Only a run of more than 64 tokens that is no valid UTF-8 may give other replacement characters.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TokenizerLike, prompt: Sequence[int], visible: Iterable[int] = ()) -> None:
         self._decode = tokenizer.decode
-        self._special = tokenizer.special_token_ids
+        self._special = tokenizer.special_token_ids.difference(visible)
         self._window = [token for token in prompt[-_PRIMING:] if token not in self._special]
         self._complete = len(self._window)  # tokens of the window whose characters are all out
         self._shown = len(self._decode(self._window))  # characters of the window's text that are out

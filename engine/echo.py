@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.events import Delta
+from ..schemas.params import GenerationParams
 from .backend import Capabilities, NoPrefixes, ProgressCallback
 from .config import EngineConfig
 from .models import ModelInfo, read_model_info
@@ -37,7 +38,9 @@ class _Row:
 class EchoBackend(NoPrefixes):
     """Needs no files, unless `model` is a directory: then its tokenizer and its context length are used."""
 
-    capabilities = Capabilities(formats=(), devices=("cpu",))
+    capabilities = Capabilities(
+        formats=(), devices=("cpu",), parameters=frozenset(GenerationParams.model_fields) - {"grammar"}
+    )
 
     def __init__(
         self,

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast, overload
 
-from ..schemas.errors import InvalidRequest
+from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities, ProgressCallback
 from .backends import load_backend
+from .blocking import wait_for
 from .config import EngineConfig
 from .driver import Driver
+from .embeddings import Embedding, EmbeddingBackend, EmbeddingInput, check_input
+from .grammar import GrammarCompiler
 from .handle import RequestHandle
 from .models import ModelInfo
 from .output import EngineStats, GenerationOutput, OutputBuilder
@@ -60,6 +63,7 @@ class InferenceEngine:
                 self._driver = Driver(partial(load_backend, config, bar))
         self._backend = self._driver.backend
         self._clock = clock
+        self._grammars = GrammarCompiler(self._backend.tokenizer)
         self._num_requests = 0
         self._num_prompt_tokens = 0
 
@@ -113,14 +117,7 @@ class InferenceEngine:
         self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams
     ) -> GenerationOutput | list[GenerationOutput]:
         """`agenerate`, blocking."""
-        work = self._generate_all(_as_list(prompts), params)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            outputs = asyncio.run(work)
-        else:  # in a notebook, say: this thread's loop is busy calling us
-            with ThreadPoolExecutor(1) as thread:
-                outputs = thread.submit(asyncio.run, work).result()
+        outputs = wait_for(self._generate_all(_as_list(prompts), params))
         return outputs if _is_list(prompts) else outputs[0]
 
     @overload
@@ -146,6 +143,7 @@ class InferenceEngine:
 
         `request_id` is the id for `cancel`; one is made up by default. Raises `InvalidRequest` at the first step.
         """
+        await self.prepare(params)
         handle = self.open(self._request(prompt, params, request_id))
         try:
             while not handle.finished:
@@ -154,25 +152,53 @@ class InferenceEngine:
         finally:
             handle.cancel()
 
+    async def prepare(self, params: GenerationParams) -> None:
+        """Compile the grammar, if there is one, beside the event loop; `open` with the same one then takes no time.
+
+        Raises `InvalidRequest`.
+        """
+        if params.grammar is not None:
+            self._refuse_unsupported(params)
+            await asyncio.to_thread(self._grammars.compile, params.grammar)
+
     def open(self, request: EngineRequest) -> RequestHandle:
         """Start a request whose ids and seed the caller keeps; must be called in the event loop that will read it.
 
         Raises `InvalidRequest` for what can never be served, and `GenerationFailed` when the engine has stopped.
         """
         self._check(request)
-        sequences = [Choice(request, place, self.tokenizer, self._backend.info) for place in range(request.params.n)]
+        sequences = [
+            Choice(request, place, self.tokenizer, self._backend.info, self._grammars.matcher(request.params))
+            for place in range(request.params.n)
+        ]
         handle = RequestHandle(request, partial(self._driver.cancel_sequences, sequences))
         self._driver.submit(sequences, handle)
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt)
         return handle
 
-    def embed(self, texts: list[str]) -> list[list[float]]:
-        """One vector for each text. Raises `InvalidRequest`: no backend of this engine has embeddings yet."""
-        raise InvalidRequest(
-            f"the backend {self.config.backend!r} cannot embed: its capabilities say embeddings=False",
-            code="unsupported_capability",
-        )
+    def embed(self, prompts: Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
+        """`aembed`, blocking."""
+        return wait_for(self.aembed(prompts, dimensions=dimensions))
+
+    async def aembed(self, prompts: Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
+        """The vector of each prompt, text or token ids; with `dimensions` its beginning, made as long as 1 again.
+
+        Raises `InvalidRequest` before anything runs, and `GenerationFailed`.
+        """
+        name, params = uuid.uuid4().hex, GenerationParams()
+        requests = [
+            EmbeddingInput(name, self._ids(prompt), params, seed=0, first_choice=place, dimensions=dimensions)
+            for place, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            self._check(request)
+        handles = [self.open(request) for request in requests]
+        try:
+            return [await self._vector(handle) for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write the cached prefixes to a file, between two steps; how many blocks of tokens it holds.
@@ -210,12 +236,22 @@ class InferenceEngine:
         requests = [self._request(prompt, params) for prompt in prompts]
         for request in requests:
             self._check(request)
+        await self.prepare(params)
         handles = [self.open(request) for request in requests]
         try:
             return list(await asyncio.gather(*map(self._collect, handles)))
         finally:
             for handle in handles:
                 handle.cancel()
+
+    async def _vector(self, handle: RequestHandle) -> Embedding:
+        (delta,) = await handle.take()
+        if delta.finish_reason != "stop":
+            raise GenerationFailed(delta.error.message if delta.error else "the engine has stopped")
+        import numpy as np
+
+        vector = np.frombuffer(base64.b64decode(delta.text), "<f4").astype(np.float32)
+        return Embedding(vector, len(handle.request.prompt))
 
     async def _collect(self, handle: RequestHandle) -> GenerationOutput:
         builder = OutputBuilder(handle.request, self._clock())
@@ -226,19 +262,46 @@ class InferenceEngine:
     def _request(self, prompt: Prompt, params: GenerationParams, request_id: str | None = None) -> EngineRequest:
         return EngineRequest(
             id=request_id or uuid.uuid4().hex,
-            prompt=tuple(self.tokenize(prompt) if isinstance(prompt, str) else prompt),
+            prompt=self._ids(prompt),
             params=params,
             seed=resolve_seed(params),
         )
 
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+
     def _check(self, request: EngineRequest) -> None:
+        if isinstance(request, EmbeddingInput):
+            self._check_embedding(request)
+            return
+        if not self.capabilities.text:
+            raise InvalidRequest(
+                f"the backend {self.config.backend!r} serves embeddings alone", code="unsupported_capability"
+            )
         check_request(request, self._backend.info)
-        unsupported = request.params.model_fields_set - self.capabilities.parameters
+        self._refuse_unsupported(request.params)
+
+    def _check_embedding(self, request: EmbeddingInput) -> None:
+        if not isinstance(self._backend, EmbeddingBackend):
+            raise InvalidRequest(
+                f"the backend {self.config.backend!r} cannot embed; a worker that does is started with "
+                "--backend sentence_transformers",
+                code="unsupported_capability",
+            )
+        info, most = self._backend.info, self._backend.embedding_size
+        if request.dimensions is not None and not 1 <= request.dimensions <= most:
+            raise InvalidRequest(
+                f"dimensions is {request.dimensions}; the model's vectors have {most} numbers.", param="dimensions"
+            )
+        path = f"input[{request.first_choice}]"
+        check_input(request.prompt, path, context_length=info.context_length, vocabulary_size=info.vocabulary_size)
+
+    def _refuse_unsupported(self, params: GenerationParams) -> None:
+        unsupported = params.model_fields_set - self.capabilities.parameters
         if refused := sorted(
             name
             for name in unsupported
-            if getattr(request.params, name)
-            != GenerationParams.model_fields[name].get_default(call_default_factory=True)
+            if getattr(params, name) != GenerationParams.model_fields[name].get_default(call_default_factory=True)
         ):
             raise InvalidRequest(
                 f"the backend {self.config.backend!r} does not support {', '.join(refused)}",

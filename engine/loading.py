@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,32 +52,41 @@ def load_causal_lm(
     """
     if architecture != "unknown" and architecture not in _causal_architectures():
         raise ModelLoadError(
-            f"{config.model} is a {architecture}, which transformers does not know as a causal language model"
+            f"{config.model} is a {architecture}, which transformers does not know as a causal language model; one "
+            "that embeds texts is served by the backend sentence_transformers"
         )
-    previous = transformers_logging.set_tqdm_hook(
-        lambda factory, args, kwargs: _Counted(args[0] if args else kwargs.get("iterable", ()), progress)
-    )
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=config.dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            **({} if attention is None else {"attn_implementation": attention}),
-        )
+        with counting_weights(progress):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=config.dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                **({} if attention is None else {"attn_implementation": attention}),
+            )
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(f"{config.model} does not fit into the memory of {device} as {config.dtype}") from error
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
-    finally:
-        transformers_logging.set_tqdm_hook(previous)
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ModelLoadError(
             f"the weight files in {directory} lack {len(missing)} tensors, {missing[0]} first: "
             "they belong to another model, or not all of them were downloaded"
         )
     return model
+
+
+@contextmanager
+def counting_weights(progress: ProgressCallback | None) -> Iterator[None]:
+    """Tell `progress`, in place of transformers' own bars, how many of the weights have been loaded."""
+    previous = transformers_logging.set_tqdm_hook(
+        lambda factory, args, kwargs: _Counted(args[0] if args else kwargs.get("iterable", ()), progress)
+    )
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
 
 
 def _causal_architectures() -> frozenset[str]:

@@ -56,7 +56,7 @@ def read_model_info(directory: Path, source: str, max_sequence_length: int | Non
     path = directory / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no config.json: it is not a model directory in Hugging Face's format")
-    config = _read_json(path)
+    config = read_json(path)
     text = config.get("text_config", config)
     own = next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), None)
     if own is not None and max_sequence_length is not None and max_sequence_length > own:
@@ -69,7 +69,7 @@ def read_model_info(directory: Path, source: str, max_sequence_length: int | Non
     if not isinstance(text.get("vocab_size"), int):
         raise ModelLoadError(f"{path} has no vocab_size: it is not a language model's")
     generation = directory / "generation_config.json"
-    generation_config = _read_json(generation) if generation.is_file() else {}
+    generation_config = read_json(generation) if generation.is_file() else {}
     eos = dict.fromkeys(_as_ids(text.get("eos_token_id")) + _as_ids(generation_config.get("eos_token_id")))
     return ModelInfo(
         source=source,
@@ -87,7 +87,8 @@ def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises `ModelLoadError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -59,6 +59,12 @@ def check_request(request: EngineRequest, info: ModelInfo) -> None:
     _check_ids(request.prompt, "prompt", info)
     _check_ids(params.stop_token_ids, "stop_token_ids", info)
     _check_ids(params.logit_bias, "logit_bias", info)
+    _check_ids(params.visible_token_ids, "visible_token_ids", info)
+    for name in ("min_tokens", "ignore_eos", "stop_token_ids"):
+        if params.grammar is not None and getattr(params, name):
+            raise InvalidRequest(
+                f"{name} cannot be combined with a grammar, which says itself where the answer ends", param=name
+            )
     if request.generated and len(request.generated) != params.n:
         raise InvalidRequest(f"generated speaks of {len(request.generated)} choices, n={params.n}", param="generated")
     for tokens in request.generated:

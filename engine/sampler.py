@@ -1,7 +1,7 @@
 """From logits to tokens, one row a sequence.
 
-Order: log-probabilities of the raw distribution → logit bias, min_tokens → penalties (repetition over prompt and
-output; frequency and presence over output) → greedy, or temperature → min_p → top-k → top-p → draw.
+Order: log-probabilities of the raw distribution → logit bias, grammar, min_tokens → penalties (repetition over
+prompt and output; frequency and presence over output) → greedy, or temperature → min_p → top-k → top-p → draw.
 Nothing here keeps state: a draw depends on (seed, choice, index) and the row's logits alone, never on batch mates or
 torch's own generators, so another worker can go on where one stopped.
 
@@ -25,9 +25,11 @@ from torch import Tensor
 
 from ..schemas.errors import GenerationFailed
 from ..schemas.params import MAX_TOP_LOGPROBS, GenerationParams
+from .grammar import Matcher
 from .sequence import ChosenLogprob, Sequence
 
 _BLOCK = 64  # columns that are summed, or looked at, as one
+_ADDENDS = torch.where(torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -torch.inf)  # by byte of a mask
 _PREFIX = 256  # tokens among which a nucleus is looked for before all are sorted (to ask a GPU would cost more)
 
 
@@ -81,7 +83,7 @@ def _blocks(scores: Tensor, block: int) -> Tensor:
 def _is_edited(sequence: Sequence) -> bool:
     p = sequence.request.params
     penalised = p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
-    return bool(p.logit_bias or sequence.index < p.min_tokens or penalised)
+    return bool(p.logit_bias or sequence.matcher or sequence.index < p.min_tokens or penalised)
 
 
 def _scores(logits: Tensor, places: list[int], rows: Rows[Sequence]) -> Tensor:
@@ -94,7 +96,7 @@ def _scores(logits: Tensor, places: list[int], rows: Rows[Sequence]) -> Tensor:
 
 
 def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
-    """Apply bias, min_tokens and penalties in place, [R, W], one scatter a kind."""
+    """Apply bias, grammars, min_tokens and penalties in place, [R, W], one scatter a kind."""
     flat, width = scores.view(-1), scores.shape[-1]
     each = [(row * width, s, s.request.params) for row, s in enumerate(rows)]  # (where its row starts in `flat`, …)
     asked = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in each]
@@ -107,6 +109,7 @@ def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
 
     bias = {start + token: by for start, _, p in each for token, by in p.logit_bias.items() if token < width}
     flat[np.fromiter(bias, np.int64)] += scores.new_tensor(list(bias.values()))
+    _forbid(scores, {row: s.matcher for row, s in enumerate(rows) if s.matcher is not None})
     flat[cells([(start, [*s.end_token_ids]) for start, s, p in each if s.index < p.min_tokens])] = -torch.inf
     # https://arxiv.org/abs/1909.05858, section 4.1; a token seen twice is written twice, the same
     seen = cells([(start, [*s.prompt, *s.tokens]) for start, s, p in each if p.repetition_penalty != 1])
@@ -115,6 +118,20 @@ def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
     said = cells([(start, s.tokens) for start, s, p in each if p.frequency_penalty or p.presence_penalty])
     said, times = np.unique(said, return_counts=True)
     flat[said] -= scores.new_tensor(frequency[said // width] * times + presence[said // width])
+
+
+def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
+    """What a row's grammar does not allow becomes impossible, in place; other rows are not touched."""
+    if not matchers:
+        return
+    masks = np.stack([matcher.mask() for matcher in matchers.values()]).view(np.uint8).astype(np.int32)
+    # Eight addends a byte, looked up: 0.2 ms for 8 rows of 151,936; filling by a mask takes 0.4, or 2.5 if it is mixed.
+    addends = F.embedding(torch.from_numpy(masks), _ADDENDS).flatten(1).to(scores.device)  # [M, V]
+    fit = scores[:, : addends.shape[-1]]
+    if len(matchers) == len(scores):
+        fit += addends
+    else:
+        fit[list(matchers)] += addends
 
 
 def _draw(scores: Tensor, rows: Rows[Sequence]) -> Tensor:

@@ -1,32 +1,41 @@
 """Which tokens the next step computes, and who holds blocks for them. Never sees a tensor, and runs nothing.
 
-Rows that decode come first, one token each; what they leave of the step's budget goes to prompts, those begun before
-those that wait, each in line order. Where blocks run out, the running row that is last in line gives back all of its
-own and waits at its old place to be computed again; what it had finished stays cached. The first in line always runs.
+All stand in one line, by priority and then by arrival. Rows that decode come first, one token each; what they leave of
+the step's budget goes to prompts in line order, begun or not, and to those of a lower priority what the others leave.
+Where blocks run out, the running row that is last in line gives back all of its own and waits at its old place to be
+computed again; what it had finished stays cached. The first in line always runs.
+
+A row that waits takes no blocks from those that run, nor is it passed by one of a lower priority while it waits for
+them. No stream of urgent ones keeps a row back for ever: a priority is worth so many places in line, and no more.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
+from heapq import merge
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from .block_pool import chain, root
 from .blocks import KVBlocks, Tables
 from .sequence import Sequence
 
+_PRIORITY = 1_000  # places in line that it is worth
 _MAX_OVERTAKES = 32  # of a row that waits for blocks; then those behind it wait as well
 _MAX_BLOCKED = 8  # rows that wait for blocks are looked at in one step; each costs a match of its whole prompt
+_place = attrgetter("place")
 
 
 class Row:
     """One sequence while the scheduler has it. All is set by `Scheduler`, but `pending`."""
 
-    __slots__ = ("admitted", "arrival", "awaits", "num_computed", "passed", "pending", "running", "sequence", "tables")
+    __slots__ = ("admitted", "awaits", "num_computed", "passed", "pending", "place", "running", "sequence", "tables")
 
     def __init__(self, sequence: Sequence, arrival: int, tables: Tables) -> None:
         self.sequence = sequence
-        self.arrival = arrival  # its place in line
+        self.place = arrival + _PRIORITY * sequence.request.priority  # in line
         self.tables = tables
         self.num_computed = 0  # tokens whose keys and values are in the pools
         self.pending = 0  # tokens that the model has chosen and nobody has read yet; set by the backend
@@ -34,6 +43,10 @@ class Row:
         self.admitted = False  # at least once
         self.awaits = b""  # the key of a block that a running row computes and this one will reuse
         self.passed = 0  # rows admitted before it while it waited for blocks
+
+    @property
+    def priority(self) -> int:
+        return self.sequence.request.priority
 
     @property
     def num_known(self) -> int:
@@ -92,13 +105,13 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the end of the line. Raises `ValueError` for one that the pools can never hold."""
+        """Put a sequence in line. Raises `ValueError` for one that the pools can never hold."""
         row = Row(sequence, self._arrivals, Tables(len(self._blocks.pools)))
         if row.num_tokens > self._blocks.capacity:
             raise ValueError(f"{row.num_tokens} tokens; the key-value cache holds {self._blocks.capacity}")
         self._arrivals += 1
         self._rows[sequence] = row
-        self._waiting.append(row)
+        insort(self._waiting, row, key=_place)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence; its finished blocks stay cached. An unknown one is no error."""
@@ -135,19 +148,30 @@ class Scheduler:
                 scheduled.append(Scheduled(row, 1, True))
         left = self._max_step_tokens - len(scheduled)
         shares: dict[Row, int] = {}
-        for row in prefills:
-            count = self._count(row.num_tokens - row.num_computed, left, not shares) if row.running else 0
-            if count and self._grow(row, row.num_computed + count):
+        blocked: list[Row] = []
+        for row in merge(prefills, self._entrants(blocked), key=_place):
+            if shares and row.priority != next(reversed(shares)).priority:
+                left = self._spread(shares, left)
+            if left <= 0:
+                break
+            if row.running:
+                count = self._count(row.num_tokens - row.num_computed, left, not shares)
+                is_in = count > 0 and self._grow(row, row.num_computed + count)
+            elif self.num_preemptions > preemptions or (matched := self._match(row)) is None:
+                continue
+            else:
+                count = self._count(row.num_tokens - matched * self._blocks.block_size, left, not shares)
+                is_in = count > 0 and self._admit(row, matched, count, shares, blocked)
+            if not count:
+                break
+            if is_in:
                 shares[row] = count
                 left -= count
-        if self.num_preemptions == preemptions:
-            left = self._admit(shares, left)
-        else:
+        if self.num_preemptions != preemptions:
             left += len(scheduled)
             scheduled = [one for one in scheduled if one.row.running]
             left -= len(scheduled)
-        if left > 0 and self._share is not None:
-            self._spread(shares, left)
+        self._spread(shares, left)
         for row, count in shares.items():
             scheduled.append(Scheduled(row, count, row.num_computed + count == row.num_tokens))
         return scheduled
@@ -173,7 +197,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless rows, tables and pools account for each other."""
         for line in (self._waiting, self._running):
-            assert all(one.arrival < other.arrival for one, other in pairwise(line)), "out of line order"
+            assert all(one.place <= other.place for one, other in pairwise(line)), "out of line order"
         assert set(self._rows.values()) == {*self._waiting, *self._running}, "a row is lost"
         assert len(self._rows) == len(self._waiting) + len(self._running), "a row waits and runs"
         assert len(self._running) <= self._max_batch_size, f"{len(self._running)} rows run"
@@ -196,50 +220,49 @@ class Scheduler:
             return min(lacking, left, self._share)
         return lacking if first or lacking <= left else 0
 
-    def _admit(self, shares: dict[Row, int], left: int) -> int:
-        """Let waiting rows in, in line order, and give them their shares; the budget that is left."""
-        size = self._blocks.block_size
-        budget = left
-        reserved = sum(self._lacking_blocks(row) for row in shares)
-        blocked: list[Row] = []
-        for row in self._waiting:
-            if left <= 0 or len(self._running) == self._max_batch_size or len(blocked) == _MAX_BLOCKED:
-                break
-            if any(other.passed == _MAX_OVERTAKES for other in blocked):
-                break
-            if row.pending or row.awaits in self._claims:
-                continue
-            row.extend_keys(size)
-            keys = row.tables.keys[: (row.num_tokens - 1) // size]  # the last token is always computed
-            matched = self._blocks.match(keys)
-            if matched < len(keys) and keys[matched] in self._claims:
-                row.awaits = keys[matched]
-                continue
-            count = self._count(row.num_tokens - matched * size, left, not shares)
-            if not count:
-                break
-            if not self._blocks.fits(row.tables, matched, row.num_tokens, reserved):
-                blocked.append(row)
-                continue
-            for other in blocked:
-                other.passed += 1
-            self._enter(row, matched)
-            if not self._blocks.grow(row.tables, row.num_computed + count):
-                raise RuntimeError(f"{count} tokens in a step, more than the pools were laid out for")
-            shares[row] = count
-            left -= count
-            reserved += self._lacking_blocks(row)
-        if left < budget:
-            self._waiting = [row for row in self._waiting if not row.running]
-        return left
+    def _entrants(self, blocked: list[Row]) -> Iterator[Row]:
+        """Rows that wait, in line order, for as long as one may enter; `blocked` gets those that do not fit."""
+        for row in self._waiting.copy():
+            if len(self._running) == self._max_batch_size or len(blocked) == _MAX_BLOCKED:
+                return
+            if any(other.passed == _MAX_OVERTAKES or other.priority < row.priority for other in blocked):
+                return
+            if not row.pending and row.awaits not in self._claims:
+                yield row
 
-    def _spread(self, shares: dict[Row, int], left: int) -> None:
-        """Give what is left of the budget to prompts, the first in line first."""
-        for row in sorted(shares, key=lambda row: row.arrival):
+    def _match(self, row: Row) -> int | None:
+        """How many leading blocks of a waiting row are cached; None where a running one computes the next."""
+        row.extend_keys(self._blocks.block_size)
+        keys = row.tables.keys[: (row.num_tokens - 1) // self._blocks.block_size]  # the last token is always computed
+        matched = self._blocks.match(keys)
+        if matched < len(keys) and keys[matched] in self._claims:
+            row.awaits = keys[matched]
+            return None
+        return matched
+
+    def _admit(self, row: Row, matched: int, count: int, shares: dict[Row, int], blocked: list[Row]) -> bool:
+        """Let a waiting row in, with blocks for `count` tokens, if all of it fits beside the prompts in `shares`."""
+        reserved = sum(map(self._lacking_blocks, shares))
+        if not self._blocks.fits(row.tables, matched, row.num_tokens, reserved):
+            blocked.append(row)
+            return False
+        for other in blocked:
+            other.passed += 1
+        self._enter(row, matched)
+        if not self._blocks.grow(row.tables, row.num_computed + count):
+            raise RuntimeError(f"{count} tokens in a step, more than the pools were laid out for")
+        return True
+
+    def _spread(self, shares: dict[Row, int], left: int) -> int:
+        """Give what is left of the budget to prompts, the first in line first; what nobody can use."""
+        if self._share is None:
+            return left
+        for row in sorted(shares, key=_place):
             more = min(row.num_tokens - row.num_computed - shares[row], left)
             if self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
                 shares[row] += more
                 left -= more
+        return left
 
     def _lacking_blocks(self, row: Row) -> int:
         return -(-row.num_tokens // self._blocks.block_size) - len(row.tables.blocks[0])
@@ -251,7 +274,7 @@ class Scheduler:
                 raise RuntimeError(f"{num_tokens} tokens of one sequence outgrow the key-value cache")
             last = self._running.pop()
             self._leave(last)
-            insort(self._waiting, last, key=lambda row: row.arrival)
+            insort(self._waiting, last, key=_place)
             self.num_preemptions += 1
             if last is row:
                 return False
@@ -259,7 +282,8 @@ class Scheduler:
 
     def _enter(self, row: Row, matched: int) -> None:
         """A row starts running, with its `matched` leading blocks and a claim to the others of its prompt."""
-        insort(self._running, row, key=lambda row: row.arrival)
+        self._waiting.remove(row)
+        insort(self._running, row, key=_place)
         self._blocks.attach(row.tables, matched)
         row.running = True
         row.awaits = b""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLogprob
 from .detokenizer import Detokenizer
+from .grammar import Matcher
 from .models import ModelInfo
 from .request import EngineRequest
 from .stops import StopMatcher
@@ -28,18 +29,29 @@ class ChosenLogprob:
 class Sequence:
     """The state of one choice.
 
-    A backend reads `prompt`, `tokens` and `finish`, samples, and calls `append`; it touches nothing else but
-    `cached_tokens`. A token leaves in a delta together with its text: while some of the text may be the beginning of a
-    stop string, both are held back. Stop strings are looked for from the token on with which `min_tokens` is reached;
-    text before it cannot be part of one.
+    A backend reads `prompt`, `tokens` and `finish`, samples within `matcher`, and calls `append`; it touches nothing
+    else but `cached_tokens`. A token leaves in a delta together with its text: while some of the text may be the
+    beginning of a stop string, both are held back. Stop strings are looked for from the token on with which
+    `min_tokens` is reached; text before it cannot be part of one.
     """
 
-    def __init__(self, request: EngineRequest, place: int, tokenizer: TokenizerLike, info: ModelInfo) -> None:
-        """The choice at `place` of `request`, counted from 0, replayed to where an earlier holder left it."""
+    def __init__(
+        self,
+        request: EngineRequest,
+        place: int,
+        tokenizer: TokenizerLike,
+        info: ModelInfo,
+        matcher: Matcher | None = None,
+    ) -> None:
+        """The choice at `place` of `request`, counted from 0, replayed to where an earlier holder left it.
+
+        `matcher` is the choice's own, at the beginning of the request's grammar.
+        """
         params = request.params
         self.request = request
         self.choice = request.first_choice + place
         self.prompt = request.prompt
+        self.matcher = matcher
         self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
         self.finish: FinishReason | None = None  # why no token will follow; set by `_advance`, `end`, `fail`
         self.cached_tokens = 0  # prompt tokens that were not computed again; set by the backend
@@ -48,7 +60,7 @@ class Sequence:
         )
         self._limit = min(params.max_tokens, info.context_length - len(request.prompt))
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+        self._detokenizer = Detokenizer(tokenizer, request.prompt, params.visible_token_ids)
         self._stops = StopMatcher(params.stop)
         self._length = 0  # characters of clean text so far; set by `_add_text`
         self._text = ""  # clean text that no delta has carried yet; set by `_add_text` and `_take`
@@ -96,7 +108,10 @@ class Sequence:
 
     def _advance(self, token: int, logprob: TokenLogprob | None) -> None:
         ended = token in self.end_token_ids
+        if self.matcher is not None and not ended:
+            self.matcher.accept(token)
         text = "" if ended else self._detokenizer.push(token)
+        ended = ended or (self.matcher is not None and self.matcher.is_over)
         self.tokens.append(token)
         full = len(self.tokens) >= self._limit
         if ended or full:

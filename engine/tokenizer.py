@@ -9,7 +9,7 @@ from typing import Any
 
 from ..schemas.errors import InvalidRequest, ModelLoadError
 from .byte_tokenizer import ByteTokenizer
-from .models import looks_like_path, read_model_info, resolve_model
+from .models import looks_like_path, read_json, read_model_info, resolve_model
 from .tokenizer_port import Piece, TokenizerLike
 
 
@@ -21,7 +21,8 @@ def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
     """
     if backend == "echo" and not Path(source).expanduser().is_dir() and not looks_like_path(source):
         return ByteTokenizer()
-    return Tokenizer(resolve_model(source))
+    kind = EmbeddingTokenizer if backend == "sentence_transformers" else Tokenizer
+    return kind(resolve_model(source))
 
 
 class Tokenizer:
@@ -48,6 +49,14 @@ class Tokenizer:
         added = tokenizer.added_tokens_decoder
         self.special_token_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
         self.vocabulary_size = info.vocabulary_size
+        self.vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+        template = tokenizer.chat_template
+        self.chat_template = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    @property
+    def huggingface(self) -> Any:
+        """The library's own object, for another library that wants it."""
+        return self._tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -107,7 +116,7 @@ class Tokenizer:
             raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
         text = str(rendered)
         if template_kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
-            return close_thinking(text, self._tokenizer.get_vocab())
+            return close_thinking(text, self.vocabulary)
         return text
 
     def encode_chat(
@@ -118,6 +127,27 @@ class Tokenizer:
     ) -> list[int]:
         """`render_chat` in tokens. The template writes every special token itself, so none is added."""
         return self.encode(self.render_chat(messages, tools, **template_kwargs), add_special_tokens=False)
+
+
+class EmbeddingTokenizer(Tokenizer):
+    """The tokenizer of a model that embeds texts, with what sentence-transformers does to a text before."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        from tokenizers.normalizers import Lowercase, Sequence
+
+        config, module = (
+            read_json(path) if (path := directory / name).is_file() else {}
+            for name in ("config_sentence_transformers.json", "sentence_bert_config.json")
+        )
+        self._prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""
+        if module.get("do_lower_case") and self._fast is not None:
+            own = self._fast.normalizer
+            self._fast.normalizer = Sequence([Lowercase(), *([] if own is None else [own])])
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The model's own default prompt stands before every text."""
+        return super().encode(self._prompt + text, add_special_tokens)
 
 
 @cache

@@ -22,6 +22,16 @@ class TokenizerLike(Protocol):
         ...
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Ids by the tokens' own names."""
+        ...
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template, of all of them where it has several; empty without any."""
+        ...
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
         ...

@@ -3,6 +3,7 @@
 PenstockError
 ├── Refusal                 reply to the client with `status`, and forget the request
 │   ├── InvalidRequest      400  what was asked can never be served; `param` names the fault
+│   ├── Unauthorized        401  no API key, or none that is known
 │   ├── ModelNotFound       404
 │   ├── StreamNotFound      404  no such request of this tenant, or its events are gone
 │   ├── DeadlineExceeded    408
@@ -53,6 +54,12 @@ class InvalidRequest(Refusal):
     status = 400
     type = "invalid_request_error"
     default_code = "invalid_value"
+
+
+class Unauthorized(Refusal):
+    status = 401
+    type = "invalid_request_error"
+    default_code = "invalid_api_key"
 
 
 class ModelNotFound(Refusal):

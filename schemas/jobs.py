@@ -28,7 +28,8 @@ class Form(_Wire):
 
     `tool_format` and `reasoning_format` are names in the engine's tables. `tools` maps the names that may be called to
     the JSON Schema of their parameters. `thinking`: the prompt ends in the middle of a thought. `choice` is how much
-    the client left to the model: whether to call ("auto"), what to call ("required"), or nothing ("named").
+    the client left to the model: whether to call ("auto"), what to call ("required"), or nothing ("named"). `echo` is
+    the text of each prompt, where the answer is to begin with it.
     """
 
     tool_format: str | None = None
@@ -36,6 +37,7 @@ class Form(_Wire):
     tools: dict[str, dict[str, Any]] = Field(default_factory=dict)
     thinking: bool = False
     choice: Literal["auto", "required", "named"] = "auto"
+    echo: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
 class Job(_Wire):
@@ -79,6 +81,11 @@ class ValidatedJob(_Wire):
     @property
     def choices(self) -> int:
         return len(self.prompts) * self.params.n
+
+    @property
+    def seats(self) -> int:
+        """Of a worker's `capacity`: one for each choice; inputs to embed take turns, and one for all of them."""
+        return 1 if self.endpoint == "/v1/embeddings" else self.choices
 
     @property
     def prompt_tokens(self) -> int:

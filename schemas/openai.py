@@ -6,109 +6,53 @@ change it and cannot be honoured yet (refused unless they hold their neutral val
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
+from .chat import Body, ChatMessage, ResponseFormat, Tool, ToolChoice
+from .embeddings import EmbeddingRequest
 from .errors import InvalidRequest
 from .jobs import Endpoint, Priority
 from .params import GenerationParams
+from .prompts import Prompt, as_list
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+MAX_TOOLS = 128
+TIERS: dict[str, Priority] = {"priority": "high", "auto": "normal", "default": "normal", "flex": "low"}
 
-
-def _is_prompt(value: object) -> object:
-    match value:
-        case str():
-            return value
-        case [_, *_] as items if all(isinstance(item, str) for item in items) or _are_token_ids(items):
-            return value
-        case [_, *_] as items if all(isinstance(item, list) and _are_token_ids(item) for item in items):
-            return value
-    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
-
-
-def _are_token_ids(value: Sequence[Any]) -> bool:
-    return all(type(item) is int and item >= 0 for item in value)
-
-
-Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_is_prompt)]
 
 # Refused unless neutral: the values that leave the answer as it is.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
+    "verbosity": (None, "medium"),
     "moderation": (None,),
     "store": (None, False),
-    "service_tier": (None, "auto", "default"),
     "suffix": (None, ""),
-    "echo": (None, False),
 }
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+def _is_stop(value: object) -> object:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        return value
+    raise ValueError("must be a string or a list of strings")
 
 
-class StreamOptions(_Body):
+Stop = Annotated[str | list[str], BeforeValidator(_is_stop)]
+
+
+class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class TextPart(_Body):
-    type: Literal["text"]
-    text: str
-
-
-def _content_kind(value: object) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
-
-
-# The tags keep pydantic from reporting the faults of both; `_path` drops them.
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
-    Discriminator(
-        _content_kind,
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
-]
-
-
-class ChatMessage(_Body):
-    """A message of any role; `content` is missing only beside an assistant's tool calls."""
-
-    role: Role
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-class _Sampling(_Body):
+class _Sampling(Body):
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -121,13 +65,19 @@ class _Sampling(_Body):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     n: int | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     # These change nothing about the answer.
     user: str | None = None
@@ -135,7 +85,6 @@ class _Sampling(_Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
 
 class ChatRequest(_Sampling):
@@ -146,6 +95,12 @@ class ChatRequest(_Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(_Sampling):
@@ -154,21 +109,25 @@ class CompletionRequest(_Sampling):
     prompt: Prompt
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        one = [token for token in self.prompt if isinstance(token, int)]
-        return [one] if one else [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        return as_list(self.prompt)
 
 
 Request = ChatRequest | CompletionRequest
 
+_KINDS: dict[Endpoint, type[Request | EmbeddingRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+}
 
-def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request:
+
+def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | EmbeddingRequest:
     """Check a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
-    kind = ChatRequest if endpoint == "/v1/chat/completions" else CompletionRequest
+    kind = _KINDS[endpoint]
     known = {name: value for name, value in body.items() if name in kind.model_fields or name not in _NEUTRAL}
     for name in body.keys() - known.keys():
         if body[name] not in _NEUTRAL[name]:
@@ -178,7 +137,11 @@ def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request:
     try:
         request = kind.model_validate(known)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise refusal(error) from None
+    if request.priority and request.service_tier and TIERS[request.service_tier] != request.priority:
+        raise InvalidRequest("priority and service_tier differ; give one.", param="service_tier")
+    if isinstance(request, EmbeddingRequest):
+        return request
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is only allowed with stream: true.", param="stream_options")
     return request
@@ -223,10 +186,10 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
     try:
         return GenerationParams.model_validate(values)
     except ValidationError as error:
-        raise _refusal(error, names) from None
+        raise refusal(error, names) from None
 
 
-def _refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> InvalidRequest:
+def refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> InvalidRequest:
     """The first fault as the error's `param` and `code`, all of them in its message."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     paths = [_path((names.get(str(fault["loc"][0]), fault["loc"][0]), *fault["loc"][1:])) for fault in faults]

@@ -14,13 +14,16 @@ class _Card(BaseModel):
 
 
 class ModelCard(_Card):
-    """A model that can be asked for: `source` is where its tokenizer loads from, `created` Unix seconds."""
+    """A model that can be asked for: `source` is where its tokenizer loads from, `created` Unix seconds. The formats
+    say how its tool calls and its thoughts are read: names, or "auto" for what its chat template suggests."""
 
     name: Annotated[str, Field(min_length=1)]
     source: str
     backend: str
     context_length: int
     created: int
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
 
 
 class WorkerCard(_Card):
@@ -38,7 +41,7 @@ class WorkerCard(_Card):
 
 
 class Room(_Card):
-    """How much more a worker takes, told whenever it changes, in choices: a request for n answers counts n times.
+    """How much more a worker takes, told whenever it changes, in seats: a request for n answers has n.
 
     `free_high` is for requests of high priority, `free` for the others. `received` counts what has arrived from each
     copy of the batch stage; what is still on its way is not in the other numbers. `active` run or wait at the worker;

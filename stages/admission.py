@@ -5,11 +5,14 @@ Knows no broker: numbers in, decisions out.
 
 from __future__ import annotations
 
+from math import inf
+
 from ..schemas.jobs import Priority
 from ..schemas.registry import Admission
 from ..streams.topology import PRIORITIES
 
 _HALF_LIFE = 5.0  # seconds after which a measurement counts half
+_SHORTEST = 0.1  # seconds; what leaves within fewer is chance
 _LEAST_DEPTH = 64  # requests that may wait however slowly they go
 _LONGEST = 60.0  # seconds that anybody is told to wait; clients give up where it is minutes
 
@@ -38,7 +41,10 @@ class Drain:
     def update(self, now: float, left: int, depth: int) -> float:
         """`left` have gone since the beginning, `depth` wait; an empty lane tells nothing about its speed."""
         before, gone = self._seen or (now, left)
-        if (elapsed := now - before) > 0 and (depth > 0 or left > gone):
+        elapsed = now - before
+        if self._seen is not None and elapsed < _SHORTEST:
+            return self.rate
+        if elapsed > 0 and (depth > 0 or left > gone):
             rate = (left - gone) / elapsed
             weight = 1 - 0.5 ** (elapsed / _HALF_LIFE) if self.rate else 1.0
             self.rate += weight * (rate - self.rate)
@@ -56,6 +62,7 @@ class Warden:
         self._limit, self._low, self._high, self._horizon = limit, low, high, horizon
         self._gates = {priority: Gate() for priority in PRIORITIES}
         self._drains = {priority: Drain() for priority in PRIORITIES}
+        self.full = dict.fromkeys(PRIORITIES, inf)  # the depth at which a lane that is open closes; set by update
         self.last = Admission(  # set by update
             accepting=dict.fromkeys(PRIORITIES, True),
             retry_after=dict.fromkeys(PRIORITIES, 1.0),
@@ -70,6 +77,7 @@ class Warden:
             rate = self._drains[priority].update(now, left[priority], depth[priority])
             most = min(self._limit, max(_LEAST_DEPTH, rate * self._horizon)) if rate else self._limit
             accepting[priority] = self._gates[priority].update(depth[priority], self._low * most, self._high * most)
+            self.full[priority] = self._high * most if accepting[priority] else inf
             excess = max(1.0, depth[priority] - self._low * most)
             retry_after[priority] = min(_LONGEST, max(1.0, excess / rate)) if rate else _LONGEST / 12
         self.last = Admission(accepting=accepting, retry_after=retry_after, depth=depth)

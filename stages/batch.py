@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
@@ -43,8 +43,10 @@ class Batch(JobStage):
     name = "batch"
     concurrency = 512  # of each lane
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        """`pause` waits for the end of a batching window, in seconds."""
         super().__init__(pipe)
+        self._pause = pause
         self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
         self._lanes: dict[str, Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))  # by model
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
@@ -67,7 +69,7 @@ class Batch(JobStage):
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                await asyncio.sleep(self.pipe.settings.batch_window)
+                await self._pause(self.pipe.settings.batch_window)
                 for model, lanes in self._lanes.items():
                     while found := self._gather(model, lanes):
                         await self._send(*found)
@@ -152,7 +154,7 @@ class Batch(JobStage):
         while place is not None:
             lanes.pop(place)
             taken.append(place)
-            seats.sent += place.job.choices
+            seats.sent += place.job.seats
             room -= place.size
             place = next(iter(lanes.heads(self.pipe.now())), None)
             full = len(taken) == self.pipe.settings.max_batch_size
@@ -161,7 +163,7 @@ class Batch(JobStage):
         return taken
 
     def _fits(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
-        return self._workers.room(seats, place.job) >= min(place.job.choices, card.capacity)
+        return self._workers.room(seats, place.job) >= min(place.job.seats, card.capacity)
 
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the batch and settle its jobs' deliveries, for good or bad."""
@@ -181,7 +183,7 @@ class Batch(JobStage):
                 headers={SCHEMA: codec.BATCH},
             )
         except Exception as error:
-            seats.sent -= sum(place.job.choices for place in chosen)
+            seats.sent -= sum(place.job.seats for place in chosen)
             for place in chosen:
                 if not place.sent.done():
                     place.sent.set_exception(error)

@@ -16,7 +16,7 @@ from functools import partial
 
 import structlog
 
-from ..engine import EngineRequest, InferenceEngine, RequestHandle
+from ..engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
 from ..schemas import codec
 from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Overloaded, Refusal
 from ..schemas.events import Delta, Output, Started
@@ -50,8 +50,8 @@ class Infer(Stage):
         self._leaving = False  # set by leave
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
-        self._received: Counter[str] = Counter()  # choices by copy of the batch stage; set by handle
-        self._active = 0  # choices that are here; set by _arrive and _depart
+        self._received: Counter[str] = Counter()  # seats by copy of the batch stage; set by handle
+        self._active = 0  # seats that are taken; set by _arrive and _depart
         self._welcome = 0  # of the room told last, what has not come yet; set by _tell_room
         self._has_news = asyncio.Event()  # about the room
         self._alone = asyncio.Lock()  # held by whoever begins a request that may have killed a worker
@@ -105,12 +105,12 @@ class Infer(Stage):
             free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
         )
 
-    def _arrive(self, choices: int) -> None:
-        self._active += choices
-        self._welcome -= choices
+    def _arrive(self, seats: int) -> None:
+        self._active += seats
+        self._welcome -= seats
 
-    def _depart(self, choices: int, _: asyncio.Task[None]) -> None:
-        self._active -= choices
+    def _depart(self, seats: int, _: asyncio.Task[None]) -> None:
+        self._active -= seats
         if self._welcome <= self._card.capacity // 2 or not self._active:
             self._has_news.set()
 
@@ -135,24 +135,25 @@ class Infer(Stage):
         epochs = batch.epochs or (0,) * len(batch.jobs)
         is_ours = batch.incarnation == self._card.incarnation
         if is_ours and delivery.attempt == 1:
-            self._received[batch.sender] += sum(job.choices for job in batch.jobs)
+            self._received[batch.sender] += sum(job.seats for job in batch.jobs)
         async with asyncio.TaskGroup() as group:
             for job, epoch in zip(batch.jobs, epochs, strict=True):
-                self._arrive(job.choices)
+                self._arrive(job.seats)
                 # A process of our name that is gone may have announced, or be about to, what we would.
                 running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
-                running.add_done_callback(partial(self._depart, job.choices))
+                running.add_done_callback(partial(self._depart, job.seats))
 
     async def _run(self, job: ValidatedJob, newest: int) -> None:
         """Run one job, whose newest epoch may be `newest`, to its end. The rest of the batch notices nothing but the
         engine's own death."""
-        if running := self._voices.get(job.id):
-            # It came again, since a lease was lost or it was dispatched twice: its end is this delivery's end too.
-            await running.ended.wait()
-            if not self._engine.healthy:
-                raise RuntimeError("the engine has died") from self._engine.error
-            return
         try:
+            await self._engine.prepare(job.params)  # before anything counts on what follows being at once
+            if running := self._voices.get(job.id):
+                # It came again, since a lease was lost or it was dispatched twice: its end is this delivery's end too.
+                await running.ended.wait()
+                if not self._engine.healthy:
+                    raise RuntimeError("the engine has died") from self._engine.error
+                return
             if job.model != self._card.model.name:
                 raise Overloaded(f"The worker does not serve {job.model} any more.", retry_after=1.0)
             if job.deadline <= self.pipe.now():
@@ -211,22 +212,25 @@ class Infer(Stage):
 
     async def _go_on(self, voice: Voice, said: Transcript) -> None:
         """Say what is left to be said."""
-        for request in _requests(voice.job, voice.epoch, said):
-            voice.handles.append(self._engine.open(request))
+        voice.handles += [self._engine.open(request) for request in _requests(voice.job, voice.epoch, said)]
         with self.pipe.cancellations.calling(voice.job.id, voice.silence):
             await asyncio.gather(*(voice.relay(handle) for handle in voice.handles))
+        if voice.is_cut:
+            raise DeadlineExceeded("The deadline passed before every input was embedded.")
 
 
 def _requests(job: ValidatedJob, epoch: int, said: Transcript) -> list[EngineRequest]:
     """One engine request for each prompt that is not finished yet."""
     requests = []
     n, seed = job.params.n, job.params.seed
+    embeds = job.endpoint == "/v1/embeddings"
+    kind = partial(EmbeddingInput, dimensions=job.dimensions) if embeds else EngineRequest
     for place, prompt in enumerate(job.prompts):
         choices = slice(place * n, (place + 1) * n)
         if said.finish_reasons and None not in said.finish_reasons[choices]:
             continue
-        request = EngineRequest(
-            id=f"{job.id}.{epoch}.{place}",
+        request = kind(
+            id=f"{job.id}.{epoch}",
             prompt=prompt,
             params=job.params,
             seed=seed if seed is not None else 0,
@@ -253,6 +257,7 @@ class Voice:
         self.handles: list[RequestHandle] = []  # set by Infer
         self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell
         self.ended = asyncio.Event()  # set by Infer
+        self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
         self._pipe = pipe
         self._interval = interval  # least seconds between two deltas of the same choices
         self._subject = pipe.outputs_of(job.id)
@@ -291,6 +296,9 @@ class Voice:
             told = loop.time()
             for delta in await handle.take():
                 if self._expired and delta.finish_reason == "cancelled":
+                    self.is_cut = self.job.endpoint == "/v1/embeddings"
+                    if self.is_cut:
+                        return
                     delta = dataclasses.replace(delta, finish_reason="deadline")
                 await self._tell(dataclasses.replace(delta, request=self.job.id))
             if not handle.finished and (early := told + self._interval() - loop.time()) > 0:

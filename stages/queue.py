@@ -6,6 +6,7 @@ Every copy watches the lanes and says what they take; bridges hear it and refuse
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,7 +24,6 @@ from .contract import Intake, JobStage, Pipe
 
 log = structlog.get_logger(__name__)
 
-INTERVAL = 0.25  # seconds between two looks at the lanes
 _LEAST_WAIT = 1.0  # seconds; an estimate below is no reason to refuse
 MOST_PLACES = 30_000  # of jobs in the lanes that are remembered, to be deleted when they are cancelled
 
@@ -42,12 +42,15 @@ class Queue(JobStage):
     """Validated jobs in, the priority lanes out."""
 
     name = "queue"
+    interval = 0.25  # seconds between two looks at the lanes, unless one fills up before
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
         settings = pipe.settings
         low = settings.low_watermark * settings.high_watermark
         self._warden = Warden(settings.queue_limit, low, settings.high_watermark, settings.default_timeout)
+        self._gone: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)  # had left each lane; set by _look
+        self._is_due = asyncio.Event()  # a look
         self._places: OrderedDict[str, _Place] = OrderedDict()  # by request, the oldest first
 
     async def run(self, intake: Intake) -> None:
@@ -60,11 +63,13 @@ class Queue(JobStage):
 
             self.pipe.cancellations.watch(cancelled)
             while True:
+                self._is_due.clear()
                 try:
                     await self._look()
                 except Transient as error:
                     log.warning("the lanes cannot be seen", reason=str(error))
-                await asyncio.sleep(INTERVAL)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_due.wait(), self.interval)
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job
@@ -88,6 +93,8 @@ class Queue(JobStage):
                     f"Too many requests of {job.tenant} wait already.", retry_after=retry_after
                 ) from None
             raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after) from None
+        if stored.sequence - self._gone[job.priority] >= self._warden.full[job.priority]:
+            self._is_due.set()  # what comes until the next regular look would be validated in vain
         cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
         self._places[job.id] = _Place(job.priority, stored.sequence, cancelled, job.tenant, job.bridge)
         if len(self._places) > MOST_PLACES:
@@ -98,13 +105,12 @@ class Queue(JobStage):
     async def _look(self) -> None:
         """Measure the lanes and tell what they take."""
         depth: dict[Priority, int] = {}
-        left: dict[Priority, int] = {}
         for priority in PRIORITIES:
             held = await self.pipe.broker.held(batch_stream(priority))
             depth[priority] = held.messages
-            left[priority] = held.last - held.messages
+            self._gone[priority] = held.last - held.messages
         before = self._warden.last
-        admission = self._warden.update(asyncio.get_running_loop().time(), depth, left)
+        admission = self._warden.update(asyncio.get_running_loop().time(), depth, self._gone)
         data = admission.model_dump_json().encode()
         await self.pipe.broker.notify(self.pipe.subjects.admission(), data)
         if admission.accepting != before.accepting:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
+from ..engine.reader import AnswerReader
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed
-from ..schemas.events import Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Started, Token
+from ..schemas.events import Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Started
+from ..schemas.jobs import Form
 from ..streams.port import Consumer, Delivery, Message
 from ..streams.topology import LEASE_TTL
 from .contract import Intake, Pipe, Stage
@@ -78,6 +80,7 @@ class Teller:
         self._over = False  # the final event is decided, and nothing may follow it; set by tell
         self._pipe = pipe
         self._said = Transcript()
+        self._reader: AnswerReader | None = None  # made with the first announcement; set by _heard
         self._order = asyncio.Lock()
 
     async def tell(self, outputs: list[Output], message: Message) -> None:
@@ -89,7 +92,7 @@ class Teller:
             events = self._heard(outputs)
             if self._said.gap:
                 # What is between may only be late, lent to a connection that broke: it is stored all the same.
-                self._said = Transcript()
+                self._said, self._reader = Transcript(), None
                 events = self._heard(await self._stored(message.subject, message.sequence))
             self._over = self._over or any(place == "end" for _, place in events)
             if self._said.gap:
@@ -103,9 +106,8 @@ class Teller:
             self.ended = self.ended or place == "end"
 
     async def _rebuild(self, message: Message) -> None:
-        self._said = Transcript()
-        for output in await self._stored(message.subject, message.sequence - 1):
-            self._said.apply(output)
+        self._said, self._reader = Transcript(), None
+        self._heard(await self._stored(message.subject, message.sequence - 1))
 
     async def _stored(self, subject: str, last: int) -> list[Output]:
         stored = await self._pipe.broker.replay("STREAM", subject)
@@ -114,24 +116,31 @@ class Teller:
     def _heard(self, outputs: list[Output]) -> list[tuple[Event, str]]:
         events: list[tuple[Event, str]] = []
         for output in outputs:
-            if self._said.apply(output) and isinstance(output, Delta) and not self._over:
-                events += self._events(output)
+            if not self._said.apply(output):
+                continue
+            if isinstance(output, Started):
+                form = Form.model_validate(output.form) if output.form else None
+                self._reader = self._reader or AnswerReader(output.request, form, output.choices)
+            elif self._reader is not None and not self._over:
+                events += self._events(output, self._reader)
         return events
 
-    def _events(self, delta: Delta) -> list[tuple[Event, str]]:
+    def _events(self, delta: Delta, reader: AnswerReader) -> list[tuple[Event, str]]:
         said, request = self._said, delta.request
         if delta.finish_reason == "error":
             error = delta.error or ErrorBody(500, "The engine failed.", "server_error", "generation_failed")
             return [(Failed(request, error), "end")]
-        token = Token(
-            request, delta.choice, delta.index, delta.token_ids, delta.text, delta.logprobs, delta.finish_reason
-        )
-        events: list[tuple[Event, str]] = [(token, f"{delta.choice}.{delta.index}")]
+        events: list[tuple[Event, str]] = [(reader.read(delta), f"{delta.choice}.{delta.index}")]
         if said.finished:
-            reasons = tuple(reason for reason in said.finish_reasons if reason is not None)
-            cancelled = "cancelled" in reasons
-            final = Cancelled(request, said.usage) if cancelled else Done(request, reasons, said.usage)
-            events.append((final, "end"))
+            reasons = tuple(
+                reason
+                for choice, own in enumerate(said.finish_reasons)
+                if (reason := reader.reason(choice, own)) is not None
+            )
+            usage = reader.usage(said.usage)
+            events.append(
+                (Cancelled(request, usage) if "cancelled" in reasons else Done(request, reasons, usage), "end")
+            )
         return events
 
     async def _emit(self, event: Event, place: str) -> None:

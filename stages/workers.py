@@ -25,7 +25,7 @@ class Seats:
     """What one worker's process has room for."""
 
     room: Room  # set by Workers.hear
-    sent: int = 0  # choices that went there from this copy; set by the batch stage
+    sent: int = 0  # taken by what went there from this copy; set by the batch stage
 
 
 class Workers:
@@ -57,7 +57,7 @@ class Workers:
         return [(card, seats) for card, seats in pairs if seats and seats.room.incarnation == card.incarnation]
 
     def room(self, seats: Seats, job: ValidatedJob) -> int:
-        """Choices of this job's priority that may still go there."""
+        """Seats for jobs of this priority that are still free there."""
         free = seats.room.free_high if job.priority == "high" else seats.room.free
         return free - self._on_the_way(seats)
 

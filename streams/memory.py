@@ -57,7 +57,8 @@ class MemoryBroker:
             else:
                 self._streams[spec.name.upper()] = MemoryStream(spec, self._loop.time)
         for bucket in buckets:
-            self._buckets.setdefault(bucket.name, MemoryBucket(self._loop.time)).ttl = bucket.ttl
+            made = MemoryBucket(self._loop.time, self._max_payload)
+            self._buckets.setdefault(bucket.name, made).ttl = bucket.ttl
 
     async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
         whole = {**(headers or {}), MESSAGE_ID: message_id}
@@ -167,9 +168,10 @@ class _Kept(NamedTuple):
 class MemoryBucket:
     """Implements `Bucket`. `ttl` is in seconds, 0 for no end; `MemoryBroker.ensure` sets it."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], max_payload: int) -> None:
         self.ttl = 0.0
         self._clock = clock
+        self._max_payload = max_payload
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the longest unwritten first
         self._revision = 0
 
@@ -183,6 +185,7 @@ class MemoryBucket:
         return [kept.entry for key, kept in self._kept.items() if key.startswith(prefix)]
 
     async def put(self, key: str, value: bytes) -> int:
+        check_size(value, {}, self._max_payload)
         self._revision += 1
         self._kept[key] = _Kept(Entry(key, value, self._revision), self._clock())
         self._kept.move_to_end(key)

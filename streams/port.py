@@ -104,7 +104,10 @@ class Entry(NamedTuple):
 
 
 class Bucket(Protocol):
-    """Keys and values with a revision each; an entry lives `ttl` seconds after its last write."""
+    """Keys and values with a revision each; an entry lives `ttl` seconds after its last write.
+
+    Writing raises `PayloadTooLarge` for what no message can hold.
+    """
 
     async def get(self, key: str) -> Entry | None: ...
 

@@ -24,6 +24,7 @@ STREAM = "STREAM"
 EVENTS = "EVENTS"
 TOOLS = "TOOLS"
 DEAD = "DEAD"
+BATCHES = "BATCHES"
 
 WORKERS = "workers"
 MODELS = "models"
@@ -31,8 +32,14 @@ RESPONSES = "responses"
 STATE = "state"
 IDEMPOTENCY = "idempotency"
 LEASES = "leases"
+FILES = "files"
+BATCH_STATES = "batches"
+BATCH_RESULTS = "batch-results"
+OBJECT_DATA = "object-data"  # the bytes of what `objects` keeps elsewhere
 
 LEASE_TTL = 4.0  # seconds without renewal after which a partition is free
+
+_GRACE = 2 * 86400.0  # seconds: two of a batch's windows
 
 _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
 
@@ -107,6 +114,13 @@ class Subjects:
     def tools_all(self) -> str:
         return f"{self.root}.tools.>"
 
+    def batches(self, tenant: str) -> str:
+        """Where a tenant's batches of requests wait for a bridge to see to them."""
+        return f"{self.root}.batches.{_token(tenant)}"
+
+    def batches_all(self) -> str:
+        return f"{self.root}.batches.>"
+
     def dead(self, stage: str) -> str:
         return f"{self.root}.dead.{_token(stage)}"
 
@@ -145,13 +159,16 @@ def topology(
     workers_ttl: float = 15.0,
     models_ttl: float = 60.0,
     responses_ttl: float = 30 * 86400.0,
+    batches_limit: int = 10_000,
+    files_ttl: float = 30 * 86400.0,
 ) -> Topology:
     """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
 
     Limits are in messages. `queue_limit` holds for each such stage and for each priority's batch queue, `tenant_limit`
     within one for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who
     lost their place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The
-    `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a worker, a stored response.
+    `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a worker, a stored response,
+    a file and what is known of a batch.
     """
     subjects = Subjects(root)
     work = [
@@ -166,6 +183,7 @@ def topology(
         # Unlimited: a batch has left its lane, and the lanes' limits are what refuses.
         _work_queue(INFER, f"{root}.infer.*", 0),
         _work_queue(TOOLS, subjects.tools_all(), tools_limit),
+        _work_queue(BATCHES, subjects.batches_all(), batches_limit),
     ]
     relays = [
         StreamSpec(name, (subject,), "limits", "file", max_bytes=relay_bytes, max_age=relay_age)
@@ -179,6 +197,11 @@ def topology(
         BucketSpec(STATE, storage="file"),
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=LEASE_TTL),
+        # Longer than a file's life: a batch may still need one whose time is over.
+        *(
+            BucketSpec(name, ttl=files_ttl + _GRACE, storage="file")
+            for name in (FILES, BATCH_STATES, BATCH_RESULTS, OBJECT_DATA)
+        ),
     )
     return Topology((*work, *relays, dead), buckets)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
+from sse_rules import KINDS, check_stream
 from starlette.types import ASGIApp, Message
 
 HEADERS: Mapping[str, str] = {}
@@ -43,10 +44,14 @@ async def ask(
     headers: Mapping[str, str] = HEADERS,
     leave_after: int | None = None,
 ) -> Response:
-    """One request. With `leave_after` the client is gone once it has so many pieces of the body."""
+    """One request; bytes are sent as they are, anything else as JSON.
+
+    With `leave_after` the client is gone once it has so many pieces of the body.
+    """
     path, _, query = target.partition("?")
     gone = asyncio.Event()
-    incoming = [{"type": "http.request", "body": b"" if body is None else orjson.dumps(body), "more_body": False}]
+    raw = b"" if body is None else body if isinstance(body, bytes) else orjson.dumps(body)
+    incoming = [{"type": "http.request", "body": raw, "more_body": False}]
     status, answered, pieces = 0, {}, []
 
     async def receive() -> Message:
@@ -82,6 +87,9 @@ async def ask(
         "server": ("server", 80),
     }
     await app(scope, receive, send)
+    if path in KINDS and status == 200 and answered["content-type"] == "text/event-stream" and not gone.is_set():
+        resumable = {name.lower() for name in headers} & {"penstock-resumable", "last-event-id"}
+        check_stream(b"".join(pieces), path, resumable=bool(resumable))
     return Response(status, answered, b"".join(pieces))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from serving import Process, Serve, Served, Start
+from templates import HERMES
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +50,20 @@ def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def model_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Served]:
     """One server of the tiny model in float32, for all tests that only talk to it."""
     yield from _session_server(tmp_path_factory, str(tiny_model), "--dtype", "float32", "--served-model-name", "tiny")
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The tiny model with a chat template that takes tools."""
+    directory = tmp_path_factory.mktemp("models") / "tools"
+    shutil.copytree(tiny_model, directory)
+    (directory / "chat_template.jinja").write_text(HERMES)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory, tool_model: Path) -> Iterator[Served]:
+    yield from _session_server(tmp_path_factory, str(tool_model), "--dtype", "float32")
 
 
 @pytest.fixture(scope="session")

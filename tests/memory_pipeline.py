@@ -71,9 +71,10 @@ class Pipeline:
         context_length: int = 512,
         nats_url: str | None = None,
         memory: type[MemoryBroker] = MemoryBroker,
+        kind: type[FragileEcho] = FragileEcho,
         **values: Any,
     ) -> Pipeline:
-        """Over the in-memory broker, or in a namespace of its own at `nats_url`."""
+        """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend."""
         own: dict[str, Any] = {"lease": 0.5, "namespace": f"p{uuid.uuid4().hex}"}
         settings = Settings(backend="echo", **own | values)
         broker: Broker = memory()
@@ -90,7 +91,7 @@ class Pipeline:
         config = EngineConfig(
             model=MODEL, backend="echo", max_sequence_length=context_length, echo_rate=settings.echo_rate
         )
-        backend = FragileEcho(config)
+        backend = kind(config)
         engine = InferenceEngine(config, backend=backend)
         model = ModelCard(
             name=MODEL, source=MODEL, backend="echo", context_length=context_length, created=int(time.time())
@@ -99,7 +100,7 @@ class Pipeline:
             id="w0", model=model, capacity=settings.max_batch_size, pid=os.getpid(), incarnation=uuid.uuid4().hex
         )
         pipeline = cls(pipe, engine, backend)
-        stages: list[Stage] = [kind(pipe) for kind in (*LIGHT.values(), *more)]
+        stages: list[Stage] = [stage(pipe) for stage in (*LIGHT.values(), *more)]
         pipeline._runners = [Runner(stage, pipe) for stage in (*stages, Infer(pipe, engine, worker))]
         pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]
         pipeline._tasks.append(asyncio.create_task(registry.run()))

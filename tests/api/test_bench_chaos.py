@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import httpx
 import orjson
 import pytest
 from hypothesis import given
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from serving import Start
 from typer.testing import CliRunner
 
-from penstock.api.bench_answers import Answer, Client, compare, difference, mixed_requests
+from penstock.api.bench_answers import Answer, ask, compare, difference, mixed_requests
+from penstock.api.bench_load import Client, Event
 from penstock.api.cli import app
 
 
@@ -34,7 +34,7 @@ def usage(tokens: int) -> bytes:
 def answer(*messages: bytes) -> Answer:
     found = Answer()
     for message in messages:
-        found.add(message)
+        found.take(Event(b"", message), 0.0)
     return found
 
 
@@ -80,34 +80,34 @@ def test_a_part_said_twice_is_doubled_and_one_left_out_is_different(before: str,
 
 
 async def test_a_client_resumes_behind_its_last_whole_message_and_waits_where_it_is_told_to() -> None:
-    asked: list[dict[str, str | None]] = []
-    answers: list[Any] = [
-        httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"code": "full", "message": "later"}}),
-        httpx.ConnectError("refused"),
-        httpx.Response(200, content=b"id: 1\ndata: " + A + b"\n\nid: 2\ndata: " + B),
-        httpx.Response(200, content=b": ping\nid: 2\ndata: " + B + b"\n\ndata: " + C + b"\n\ndata: [DONE]\n\n"),
+    busy, ok = b"HTTP/1.1 503 Busy\r\nConnection: close\r\nRetry-After: 0\r\n", b"HTTP/1.1 200 OK\r\n"
+    full = b'{"error": {"code": "full", "message": "later"}}'
+    rest = b": ping\nid: 2\ndata: " + B + b"\n\ndata: " + C + b"\n\ndata: [DONE]\n\n"
+    answers = [
+        busy + b"Content-Length: %d\r\n\r\n" % len(full) + full,
+        b"",
+        ok + b"Content-Length: 10000\r\n\r\nid: 1\ndata: " + A + b"\n\nid: 2\ndata: " + B,
+        ok + b"Content-Length: %d\r\n\r\n" % len(rest) + rest,
     ]
+    asked: list[tuple[str | None, ...]] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        asked.append({name: request.headers.get(name) for name in ("last-event-id", "idempotency-key", "host")})
-        found = answers[len(asked) - 1]
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, httpx.Response)
-        return found
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:-1])
+        asked.append(tuple(headers.get(name) for name in ("host", "last-event-id", "idempotency-key")))
+        writer.write(answers[len(asked) - 1])
+        writer.close()
 
-    client = Client(["http://one", "http://two"], 10.0, pause=0.0, transport=httpx.MockTransport(handle))
-    found = await client.ask("/v1/chat/completions", {}, "key", 0)
-    await client.close()
-    assert [(one["host"], one["last-event-id"]) for one in asked] == [
-        ("one", None),
-        ("one", None),
-        ("two", None),
-        ("one", "1"),
-    ]
-    assert {one["idempotency-key"] for one in asked} == {"key"}
-    assert found.choices[0].text == "grüße\u2028an alle" and found.ends == 1 and found.error is None
-    assert (found.resumed, found.repeated, dict(found.refusals)) == (1, 1, {"503 full": 1})
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        clients = [Client(f"http://{host}:{port}") for host in ("127.0.0.1", "localhost")]
+        found = await ask(clients, "/v1/chat/completions", {"stream": True}, "key", 0)
+        for client in clients:
+            client.close()
+    one, two = f"127.0.0.1:{port}", f"localhost:{port}"
+    assert asked == [(one, None, "key"), (one, None, "key"), (two, None, "key"), (one, "1", "key")]
+    assert "".join(found.said["choice 0, text"]) == "grüße\u2028an alle" and found.ends == 1 and found.error is None
+    assert (found.resumed, found.repeated, dict(found.refusals)) == (1, 1, {"HTTP 503 full": 1})
 
 
 def test_requests_are_mixed_and_the_same_again() -> None:

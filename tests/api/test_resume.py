@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ from asgi import Response, Sent, ask, messages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.api.rendering import join_calls
 from penstock.api.resuming import Progress
-from penstock.schemas.events import Accepted, Done, Event, FinishReason, Token, TokenLogprob, Usage
+from penstock.schemas.events import Accepted, Done, Event, FinishReason, Token, TokenLogprob, ToolCallDelta, Usage
 from penstock.schemas.jobs import Job
 
 CHAT = "/v1/chat/completions"
@@ -112,10 +114,22 @@ def test_a_running_stream_cut_again_and_again_loses_and_repeats_nothing(
 
 @st.composite
 def tellings(draw: st.DrawFn) -> tuple[list[Token], list[Token]]:
-    """One request told twice: the same tokens and text, grouped and held back differently."""
+    """One request told twice: the same tokens, thoughts, text and tool call, grouped and held back differently."""
     length = draw(st.integers(0, 12))
     text = draw(st.text(max_size=20))
+    thought, said_all = sorted((draw(st.integers(0, len(text))), draw(st.integers(0, len(text)))))
     reason: FinishReason = "length"
+
+    def saying(token: Token, start: int, end: int) -> Token:
+        arguments = text[max(start, said_all) : end]
+        has_head = start <= said_all < end
+        call = ToolCallDelta(0, arguments, *(("call_1", "f") if has_head else (None, None)))
+        return replace(
+            token,
+            reasoning=text[start : min(end, thought)],
+            text=text[max(start, thought) : min(end, said_all)],
+            tool_calls=(call,) if arguments else (),
+        )
 
     def telling() -> list[Token]:
         places = sorted(draw(st.sets(st.integers(0, length), max_size=6)) | {0, length})
@@ -123,14 +137,13 @@ def tellings(draw: st.DrawFn) -> tuple[list[Token], list[Token]]:
         told = [*told[:-1], len(text)] if told else []
         tokens = []
         for place, (start, end) in enumerate(pairwise(places)):
-            said = text[told[place - 1] if place else 0 : told[place]]
             logprobs = tuple(TokenLogprob("x", token, -1.0, ()) for token in range(start, end))
-            tokens.append(Token("r", 0, start, tuple(range(start, end)), said, logprobs))
+            token = Token("r", 0, start, tuple(range(start, end)), "", logprobs)
+            tokens.append(saying(token, told[place - 1] if place else 0, told[place]))
         if draw(st.booleans()) and tokens:
             *tokens, last = tokens
-            return [*tokens, Token("r", 0, last.index, last.token_ids, last.text, last.logprobs, reason)]
-        missing = text[sum(len(token.text) for token in tokens) :]
-        return [*tokens, Token("r", 0, length, (), missing, (), reason)]
+            return [*tokens, replace(last, finish_reason=reason)]
+        return [*tokens, saying(Token("r", 0, length, (), "", (), reason), told[-1] if told else 0, len(text))]
 
     return telling(), telling()
 
@@ -148,6 +161,11 @@ def test_a_place_is_exact_though_the_events_are_cut_elsewhere(told: tuple[list[T
     joined, whole = had + news, told[0]
     assert [id for token in joined for id in token.token_ids] == [id for token in whole for id in token.token_ids]
     assert "".join(token.text for token in joined) == "".join(token.text for token in whole)
+    assert "".join(token.reasoning for token in joined) == "".join(token.reasoning for token in whole)
+    assert join_calls(joined) == join_calls(whole)
+    assert [call.id for token in joined for call in token.tool_calls if call.id] == [
+        call.id for token in whole for call in token.tool_calls if call.id
+    ]
     assert sum((token.logprobs or () for token in joined), ()) == sum((token.logprobs or () for token in whole), ())
     assert [token.finish_reason for token in joined if token.finish_reason] == ["length"]
 

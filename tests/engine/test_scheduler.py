@@ -20,15 +20,15 @@ INFO = ModelInfo("bytes", "Echo", context_length=10_000, vocabulary_size=259, eo
 SIZE = 4
 
 
-def sequences(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "") -> list[Sequence]:
+def sequences(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "", priority: int = 0) -> list[Sequence]:
     """The choices of one request."""
     params = GenerationParams(max_tokens=max_tokens, n=n, ignore_eos=True)
-    request = EngineRequest("r", tuple(prompt), params, seed=0, cache_salt=salt)
+    request = EngineRequest("r", tuple(prompt), params, seed=0, cache_salt=salt, priority=priority)
     return [Sequence(request, place, TOKENIZER, INFO) for place in range(n)]
 
 
-def sequence(prompt: bytes, max_tokens: int = 4, salt: str = "") -> Sequence:
-    return sequences(prompt, max_tokens, salt=salt)[0]
+def sequence(prompt: bytes, max_tokens: int = 4, salt: str = "", priority: int = 0) -> Sequence:
+    return sequences(prompt, max_tokens, salt=salt, priority=priority)[0]
 
 
 def digest(tokens: list[int], salt: str) -> list[int]:
@@ -87,10 +87,9 @@ class Machine:
 
     def step(self, cancel: Sequence | None = None) -> dict[Sequence, int]:
         """One step; how many tokens of which sequences it computed. `cancel` is removed before its end."""
-        first = self._running()[:1]
         scheduled = self.scheduler.schedule()
         self.scheduler.check_integrity()
-        self._check(scheduled, first)
+        self._check(scheduled)
         states = [self._write(one) for one in scheduled]
         for one in scheduled:
             self._read(one)
@@ -130,14 +129,14 @@ class Machine:
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.blocks.usage) == (0, 0, 0)
 
     def _running(self) -> list[Row]:
-        return sorted({row for row in self._rows if row.running}, key=lambda row: row.arrival)
+        return sorted({row for row in self._rows if row.running}, key=lambda row: row.place)
 
-    def _check(self, scheduled: list[Scheduled], first: list[Row]) -> None:
+    def _check(self, scheduled: list[Scheduled]) -> None:
         rows = [one.row for one in scheduled]
         self._rows += rows
         assert len(set(rows)) == len(rows)
         assert set(rows) <= set(self._running())
-        assert set(first) <= set(rows), "the first in line always runs"
+        assert set(self._running()[:1]) <= set(rows), "the first in line always runs"
         assert len(self._running()) == self.scheduler.num_running <= self.max_batch_size
         total = sum(one.num_tokens for one in scheduled)
         one_whole_prompt = not self.chunked and sum(one.num_tokens > 1 for one in scheduled) == 1
@@ -183,6 +182,7 @@ def requests(draw: st.DrawFn) -> list[Sequence]:
         max_tokens=draw(st.integers(1, 8)),
         n=draw(st.sampled_from([1, 1, 2, 3])),
         salt=draw(st.sampled_from(["", "", "tenant"])),
+        priority=draw(st.integers(0, 2)),
     )
 
 
@@ -373,6 +373,59 @@ def test_a_large_one_is_passed_by_32_others_and_by_no_more() -> None:
             break
     assert large in step and sum(other.finish is not None for other in others) in (32, 32 + len(step) - 1)
     machine.finish()
+
+
+def test_an_urgent_prompt_has_the_step_before_those_that_began_earlier() -> None:
+    machine = Machine(FULL)
+    low, normal, late = (sequence(LETTERS[place : place + 40], priority=2 - place) for place in (0, 1, 2))
+    machine.add(low, normal)
+    assert machine.step() == {normal: 16}
+    machine.add(late)
+    assert [machine.step() for _ in range(3)] == [{late: 16}, {late: 16}, {late: 8, normal: 8}]
+    assert late.tokens and not normal.tokens and not low.tokens
+    assert machine.step() == {late: 1, normal: 15}
+    assert machine.step() == {late: 1, normal: 1, low: 14}
+    machine.finish()
+
+
+def test_preemption_spares_the_urgent() -> None:
+    machine = Machine([GroupSpec(8, None)], max_step_tokens=40)
+    low = sequence(LETTERS[:14], max_tokens=12, priority=2)
+    high = sequence(LETTERS[20:34], max_tokens=12)
+    machine.add(low)
+    machine.step()
+    machine.add(high)
+    while not machine.scheduler.num_preemptions:
+        step = machine.step()
+    assert list(step) == [high] and not high.finish
+    machine.finish()
+    assert (low.tokens, high.tokens) == (naive(low), naive(high))
+
+
+def test_nobody_less_urgent_passes_one_that_waits_for_blocks() -> None:
+    machine = Machine([GroupSpec(32, None)], max_step_tokens=64)
+    runner, large = sequence(LETTERS[:40], max_tokens=60, priority=1), sequence(LETTERS[:100], salt="o", priority=1)
+    machine.add(runner)
+    machine.step()
+    low, equal = sequence(b"ab", max_tokens=1, priority=2), sequence(b"ab", max_tokens=1, priority=1)
+    machine.add(large, low, equal)
+    assert machine.step() == {runner: 1, equal: 2}
+    while runner.finish is None:
+        assert machine.step() == {runner: 1}
+    assert list(machine.step()) == [large]
+    machine.finish()
+
+
+def test_no_stream_of_urgent_prompts_keeps_a_low_one_back_for_ever() -> None:
+    machine = Machine(FULL, max_batch_size=2, max_step_tokens=4)
+    low = sequence(b"?", max_tokens=1, priority=1)
+    machine.add(low)
+    passed = 0
+    while low.finish is None and passed < 2_000:
+        machine.add(sequence(LETTERS[:4], max_tokens=1))
+        machine.step()
+        passed += low.finish is None
+    assert passed == 999
 
 
 def test_one_system_prompt_is_computed_once() -> None:

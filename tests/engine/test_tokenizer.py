@@ -94,6 +94,7 @@ def test_thinking_is_switched_off_with_and_without_the_templates_help(tokenizer:
     assert with_template(tokenizer, "switch").render_chat(HELLO, enable_thinking=False) == "quick"
     assert with_template(tokenizer, "plain").render_chat(HELLO, enable_thinking=False) == "user:hi;"
     tokenizer._tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.vocabulary = tokenizer._tokenizer.get_vocab()
     assert tokenizer.render_chat(HELLO, enable_thinking=False) == "user:hi;<think>\n\n</think>\n\n"
     assert tokenizer.render_chat(HELLO, enable_thinking=True) == "user:hi;"
     assert with_template(tokenizer, "open").render_chat(HELLO, enable_thinking=False) == "hi<think>\n\n</think>\n\n"

@@ -19,6 +19,7 @@ EXAMPLES = settings(max_examples=200, deadline=None)
 CHAT: Endpoint = "/v1/chat/completions"
 COMPLETION: Endpoint = "/v1/completions"
 KINDS: dict[Endpoint, type[BaseModel]] = {CHAT: ChatRequest, COMPLETION: CompletionRequest}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROOM = 1000  # tokens that the context leaves
 
 words = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -53,7 +54,49 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "timeout": (BOTH, no_number | st.floats(max_value=0)),
     "user": (BOTH, no_text),
     "metadata": (BOTH, words | st.integers() | st.lists(st.integers())),
-    "parallel_tool_calls": (BOTH, no_switch),
+    "parallel_tool_calls": ((CHAT,), no_switch),
+    "add_generation_prompt": ((CHAT,), no_switch),
+    "continue_final_message": ((CHAT,), no_switch),
+    "reasoning_effort": ((CHAT,), no_text | words.filter(lambda word: word not in EFFORTS)),
+    "tools": (
+        (CHAT,),
+        words
+        | st.integers()
+        | st.sampled_from(
+            [
+                [{}],
+                [{"type": "custom", "custom": {"name": "f"}}],
+                [{"type": "function"}],
+                [{"type": "function", "function": {"name": "a b"}}],
+                [{"type": "function", "function": {"name": "f", "parameters": []}}],
+                [{"type": "function", "function": {"name": "f"}}] * 129,
+            ]
+        ),
+    ),
+    "tool_choice": (
+        (CHAT,),
+        st.integers() | words.filter(lambda word: word not in ("none", "auto", "required")) | st.just({"type": "x"}),
+    ),
+    "response_format": (
+        BOTH,
+        words
+        | st.sampled_from(
+            [
+                {},
+                {"type": "xml"},
+                {"type": "json_schema"},
+                {"type": "json_object", "json_schema": {"name": "a"}},
+                {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
+                {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
+            ]
+        ),
+    ),
+    "guided_json": (BOTH, words | st.integers()),
+    "guided_regex": (BOTH, no_text),
+    "guided_choice": (BOTH, words | st.just([]) | st.just([1])),
+    "guided_grammar": (BOTH, no_text),
+    "service_tier": (BOTH, no_text | words.filter(lambda word: word not in ("auto", "default", "flex", "priority"))),
+    "echo": ((COMPLETION,), no_switch),
     "messages": ((CHAT,), no_text.filter(lambda value: not isinstance(value, list)) | words | st.none() | st.just([])),
     "max_completion_tokens": ((CHAT,), no_integer),
     "logprobs": ((CHAT,), no_switch),
@@ -71,21 +114,15 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
 
 # Parameters that Penstock cannot honour: what they may hold all the same, and what not.
 UNSUPPORTED: dict[str, tuple[list[Any], list[Any]]] = {
-    "tools": ([None, []], [[{"type": "function", "function": {"name": "f"}}], "all"]),
-    "tool_choice": ([None, "none", "auto"], ["required", {"type": "function", "function": {"name": "f"}}]),
     "functions": ([None, []], [[{"name": "f"}]]),
     "function_call": ([None, "none"], ["auto", {"name": "f"}]),
-    "response_format": ([None, {"type": "text"}], [{"type": "json_object"}, {"type": "json_schema"}, "text"]),
     "modalities": ([None, ["text"]], [["text", "audio"], ["audio"]]),
     "audio": ([None], [{"voice": "alloy", "format": "wav"}]),
     "prediction": ([None], [{"type": "content", "content": "x"}]),
     "web_search_options": ([None], [{}]),
-    "reasoning_effort": ([None], ["low", "none"]),
-    "verbosity": ([None], ["high"]),
+    "verbosity": ([None, "medium"], ["high"]),
     "store": ([None, False], [True]),
-    "service_tier": ([None, "auto", "default"], ["flex", "priority"]),
     "suffix": ([None, ""], ["}"]),
-    "echo": ([None, False], [True]),
 }
 
 
@@ -94,10 +131,16 @@ def _body(endpoint: Endpoint, **parameters: Any) -> dict[str, Any]:
     return {"model": "m", **prompt, **parameters}
 
 
+def _parsed(endpoint: Endpoint, body: dict[str, Any]) -> ChatRequest | CompletionRequest:
+    request = parse_request(endpoint, body)
+    assert isinstance(request, ChatRequest | CompletionRequest)
+    return request
+
+
 def _refused(endpoint: Endpoint, body: dict[str, Any]) -> InvalidRequest:
     """The refusal of a body, by whichever of the two steps finds its fault; it has all that a client needs."""
     with pytest.raises(InvalidRequest) as raised:
-        generation_params(parse_request(endpoint, body), room=ROOM, seed=0)
+        generation_params(_parsed(endpoint, body), room=ROOM, seed=0)
     refusal = raised.value
     assert (refusal.status, refusal.type) == (400, "invalid_request_error")
     assert str(refusal)
@@ -238,7 +281,7 @@ def test_fault_is_named_as_the_client_named_it(parameters: dict[str, Any], param
 @given(st.integers(1, 10 * ROOM))
 @EXAMPLES
 def test_max_tokens_is_refused_beyond_the_context_and_kept_within(asked: int) -> None:
-    request = parse_request(CHAT, _body(CHAT, max_tokens=asked))
+    request = _parsed(CHAT, _body(CHAT, max_tokens=asked))
     if asked <= ROOM:
         assert generation_params(request, room=ROOM, seed=0).max_tokens == asked
         return
@@ -271,7 +314,7 @@ INSIDE: dict[str, st.SearchStrategy[Any]] = {
 @given(st.sampled_from(BOTH), st.fixed_dictionaries({}, optional=INSIDE))
 def test_values_in_range_are_kept_as_they_are(endpoint: Endpoint, given_values: dict[str, Any]) -> None:
     body = _body(endpoint, **json.loads(json.dumps(given_values)))
-    params = generation_params(parse_request(endpoint, body), room=ROOM, seed=7)
+    params = generation_params(_parsed(endpoint, body), room=ROOM, seed=7)
     expected = GenerationParams(max_tokens=ROOM, seed=7).model_dump() | given_values
     assert params.model_dump() == expected
 

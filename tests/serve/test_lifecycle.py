@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from threading import Barrier
 
@@ -14,6 +17,10 @@ import httpx
 import psutil
 import pytest
 from serving import Serve, Start
+
+from penstock.api.keeper import FATAL_EXIT, Keeper, Part, child_environment, keep_broker
+from penstock.config.settings import Settings
+from penstock.streams.server import EmbeddedServer
 
 BODY = {"model": "echo", "prompt": "x" * 200, "max_tokens": 200, "stream": True}
 
@@ -95,6 +102,46 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
         served.process.wait_for("ended as it was told to, and is started again")
         while not any("worker" in child.cmdline() for child in children(served.process.pid)):
             pass
+
+
+def test_p20_ready_means_that_every_worker_is(serve: Serve) -> None:
+    """P20: N configured workers means N ready workers."""
+    served = serve("--backend", "echo", "--workers", "2", "--heartbeat-interval", "0.2")
+    answer = httpx.get(f"{served.url}/health/ready")
+    assert (answer.status_code, answer.json()["workers"]) == (200, 2)
+    (victim, _) = [child for child in children(served.process.pid) if "worker" in child.cmdline()]
+    victim.kill()
+    psutil.wait_procs([victim], timeout=30)
+    counts: list[int] = []
+    while counts[-2:] != [1, 2]:  # it is missed, then replaced
+        if (count := httpx.get(f"{served.url}/health/ready").json()["workers"]) not in counts[-1:]:
+            counts.append(count)
+    assert counts in ([1, 2], [2, 1, 2])
+
+
+async def test_a_part_that_finds_no_broker_while_it_restarts_waits_for_it(tmp_path: Path) -> None:
+    async def until(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    server = await EmbeddedServer.start(tmp_path / "state")
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+    with (tmp_path / "output").open("w+b") as output:
+        keeper, over = Keeper(5.0, most_delay=0.1, output=output), asyncio.Event()
+        keeper.broker_since = inf
+        settings = Settings(state_dir=tmp_path / "state")
+        part = Part("stage", ("stage", "validate"))
+        keeping = asyncio.create_task(keeper.keep(part, child_environment(settings, server.url), over))
+        await until(lambda: "stage" in keeper.running and keeper.running["stage"].returncode == FATAL_EXIT)
+        broker = asyncio.create_task(keep_broker(server, keeper))  # finds it dead
+        await until(lambda: b'"running"' in (tmp_path / "output").read_bytes())
+        assert keeper.fatal is None and keeper.broker_since < inf
+        over.set()
+        await keeping
+    broker.cancel()
+    await server.stop()
 
 
 @pytest.mark.parametrize("name", ["worker", "nats-server"])

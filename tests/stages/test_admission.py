@@ -61,3 +61,11 @@ def test_an_empty_lane_says_nothing_about_its_speed() -> None:
     assert drain.update(1.0, left=10, depth=0) == pytest.approx(10.0)
     assert drain.update(100.0, left=10, depth=0) == pytest.approx(10.0)
     assert drain.update(105.0, left=10, depth=1) == pytest.approx(5.0)  # one that waits in vain does
+
+
+def test_a_moment_says_nothing_about_the_rate() -> None:
+    drain = Drain()
+    drain.update(0.0, left=0, depth=10)
+    drain.update(1.0, left=10, depth=10)
+    assert drain.update(1.01, left=15, depth=10) == pytest.approx(10.0)
+    assert drain.update(2.0, left=20, depth=10) == pytest.approx(10.0)

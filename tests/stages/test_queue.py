@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline
 
@@ -23,7 +23,8 @@ from penstock.streams.port import Message
 from penstock.streams.server import EmbeddedServer
 from penstock.streams.topology import PRIORITIES
 
-EXAMPLES = settings(max_examples=100, deadline=None)
+PATIENCE = 10.0  # seconds until a wait counts as endless
+EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
 
 
 @pytest.fixture(params=["memory", "jetstream"])
@@ -55,8 +56,9 @@ async def publish(pipeline: Pipeline, priority: Priority = "normal", tenant: str
 
 async def whole(reading: Reading) -> list[Event]:
     events: list[Event] = []
-    while not reading.ended:
-        events += await reading.take(60.0)
+    async with asyncio.timeout(PATIENCE):
+        while not reading.ended:
+            events += await reading.take(PATIENCE)
     reading.close()
     return events
 
@@ -69,13 +71,13 @@ def batches(pipeline: Pipeline, into: list[InferenceBatch]) -> Any:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def in_lanes(pipeline: Pipeline, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while True:
             held = [await pipeline.pipe.broker.held(f"BATCH_{priority.upper()}") for priority in PRIORITIES]
             if sum(each.messages for each in held) == count:
@@ -229,7 +231,7 @@ async def test_clients_hear_where_they_stand() -> None:
         await pipeline.lose_worker()
         readings = [await publish(pipeline) for _ in range(3)]
         heard: dict[str, int] = {}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             for reading in readings:
                 while reading.request not in heard:
                     for event in await reading.take(1.0):
@@ -241,7 +243,7 @@ async def test_clients_hear_where_they_stand() -> None:
 def test_p6_lanes_of_the_whole_pipeline_keep_their_order(where: dict[str, Any]) -> None:
     """P6: all high before normal before low, FIFO inside each; seen from the worker."""
 
-    @settings(max_examples=20 if where else 100, deadline=None)  # on a server, each is some forty streams
+    @settings(EXAMPLES, max_examples=20 if where else 100)  # on a server, each is some forty streams
     @given(st.lists(st.sampled_from(PRIORITIES), min_size=1, max_size=12))
     def check(priorities: list[Priority]) -> None:
         async def scene() -> None:

@@ -1,20 +1,32 @@
-"""Which worker is picked, what a filling memory takes away, and who counts as alive."""
+"""Which worker is picked, what goes there together, what a filling memory takes away, and who counts as alive."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
+from collections.abc import AsyncIterator, Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_pipeline import validated
 
-from penstock.schemas.registry import ModelCard, WorkerCard
+from penstock.config.settings import Settings
+from penstock.schemas import codec
+from penstock.schemas.jobs import InferenceBatch, Priority
+from penstock.schemas.params import GenerationParams
+from penstock.schemas.registry import Admission, ModelCard, Room, WorkerCard
+from penstock.stages import Pipe, Runner, Stage
+from penstock.stages.batch import Batch
+from penstock.stages.cancellations import Cancellations
 from penstock.stages.degradation import slots
+from penstock.stages.queue import Queue
 from penstock.stages.scheduling import Candidate, LeastLoaded, MemoryAware, RoundRobin
 from penstock.streams.memory import MemoryBroker
+from penstock.streams.port import NEXT, SCHEMA
 from penstock.streams.registry import Registry
-from penstock.streams.topology import topology
+from penstock.streams.topology import Subjects, topology
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 workers = st.lists(
@@ -109,3 +121,120 @@ def test_memory_takes_away_speed_first_then_the_low_then_all() -> None:
         (18, 0),
         (0, 0),
     ]
+
+
+@contextlib.asynccontextmanager
+async def alone(kind: Callable[[Pipe], Stage], **values: float) -> AsyncIterator[Pipe]:
+    """One stage, and nobody before or behind it."""
+    chosen = Settings(backend="echo", **values)  # type: ignore[arg-type]
+    broker, subjects = MemoryBroker(), Subjects(chosen.namespace)
+    await broker.ensure(*topology(chosen.namespace, chosen.job_stages))
+    pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
+    runner = Runner(kind(pipe), pipe)
+    running = asyncio.create_task(runner.run())
+    await turns()
+    yield pipe
+    runner.stop()
+    await running
+
+
+async def turns() -> None:
+    """Of the loop, in which everything gets where it goes."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def batches_of(pipe: Pipe) -> list[InferenceBatch]:
+    """Filled as they go out."""
+    seen: list[InferenceBatch] = []
+    subject = pipe.subjects.root + ".infer.*"
+    await pipe.broker.listen(
+        subject, lambda message: seen.append(codec.decode_model(InferenceBatch, message.data, codec.BATCH))
+    )
+    return seen
+
+
+async def tell_room(pipe: Pipe, *, free: int, free_high: int) -> None:
+    """As a worker does that has received nothing so far."""
+    worker = WorkerCard(
+        id="w0",
+        model=ModelCard(name="echo", source="echo", backend="echo", context_length=512, created=0),
+        capacity=16,
+        pid=1,
+        incarnation="i",
+    )
+    await pipe.registry.announce_worker(worker)
+    await pipe.registry.refresh()
+    room = Room(
+        worker="w0", incarnation="i", free=free, free_high=free_high, received={}, active=0, free_tokens=1 << 20
+    )
+    await pipe.broker.notify(pipe.subjects.room("w0"), room.model_dump_json().encode())
+
+
+async def submit(
+    pipe: Pipe, stage: str, name: str, priority: Priority = "normal", *, age: float = 0.0, n: int = 1
+) -> None:
+    """Put a job for `n` choices before the stage, which came in so many seconds ago."""
+    change = {"priority": priority, "created": pipe.now() - age, "params": GenerationParams(n=n)}
+    job = validated(name, pipe).model_copy(update=change)
+    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: pipe.subjects.batch(priority, "default")}
+    subject = pipe.subjects.stage(stage, priority, "default")
+    await pipe.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
+    await turns()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_p4_who_comes_within_the_window_goes_along() -> None:
+    """P4, where the others do not come at once."""
+    windows: list[float] = []
+    is_over = asyncio.Event()
+
+    async def pause(seconds: float) -> None:
+        windows.append(seconds)
+        await is_over.wait()
+
+    async with alone(lambda pipe: Batch(pipe, pause), batch_window=0.25) as pipe:
+        seen = await batches_of(pipe)
+        await submit(pipe, "batch", "first")
+        await tell_room(pipe, free=4, free_high=4)
+        for name in ("second", "third"):
+            await submit(pipe, "batch", name)
+        assert windows == [0.25] and not seen
+        is_over.set()
+        await until(lambda: seen)
+        assert [[job.id for job in batch.jobs] for batch in seen] == [["first", "second", "third"]]
+
+
+async def test_whose_turn_it_is_keeps_the_others_back_but_no_high_one_from_its_reserved_seat() -> None:
+    async with alone(Batch) as pipe:
+        seen = await batches_of(pipe)
+        await tell_room(pipe, free=1, free_high=2)
+        await submit(pipe, "batch", "large", age=1_000.0, n=2)
+        await submit(pipe, "batch", "small", "low", age=1_000.0)
+        await submit(pipe, "batch", "urgent", "high")
+        await until(lambda: seen)
+        assert [[job.id for job in batch.jobs] for batch in seen] == [["urgent"]]
+        await tell_room(pipe, free=3, free_high=4)  # the urgent one is still on its way
+        await until(lambda: len(seen) == 2)
+        assert [job.id for job in seen[1].jobs] == ["large"]
+
+
+async def test_a_lane_that_fills_up_is_closed_before_the_next_regular_look() -> None:
+    class Rare(Queue):
+        interval = 60.0
+
+    async with alone(Rare, queue_limit=20, high_watermark=0.5) as pipe:
+        told: list[Admission] = []
+        await pipe.broker.listen(
+            pipe.subjects.admission(), lambda message: told.append(Admission.model_validate_json(message.data))
+        )
+        for place in range(9):
+            await submit(pipe, "queue", f"r{place}")
+        assert all(one.accepting["normal"] for one in told)
+        await submit(pipe, "queue", "r9")
+        assert told[-1].accepting == {"high": True, "normal": False, "low": True}

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline, validated
 
@@ -19,7 +19,7 @@ from penstock.schemas.jobs import InferenceBatch, ValidatedJob
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.streams.port import DEAD_REASON, SCHEMA
 
-EXAMPLES = settings(max_examples=100, deadline=None)
+EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
 TEXT = "hello, how are you?"
 PATIENCE = 10.0  # seconds until a wait counts as endless; less than a card lives
 

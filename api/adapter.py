@@ -1,0 +1,173 @@
+"""OpenAI's requests answered by an engine in this process: the bodies and answers of the HTTP bridge, without either
+HTTP or a broker.
+
+    with InferenceEngine(EngineConfig(model="MODEL")) as engine:
+        adapter = OpenAIAdapter(engine)
+        answer = adapter.create({"messages": [{"role": "user", "content": "Hello!"}]})
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import orjson
+
+from ..engine import EngineRequest, InferenceEngine, RequestHandle
+from ..engine.blocking import wait_for
+from ..engine.preparing import Prepared, Preparer
+from ..engine.reader import AnswerReader
+from ..schemas.errors import GenerationFailed, InvalidRequest
+from ..schemas.events import Delta, Done, FinishReason, Token, Usage
+from ..schemas.jobs import Endpoint
+from ..schemas.openai import ChatRequest, CompletionRequest, parse_request
+from .generation import PREFIX
+from .rendering import Renderer
+
+CHAT: Endpoint = "/v1/chat/completions"
+
+
+class OpenAIAdapter:
+    """Safe to use from any event loop and thread that the engine is.
+
+    `name` is what the answers call the model, and what requests may call it; its source if None. The formats say how
+    the model's tool calls and thoughts are read: names, or "auto" for what its chat template suggests.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        *,
+        name: str | None = None,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> None:
+        """Raises `ConfigurationError` for an unknown format."""
+        self.name = name or engine.model_info().source
+        self.engine = engine
+        self._preparer = Preparer(engine.tokenizer, tool_format=tool_format, reasoning_format=reasoning_format)
+
+    def create(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
+        """`acreate`, for callers without an event loop."""
+        return wait_for(self.acreate(body, endpoint))
+
+    async def acreate(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
+        """The answer to one request, whole; `model` may be left out, `stream` must be.
+
+        Raises `InvalidRequest` for what HTTP answers with 400, and `GenerationFailed`.
+        """
+        if body.get("stream"):
+            raise InvalidRequest("create answers in one piece; for a stream use stream().", param="stream")
+        running = await self._open(body, endpoint, streaming=False)
+        try:
+            tokens = [token async for token in running.tokens()]
+        finally:
+            running.cancel()
+        answer: dict[str, Any] = orjson.loads(running.renderer.whole(tokens, running.done()))
+        return answer
+
+    async def stream(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of the answer to one request, as they come. Leaving early cancels it. Raises as `acreate`."""
+        running = await self._open({**body, "stream": True}, endpoint, streaming=True)
+        try:
+            async for token in running.tokens():
+                for message in running.renderer.chunks(token):
+                    yield _chunk(message)
+            *usage, _ = running.renderer.end(running.done())
+            for message in usage:
+                yield _chunk(message)
+        finally:
+            running.cancel()
+
+    async def _open(self, body: Mapping[str, Any], endpoint: Endpoint, *, streaming: bool) -> _Running:
+        request = parse_request(endpoint, {"model": self.name, **body})
+        if request.model != self.name:
+            raise InvalidRequest(f"This engine serves {self.name!r} alone.", code="model_not_found", param="model")
+        if not isinstance(request, ChatRequest | CompletionRequest):
+            raise InvalidRequest("This adapter answers chats and completions.", param="endpoint")
+        for name in ("timeout", "priority", "service_tier"):
+            if getattr(request, name) not in (None, "auto"):
+                raise InvalidRequest(f"There is no queue here, and {name} means nothing; leave it out.", param=name)
+        prepared = await asyncio.to_thread(
+            self._preparer.prepare,
+            request,
+            context_length=self.engine.model_info().context_length,
+            name=self.name,
+            seed=secrets.randbits(63),
+        )
+        await self.engine.prepare(prepared.params)
+        options = request.stream_options
+        renderer = Renderer(
+            endpoint,
+            f"{PREFIX[endpoint]}-{uuid.uuid4().hex}",
+            self.name,
+            int(time.time()),
+            streaming=streaming,
+            include_usage=options is not None and options.include_usage is True,
+        )
+        return _Running(self.engine, prepared, renderer)
+
+
+class _Running:
+    """One request in the engine: a handle for each of its prompts."""
+
+    def __init__(self, engine: InferenceEngine, prepared: Prepared, renderer: Renderer) -> None:
+        n = prepared.params.n
+        self.renderer = renderer
+        self._prompt_tokens = sum(map(len, prepared.prompts))
+        self._reasons: list[FinishReason] = ["stop"] * (len(prepared.prompts) * n)  # by choice; set by `_read`
+        self._reader = AnswerReader(renderer.request, prepared.form, len(self._reasons))
+        self._num_tokens = self._num_cached = 0  # set by `_read`
+        self._handles: list[RequestHandle] = []
+        for place, prompt in enumerate(prepared.prompts):
+            request = EngineRequest(
+                id=f"{renderer.request}.{place}",
+                prompt=tuple(prompt),
+                params=prepared.params,
+                seed=prepared.params.seed or 0,
+                first_choice=place * n,
+            )
+            self._handles.append(engine.open(request))
+
+    async def tokens(self) -> AsyncGenerator[Token, None]:
+        """The tokens of all choices, as they come. Raises `GenerationFailed`."""
+        waiting = {asyncio.ensure_future(handle.take()): handle for handle in self._handles}
+        try:
+            while waiting:
+                ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for take in ready:
+                    handle = waiting.pop(take)
+                    if not handle.finished:
+                        waiting[asyncio.ensure_future(handle.take())] = handle
+                    for delta in take.result():
+                        yield self._read(delta)
+        finally:
+            for take in waiting:
+                take.cancel()
+
+    def done(self) -> Done:
+        usage = Usage(self._prompt_tokens, self._num_tokens, self._prompt_tokens + self._num_tokens, self._num_cached)
+        return Done(self.renderer.request, tuple(self._reasons), self._reader.usage(usage))
+
+    def cancel(self) -> None:
+        for handle in self._handles:
+            handle.cancel()
+
+    def _read(self, delta: Delta) -> Token:
+        if delta.finish_reason == "error":
+            raise GenerationFailed(delta.error.message if delta.error else "The engine failed.")
+        token = self._reader.read(delta)
+        self._num_tokens += len(delta.token_ids)
+        self._num_cached += delta.cached_tokens
+        if token.finish_reason is not None:
+            self._reasons[delta.choice] = token.finish_reason
+        return token
+
+
+def _chunk(message: bytes) -> dict[str, Any]:
+    chunk: dict[str, Any] = orjson.loads(message.removeprefix(b"data: "))
+    return chunk

@@ -1,0 +1,84 @@
+"""The input file of a batch: one request a line, each checked before the first of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import Any
+
+import orjson
+
+from ..schemas import codec
+from ..schemas.batches import Fault
+from ..schemas.errors import InvalidRequest
+from ..schemas.jobs import Endpoint, Job
+
+MOST_LINES = 50_000
+MOST_FAULTS = 100  # that are told
+
+
+def read_line(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
+    """One line of an input file, with its `custom_id` and `body`. Raises `InvalidRequest` with OpenAI's `code`."""
+    try:
+        value: Any = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise InvalidRequest("This line is not valid JSON.", code="invalid_json_line") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("This line is not a JSON object.", code="invalid_json_line")
+    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if name not in value:
+            raise InvalidRequest(f"{name} is missing.", code="missing_required_parameter", param=name)
+        if not isinstance(value[name], kind) or not value[name]:
+            raise InvalidRequest(f"{name} must be a {kind.__name__} that is not empty.", param=name)
+    if value["method"] != "POST":
+        raise InvalidRequest("method must be POST.", code="invalid_method", param="method")
+    if value["url"] != endpoint:
+        raise InvalidRequest(f"url must be the batch's endpoint, {endpoint}.", code="invalid_url", param="url")
+    if value["body"].get("stream"):
+        raise InvalidRequest("Nothing streams in a batch; leave stream out.", param="body.stream")
+    try:
+        codec.encode(Job(endpoint=endpoint, body=value["body"]))
+    except (ValueError, TypeError, RecursionError):
+        raise InvalidRequest("body cannot be sent on: it is nested too deep.", param="body") from None
+    return value
+
+
+async def read_lines(data: AsyncIterable[bytes], limit: int) -> AsyncIterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their places from 1; one above `limit` bytes is the last."""
+    rest, place = b"", 0
+    async for chunk in data:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            place += 1
+            if line.strip():
+                yield place, line
+        if len(rest) > limit:
+            break
+    if rest.strip():
+        yield place + 1, rest
+
+
+async def check_lines(
+    data: AsyncIterable[bytes], limit: int, endpoint: Endpoint, most: int = MOST_LINES
+) -> tuple[int, list[Fault]]:
+    """How many requests the file holds, and what is wrong with them: `limit` is in bytes a line, `most` in lines."""
+    faults: list[Fault] = []
+    seen: set[str] = set()
+    total = 0
+    async for place, raw in read_lines(data, limit):
+        total += 1
+        try:
+            if len(raw) > limit:
+                raise InvalidRequest(f"This line has more than {limit} bytes.", code="line_too_long")
+            if total > most:
+                raise InvalidRequest(f"A batch has {most:,} requests at most.", code="too_many_requests")
+            name = read_line(raw, endpoint)["custom_id"]
+            if name in seen:
+                raise InvalidRequest("Another line has this custom_id.", code="duplicate_custom_id", param="custom_id")
+            seen.add(name)
+        except InvalidRequest as error:
+            faults.append(Fault(code=error.code, message=str(error), param=error.param, line=place))
+        if len(faults) == MOST_FAULTS or total > most:
+            break
+    if not total:
+        faults.append(Fault(code="empty_file", message="The input file holds no request."))
+    return total, faults

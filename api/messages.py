@@ -1,0 +1,104 @@
+"""Anthropic's Messages over HTTP: translated into a chat request, and its answer back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..schemas.anthropic import CountRequest, MessagesRequest
+from ..schemas.errors import InvalidRequest
+from ..schemas.events import Accepted, Event
+from ..schemas.jobs import Endpoint
+from ..schemas.openai import parse_request
+from .answers import Answer
+from .door import Door, open_request, parsed, read_object
+from .messages_rendering import MessageRenderer, error_payload, sse
+from .openapi import STREAMED, body_of
+from .tokens import Preparers
+
+PATH = "/v1/messages"
+CHAT: Endpoint = "/v1/chat/completions"
+_ERROR = {"schema": {"type": "object", "required": ["type", "error", "request_id"]}}
+_REFUSED: dict[int | str, Any] = {
+    "default": {"description": "A refusal, in Anthropic's form", "content": {"application/json": _ERROR}}
+}
+
+
+class MessageAnswer(Answer):
+    """Anthropic's answer: SSE with `streaming`, or one JSON body."""
+
+    _renderer: MessageRenderer
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        if isinstance(event, Accepted):
+            return list(self._renderer.start(event))
+        if error := self._refusal(event):
+            return [sse(error_payload(error.status, error.message, self._reading.request))]
+        return super()._chunks(event)
+
+
+def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
+    """Call it after the other middleware is there: what that refuses is to have Anthropic's form too."""
+    app.add_middleware(AnthropicErrors)
+
+    @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessagesRequest), responses=STREAMED | _REFUSED)
+    async def messages(request: Request) -> Response:
+        """Anthropic's `/v1/messages`, and Penstock's `priority` and `timeout`."""
+        asked = parsed(MessagesRequest, await read_object(request, door.settings))
+        for header in ("penstock-resumable", "last-event-id"):
+            if header in request.headers:
+                advice = "with Idempotency-Key a repetition gets the same answer"
+                raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
+        reading = (await open_request(request, door, CHAT, asked.chat_body(), "msg")).reading
+        return MessageAnswer(
+            reading,
+            MessageRenderer(reading.request, asked.model, asked.stop_sequences or []),
+            streaming=asked.stream is True,
+            keepalive=door.settings.keepalive_interval,
+            progress=None,
+            status=False,
+        )
+
+    @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)
+    async def count(request: Request) -> dict[str, int]:
+        """How many tokens the prompt of such a request has."""
+        asked = parsed(CountRequest, await read_object(request, door.settings))
+        chat = parse_request(CHAT, asked.chat_body())
+        return {"input_tokens": len(await preparers.prompt(preparers.card(asked.model), chat))}
+
+
+class AnthropicErrors:
+    """ASGI middleware: whatever is refused on these paths, by whomever, is refused as Anthropic does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(PATH):
+            await self.app(scope, receive, send)
+            return
+        refused: Message | None = None
+
+        async def translated(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["request-id"] = headers["x-request-id"]
+                if message["status"] >= 400 and headers.get("content-type") == "application/json":
+                    refused = message
+                    return
+            elif refused is not None:  # an error is one piece
+                headers, status = MutableHeaders(scope=refused), refused["status"]
+                text = orjson.loads(message["body"])["error"]["message"]
+                message = {**message, "body": orjson.dumps(error_payload(status, text, headers["request-id"]))}
+                headers["content-length"] = str(len(message["body"]))
+                await send({**refused, "status": 529 if status == 503 else status})
+                refused = None
+            await send(message)
+
+        await self.app(scope, receive, translated)

@@ -1,0 +1,48 @@
+"""What is certain about a normalised schema: which values it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], depth: int = 4) -> bool:
+    """Whether it is certain that no value fits both."""
+    one, two = (definitions[target(node)] if "$ref" in node else node for node in (one, two))
+    for node, other in ((one, two), (two, one)):
+        if "anyOf" in node:
+            return all(disjoint(branch, other, definitions, depth) for branch in node["anyOf"])
+    if "enum" in one and "enum" in two:
+        return not any(value == other for value in one["enum"] for other in two["enum"])
+    kinds, others = ({type_of(v) for v in n["enum"]} if "enum" in n else {n.get("type")} for n in (one, two))
+    if None in kinds or None in others:
+        return False
+    if not kinds & others and not ({"integer", "number"} <= kinds | others):
+        return True
+    shared = [name for name in one.get("required", ()) if name in two.get("required", ())]
+    return depth > 0 and any(
+        disjoint(one["properties"][name], two["properties"][name], definitions, depth - 1) for name in shared
+    )
+
+
+def ends(node: Any, finite: set[str]) -> bool:
+    """Whether some value of a node comes to an end, if those of the definitions `finite` do."""
+    if "$ref" in node:
+        return target(node) in finite
+    if "anyOf" in node:
+        return any(ends(branch, finite) for branch in node["anyOf"])
+    least, prefix = node.get("minItems", 0), node.get("prefixItems", [])
+    needed = [node["properties"][name] for name in node.get("required", ())]
+    needed += prefix[:least] + ([node["items"]] if least > len(prefix) else [])
+    return all(ends(one, finite) for one in needed)
+
+
+def target(node: Any) -> str:
+    return str(node["$ref"]).removeprefix("#/$defs/")
+
+
+def type_of(value: Any) -> str:
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
+    if isinstance(value, float) and value.is_integer():
+        return "integer"
+    return kinds.get(type(value), "object")

@@ -1,0 +1,210 @@
+"""Anthropic's Messages request, strictly typed, and the chat request that means the same.
+
+Only the shape is checked here; what a value means to the model is checked where every chat request is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from .chat import Body
+from .errors import InvalidRequest
+from .jobs import Priority
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class _Marked(Body):
+    cache_control: dict[str, Any] | None = None  # what can be cached is, whether marked or not
+
+
+class TextBlock(_Marked):
+    type: Literal["text"]
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(_Marked):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(_Marked):
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])]
+
+
+class ToolResultBlock(_Marked):
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(min_length=1)]
+    content: Texts = Field(default_factory=list)
+    is_error: bool | None = None
+
+
+# The tags keep pydantic from naming the block's type in the path of a fault.
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(
+        lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
+        custom_error_type="block_type",
+        custom_error_message="Input should be a block of type text, thinking, tool_use or tool_result; "
+        "images, documents and the tools of others' servers are not understood here",
+    ),
+]
+
+
+class Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+
+
+class Tool(_Marked):
+    name: str
+    description: str | None = None
+    input_schema: Annotated[dict[str, Any], Field(serialization_alias="parameters")]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None  # it always streams
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _name_where_due(self) -> ToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError("name goes with type tool, and only there")
+        return self
+
+
+class Thinking(Body):
+    """`budget_tokens` is accepted and bounds nothing: `max_tokens` bounds thoughts and answer together."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(_Marked):
+    """Body of `/v1/messages/count_tokens`: what makes the prompt."""
+
+    model: Annotated[str, Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: Texts = Field(default_factory=list)
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def chat_body(self) -> dict[str, Any]:
+        """The body of a chat request. Raises `InvalidRequest` for a block that has no place where it stands."""
+        body: dict[str, Any] = {"model": self.model, "messages": _chat_messages(self.system, self.messages)}
+        if self.tools:
+            kept = {"name", "description", "input_schema", "strict"}
+            functions = [tool.model_dump(include=kept, by_alias=True, exclude_none=True) for tool in self.tools]
+            body["tools"] = [{"type": "function", "function": function} for function in functions]
+        if choice := self.tool_choice:
+            named = {"type": "function", "function": {"name": choice.name}}
+            body["tool_choice"] = _CHOICES.get(choice.type, named)
+            if choice.disable_parallel_tool_use:
+                body["parallel_tool_calls"] = False
+        if self.thinking:
+            body["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if self.output_config and (effort := self.output_config.effort):
+            body["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        if self.output_config and (form := self.output_config.format):
+            schema = {"name": "output", "schema": form.schema_, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return body
+
+
+class MessagesRequest(CountRequest):
+    """Body of `/v1/messages`. `priority` and `timeout` are Penstock's own."""
+
+    max_tokens: int
+    stop_sequences: Annotated[list[str] | None, Field(serialization_alias="stop")] = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, str | None] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # both are the normal lane
+    priority: Priority | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+    def chat_body(self) -> dict[str, Any]:
+        same = {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority", "timeout"}
+        body = super().chat_body() | self.model_dump(include=same, by_alias=True, exclude_none=True)
+        user = (self.metadata or {}).get("user_id")
+        return body | ({"user": user} if user else {})
+
+
+def _chat_messages(system: list[TextBlock], messages: list[Message]) -> list[dict[str, Any]]:
+    """Turns of one role that follow each other are one, as Anthropic has it; a tool's result has a role of its own."""
+    chat: list[dict[str, Any]] = []
+    for part in system:
+        _add(chat, "system", "content", part.text)
+    called: set[str] = set()
+    for place, message in enumerate(messages):
+        param = f"messages[{place}].content"
+        for block in message.content:
+            match block, message.role:
+                case TextBlock(), role:
+                    _add(chat, role, "content", block.text)
+                case ThinkingBlock(), "assistant":
+                    _add(chat, "assistant", "reasoning", block.thinking)
+                case ToolUseBlock(), "assistant":
+                    called.add(block.id)
+                    function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
+                    call = {"id": block.id, "type": "function", "function": function}
+                    _turn(chat, "assistant").setdefault("tool_calls", []).append(call)
+                case ToolResultBlock(), "user":
+                    if block.tool_use_id not in called:
+                        fault = f"{param}: no tool_use before it has the id {block.tool_use_id!r}."
+                        raise InvalidRequest(fault, param=param)
+                    text = "\n".join(one.text for one in block.content)
+                    text = f"Error: {text}" if block.is_error else text  # a chat has no other way to say so
+                    chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                case _:
+                    raise InvalidRequest(f"{param}: a block of type {block.type} has no place here.", param=param)
+    return chat
+
+
+def _turn(chat: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    if not chat or chat[-1]["role"] != role:
+        chat.append({"role": role, "content": ""})
+    return chat[-1]
+
+
+def _add(chat: list[dict[str, Any]], role: str, field: str, text: str) -> None:
+    turn = _turn(chat, role)
+    turn[field] = f"{turn[field]}\n{text}" if turn.get(field) else text

@@ -1,0 +1,100 @@
+"""OpenAI's batches: what asks for one, and what is known of it, in the client's shape and as it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .jobs import Endpoint, SubjectToken
+
+WINDOW = 86400  # seconds that a batch may take
+FINAL = ("completed", "failed", "expired", "cancelled")
+
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class ExpiresAfter(_Wire):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
+
+
+class BatchRequest(_Wire):
+    input_file_id: str
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class Counts(_Wire):
+    """`failed` counts every line that ended in the error file."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Fault(_Wire):
+    """What is wrong with the input file; `line` counts from 1."""
+
+    code: str | None
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class Faults(_Wire):
+    object: Literal["list"] = "list"
+    data: list[Fault]
+
+
+class Batch(_Wire):
+    """Times are Unix seconds. `tenant` and `output_ttl` (seconds that its files live) are not the client's to see."""
+
+    id: SubjectToken
+    object: Literal["batch"] = "batch"
+    endpoint: Endpoint
+    input_file_id: str
+    completion_window: str = "24h"
+    status: Status = "validating"
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: Faults | None = None
+    request_counts: Counts = Counts()
+    metadata: Metadata | None = None
+    tenant: SubjectToken
+    output_ttl: float
+
+    @property
+    def key(self) -> str:
+        """Where its state is kept."""
+        return f"{self.tenant}.{self.id}"
+
+    def after(self, steps: Mapping[Status, Status], now: float, **values: Any) -> Batch:
+        """The same with these values, and with the status that `steps` have for its own; after its end, the same."""
+        if self.status in FINAL:
+            return self
+        if (step := steps.get(self.status)) is not None:
+            values |= {"status": step, f"{step}_at": int(now)}
+        return self.model_copy(update=values)
+
+    def shown(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"tenant", "output_ttl"})

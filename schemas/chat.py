@@ -1,0 +1,123 @@
+"""What a chat request is made of, strictly typed: messages, tools, and the form that the answer is to have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+def _content_kind(value: object) -> str | None:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+
+
+# The tags keep pydantic from reporting the faults of both; `_path` drops them.
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class FunctionCall(Body):
+    """`arguments` is JSON in a string, as the model wrote it."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class ToolCall(Body):
+    id: Annotated[str, Field(min_length=1)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # as in a stream's chunks
+
+
+class ChatMessage(Body):
+    """A message of any role; `content` is missing only beside an assistant's tool calls.
+
+    `reasoning` and `reasoning_content` are two names for one thing.
+    """
+
+    role: Role
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class Function(Body):
+    """`parameters` is a JSON Schema of an object; without it the function takes nothing."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+def _choice_kind(value: object) -> str:
+    return "<named>" if isinstance(value, dict) else "<mode>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(_choice_kind),
+]
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_due(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema goes with type json_schema, and only there")
+        return self

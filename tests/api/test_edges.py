@@ -1,0 +1,176 @@
+"""What every answer has and every request must keep to, whatever it asks for: ids, sizes, times, browsers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from applications import Doors, Script
+from asgi import HEADERS, Response, ask
+from starlette.types import ASGIApp, Message
+
+ORIGIN = "https://chat.example.org"
+BODY = {"model": "echo", "prompt": "abc"}
+PREFLIGHT = {
+    "Origin": ORIGIN,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization",
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "body", "status"),
+    [
+        ("GET", "/health/live", None, 200),
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/docs", None, 200),
+        ("GET", "/nothing", None, 404),
+        ("GET", "/generate", None, 405),
+        ("OPTIONS", "/generate", None, 405),
+        ("POST", "/tokenize", {"prompt": "x"}, 200),
+        ("POST", "/v1/completions", {}, 400),
+        ("POST", "/v1/completions", BODY, 200),
+        ("POST", "/v1/completions", BODY | {"stream": True}, 200),
+    ],
+)
+def test_every_answer_has_an_id_of_our_own(doors: Doors, method: str, target: str, body: Any, status: int) -> None:
+    ids = set()
+    for _ in range(2):
+        response = doors.run(ask(doors.apps[0], method, target, body, {"x-request-id": "req-theirs"}))
+        assert response.status == status
+        ids.add(response.headers["x-request-id"])
+    assert len(ids) == 2
+    assert all(re.fullmatch("(req|cmpl)-[0-9a-f]{32}", id) for id in ids)
+
+
+def test_a_method_that_is_not_taken_comes_with_those_that_are(doors: Doors) -> None:
+    response = doors.run(ask(doors.apps[0], "PUT", "/generate"))
+    assert (response.status, response.headers["allow"], response.error["code"]) == (405, "POST", "method_not_allowed")
+
+
+def test_a_conflict_is_not_tried_again(doors: Doors) -> None:
+    key = {"Idempotency-Key": "one"}
+    assert doors.run(ask(doors.apps[0], "POST", "/v1/completions", BODY, key)).status == 200
+    response = doors.run(ask(doors.apps[0], "POST", "/v1/completions", BODY | {"n": 2}, key))
+    assert (response.status, response.headers["x-should-retry"]) == (409, "false")
+    assert "x-should-retry" not in doors.run(ask(doors.apps[0], "GET", "/nothing")).headers
+
+
+class Trickle:
+    """A client that sends the pieces of its body and then no more, and counts what was read of them."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.read = 0
+        self._pieces = pieces
+
+    async def post(self, app: ASGIApp, headers: Mapping[str, str] = HEADERS, *, leaves: bool = False) -> Response:
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            if self.read == len(self._pieces):
+                if leaves:
+                    return {"type": "http.disconnect"}
+                await asyncio.Event().wait()
+            self.read += 1
+            return {"type": "http.request", "body": self._pieces[self.read - 1], "more_body": True}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": raw,
+            "root_path": "",
+        }
+        await app(scope, receive, send)
+        answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        return Response(sent[0]["status"], answered, b"".join(message.get("body", b"") for message in sent[1:]))
+
+
+@pytest.mark.parametrize("pieces", [(), (b"",), (b'{"model"', b': "echo", ')])
+async def test_a_body_that_does_not_come_is_given_up(pieces: tuple[bytes, ...]) -> None:
+    script = await Script.start(body_timeout=0.01)
+    response = await Trickle(*pieces).post(script.app)
+    assert (response.status, response.error["code"]) == (408, "body_timeout")
+    assert response.headers["connection"] == "close"
+    assert script.jobs == []
+
+
+async def test_a_client_that_leaves_within_its_body_is_no_failure() -> None:
+    script = await Script.start()
+    await Trickle(b"{").post(script.app, leaves=True)
+    assert script.jobs == []
+
+
+async def test_a_body_declared_too_large_is_not_read() -> None:
+    script = await Script.start(max_body_size=100)
+    client = Trickle(b"x" * 50)
+    response = await client.post(script.app, {"content-length": "101"})
+    assert (response.status, response.error["code"], client.read) == (413, "payload_too_large", 0)
+
+
+async def test_a_body_too_large_is_not_read_for_ever() -> None:
+    script = await Script.start(max_body_size=100)
+    client = Trickle(*(b"x" * 100 for _ in range(50)))
+    assert (await client.post(script.app)).status == 413
+    assert client.read < 20
+
+
+@pytest.mark.parametrize("origins", [ORIGIN, f"https://other.example.org,{ORIGIN}", "*"])
+async def test_a_page_of_a_listed_origin_may_ask(origins: str) -> None:
+    script = await Script.start(cors_origins=origins, api_keys="sk-0123456789")
+    allowed = "*" if origins == "*" else ORIGIN
+    preflight = await ask(script.app, "OPTIONS", "/v1/completions", None, PREFLIGHT)
+    assert preflight.status == 200
+    assert preflight.headers["access-control-allow-origin"] == allowed
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    assert preflight.headers["x-request-id"]
+    refused = await ask(script.app, "POST", "/v1/completions", BODY, {"Origin": ORIGIN})
+    assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, allowed)
+    assert "x-request-id" in refused.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("origins", [None, "https://other.example.org", ""])
+async def test_a_page_of_another_origin_may_not(origins: str | None) -> None:
+    script = await Script.start(cors_origins=origins)
+    for method, path, headers in (("OPTIONS", "/v1/completions", PREFLIGHT), ("GET", "/v1/models", {"Origin": ORIGIN})):
+        assert "access-control-allow-origin" not in (await ask(script.app, method, path, None, headers)).headers
+
+
+@pytest.mark.parametrize("origins", ["chat.example.org", "https://chat.example.org/", "https://a b"])
+async def test_an_origin_that_no_browser_sends_is_refused(origins: str) -> None:
+    with pytest.raises(ValueError, match="cors_origins"):
+        await Script.start(cors_origins=origins)
+
+
+def test_the_documentation_needs_no_other_server(doors: Doors) -> None:
+    page = doors.run(ask(doors.apps[0], "GET", "/docs")).body.decode()
+    links = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(links) >= 2
+    for link in links:
+        assert link.startswith("/")
+        assert doors.run(ask(doors.apps[0], "GET", link)).status == 200
+    assert "//" not in re.sub(r"/\*.*?\*/", "", page, flags=re.DOTALL).replace("<!--", "")
+
+
+def test_deep_json_is_taken_to_where_it_can_be_written_again(doors: Doors) -> None:
+    def post(body: dict[str, Any]) -> Response:
+        return doors.run(ask(doors.apps[0], "POST", "/v1/chat/completions", {"model": "other"} | body))
+
+    def nested(levels: int) -> dict[str, Any]:
+        inner: dict[str, Any] = {}
+        for _ in range(levels - 6):
+            inner = {"default": inner}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"default": inner}}}
+        return {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+
+    assert post(nested(128)).status == 404  # well understood
+    assert post(nested(129)).error["message"] == "The body is nested deeper than 128 levels."
+    assert post({"messages": [{"role": "user", "content": "x"}] * 1000}).status == 404  # wide is not deep
