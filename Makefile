@@ -4,11 +4,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-MODEL ?= .cache/tiny-llama
+MODEL ?=
 
 .PHONY: run test clean
 
-run: $(VENV)/run.done $(MODEL)/config.json
+run: $(VENV)/run.done
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
 test: $(VENV)/test.done
@@ -18,10 +18,6 @@ test: $(VENV)/test.done
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
 	cd $(VENV)/src && ../bin/mypy --config-file ../../pyproject.toml penstock
 	$(BIN)/pytest $(ARGS)
-
-$(MODEL)/config.json:
-	@echo "No model is bundled yet: making a tiny random one in $(MODEL). It answers nonsense, fast."
-	$(BIN)/python deploy/tiny_model.py $(MODEL)
 
 # torch goes first and by its exact version: a looser requirement can bring gigabytes of CUDA.
 $(VENV)/venv.done: deploy/constraints.txt

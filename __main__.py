@@ -31,7 +31,7 @@ from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
 from .engine.cpu import available_cores, prepare_worker
-from .engine.models import read_model_info
+from .engine.models import BUNDLED, read_model_info
 from .engine.weights import count_parameters
 from .schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
 from .schemas.jobs import TOKEN_PATTERN
@@ -59,7 +59,7 @@ def serve(
     Prints `penstock ready URL` when a first request would be answered. Ctrl-C lets running requests finish.
     """
     configure_logging(loaded.settings)
-    _run(Supervisor(_with_model(loaded.settings, "serve")).run())
+    _run(Supervisor(_with_model(loaded.settings)).run())
 
 
 @app.command(rich_help_panel="Run")
@@ -73,7 +73,7 @@ def worker(
     if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
         raise StartupError(f"--id {id!r}: letters, digits, '_' and '-' alone, at most 64")
     configure_logging(loaded.settings, process="worker")
-    _run(_worker(_with_model(loaded.settings, "worker"), id or f"w-{uuid.uuid4().hex[:8]}"))
+    _run(_worker(_with_model(loaded.settings), id or f"w-{uuid.uuid4().hex[:8]}"))
 
 
 @app.command(rich_help_panel="Run")
@@ -301,18 +301,17 @@ def _stop_signal() -> asyncio.Event:
     return stopping
 
 
-def _with_model(settings: Settings, command: str) -> Settings:
+def _with_model(settings: Settings) -> Settings:
     """The settings with the model on this disk, downloaded if need be, and a name for it; faults show here, early."""
     if settings.backend not in BACKENDS:
         raise ConfigurationError([f"unknown backend {settings.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
-    if settings.model is None:
-        if settings.backend != "echo":
-            raise StartupError(f"name a model: penstock {command} MODEL (a directory or a Hugging Face id)")
+    if settings.model is None and settings.backend == "echo":
         return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
-    directory = resolve_model(settings.model)
-    read_model_info(directory, settings.model, settings.max_sequence_length)
-    is_path = Path(settings.model).expanduser().is_dir()
-    name = settings.served_model_name or (directory.resolve().name if is_path else settings.model)
+    source = settings.model or BUNDLED
+    directory = resolve_model(source)
+    read_model_info(directory, source, settings.max_sequence_length)
+    is_path = Path(source).expanduser().is_dir()
+    name = settings.served_model_name or (directory.resolve().name if is_path else source)
     return settings.model_copy(update={"model": str(directory.resolve()), "served_model_name": name})
 
 

@@ -16,6 +16,14 @@ MOST_LINES = 50_000
 MOST_FAULTS = 100  # that are told
 
 
+# What may stand in a line without changing anything.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "timeout": (None,),
+    "priority": (None, "low"),
+    "service_tier": (None, "auto", "default", "flex"),
+}
+
+
 def read_line(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
     """One line of an input file, with its `custom_id` and `body`. Raises `InvalidRequest` with OpenAI's `code`."""
     try:
@@ -35,6 +43,13 @@ def read_line(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
         raise InvalidRequest(f"url must be the batch's endpoint, {endpoint}.", code="invalid_url", param="url")
     if value["body"].get("stream"):
         raise InvalidRequest("Nothing streams in a batch; leave stream out.", param="body.stream")
+    for name, neutral in _NEUTRAL.items():
+        if value["body"].get(name) not in neutral:
+            raise InvalidRequest(
+                f"{name} means nothing in a batch, which runs on the low lane until its window ends; leave it out.",
+                code="unsupported_parameter",
+                param=f"body.{name}",
+            )
     try:
         codec.encode(Job(endpoint=endpoint, body=value["body"]))
     except (ValueError, TypeError, RecursionError):

@@ -37,7 +37,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
         tenant, now, lifetime = tenant_of(request), int(time.time()), door.settings.files_ttl
         if (expires := asked.output_expires_after) is not None:
             if expires.seconds > lifetime:
-                message = f"Files are kept {lifetime:g} seconds here, and no longer."
+                message = f"Files are kept {int(lifetime)} seconds here, and no longer."
                 raise InvalidRequest(message, param="output_expires_after")
             lifetime = expires.seconds
         file = await find_file(broker, tenant, asked.input_file_id)

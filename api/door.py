@@ -1,6 +1,6 @@
 """What every path of the HTTP bridge shares: who asks, what they send, and how a request of theirs enters the pipeline.
 
-The headers that mean something here mean it on every path that generates: `Penstock-Resumable`, `Last-Event-ID`,
+The headers of `open_request` mean the same on every path that uses it: `Penstock-Resumable`, `Last-Event-ID`,
 `Idempotency-Key`, `Penstock-Timeout`, `Penstock-Events`.
 """
 

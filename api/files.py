@@ -177,7 +177,7 @@ def _lifetime(form: FormData, most: float) -> float:
     if anchor is None and not seconds:
         return most
     if anchor != "created_at" or not re.fullmatch("[0-9]{1,9}", seconds) or not 3600 <= int(seconds) <= most:
-        message = f"expires_after has the anchor created_at, and from 3600 to {most:g} seconds."
+        message = f"expires_after has the anchor created_at, and from 3600 to {int(most)} seconds."
         raise InvalidRequest(message, param="expires_after")
     return int(seconds)
 

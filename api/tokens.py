@@ -120,12 +120,10 @@ def add_tokens(app: FastAPI, door: Door, preparers: Preparers) -> None:
         else:
             special = asked.add_special_tokens is not False
             tokens = await asyncio.to_thread(tokenizer.encode, asked.prompt or "", add_special_tokens=special)
-        return TokenizeResponse(
-            tokens=tokens,
-            count=len(tokens),
-            max_model_len=card.context_length,
-            token_strs=[tokenizer.piece(token).text for token in tokens] if asked.return_token_strs else None,
-        )
+        texts = None
+        if asked.return_token_strs:
+            texts = await asyncio.to_thread(lambda: [tokenizer.piece(token).text for token in tokens])
+        return TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.context_length, token_strs=texts)
 
     @app.post("/detokenize", tags=["native"], openapi_extra=body_of(DetokenizeRequest), responses=_FAULTS)
     async def detokenize(request: Request) -> DetokenizeResponse:

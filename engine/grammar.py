@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     """One bit a token of the vocabulary, lowest bit first; set: the token may come next."""
 
 _CACHE_BYTES = 256 << 20  # of compiled grammars; those used least recently go first
-_DEAREST = 0.05  # seconds of computing for one mask; one of 150,000 tokens takes 0.0002
+_DEAREST = 0.02  # seconds of computing for one mask; one of 150,000 tokens takes 0.0002
 _LONGEST_REASON = 200
 # xgrammar lets strings with a bounded length hold control characters, which JSON does not.
 _UNFIT = {"json_schema": re.compile(rb"[\x00-\x1f]"), "structural_tag": re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
@@ -48,15 +48,25 @@ class GrammarCompiler:
         """A fresh matcher for `params.grammar`, if there is one. Raises as `compile` does."""
         if params.grammar is None:
             return None
-        compiled = self.compile(params.grammar)
+        compiled = self._compiled(params.grammar)
         return self._begin(compiled, params.grammar.kind, frozenset(params.visible_token_ids))
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Fast for a grammar that is remembered; others may take seconds, in which other threads go on.
 
         White space in JSON is what `json.dumps` writes: a model could go on with it for ever.
-        Raises `InvalidRequest` for a grammar that xgrammar does not take, or that allows no answer at all.
+        Raises `InvalidRequest` for a grammar that xgrammar does not take, that allows no answer at all, or that is too
+        ambiguous to follow.
         """
+        compiled = self._compiled(grammar)
+        first = self._begin(compiled, grammar.kind, self._tokenizer.special_token_ids)
+        if not first.mask().any():
+            raise _refusal("the grammar allows no answer")
+        if first.cost > _DEAREST:
+            raise _refusal(f"the grammar is too ambiguous: it takes {first.cost * 1000:.0f} ms a token")
+        return compiled
+
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         compiler = self._compiler()
         try:
             match grammar.kind:
@@ -70,8 +80,6 @@ class GrammarCompiler:
                     compiled = compiler.compile_structural_tag(grammar.text)
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise _refusal(f"the grammar cannot be used: {_reason(error)}") from error
-        if not self._begin(compiled, grammar.kind, self._tokenizer.special_token_ids).mask().any():
-            raise _refusal("the grammar allows no answer")
         return compiled
 
     @property
@@ -132,14 +140,14 @@ class Matcher:
         self._mask = permitted.copy()
         self._current = False  # whether `_mask` is of this place; set by `mask` and `accept`
         self._ends = ends
-        self._cost = 0.0  # seconds of computing that the newest mask took; set by `mask`
+        self.cost = 0.0  # seconds of computing that the newest mask took; set by `mask`
 
     def mask(self) -> Mask:
         """The tokens that may come next; valid until `accept`. An end token is among them once the answer is whole."""
         if not self._current:
             begun = time.thread_time()
             self._matcher.fill_next_token_bitmask(self._mask)
-            self._cost = time.thread_time() - begun
+            self.cost = time.thread_time() - begun
             self._mask &= self._permitted
             self._current = True
         return self._mask
@@ -150,9 +158,9 @@ class Matcher:
         Raises `GenerationFailed` where the grammar has no such place, or is so ambiguous that others would wait for it.
         """
         self._current = False
-        if self._cost > _DEAREST:
+        if self.cost > _DEAREST:
             raise GenerationFailed(
-                f"the answer's grammar is too ambiguous: it takes {self._cost * 1000:.0f} ms a token; "
+                f"the answer's grammar is too ambiguous: it takes {self.cost * 1000:.0f} ms a token; "
                 "repetitions of repetitions, as in (a*)*, do that"
             )
         if not self._matcher.accept_token(token):

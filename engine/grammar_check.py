@@ -12,16 +12,18 @@ import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ..schemas.errors import InvalidRequest, ModelLoadError, PenstockError
+from ..schemas.errors import InvalidRequest, ModelLoadError, Overloaded, PenstockError
 from ..schemas.params import Grammar
 from .grammar import GrammarCompiler
 from .tokenizer import load_tokenizer
 
 _MEMORY = 2 << 30  # bytes that compiling may take in addition to what the child has loaded
 _START_LIMIT = 300.0  # seconds for the child to import its libraries and load a tokenizer
+_MOST_WAITING = 16  # grammars, each checked after the other
 _VERDICTS = 4096
 _LONGEST_LINE = 64 << 20  # bytes
 
@@ -42,26 +44,30 @@ class GrammarChecker:
     def __init__(self, *, time_limit: float = 5.0) -> None:
         """`time_limit` in seconds is what one compilation may take, counted from where it begins."""
         self._time_limit = time_limit
-        self._verdicts: OrderedDict[_Job, str] = OrderedDict()  # why not; empty for a grammar that compiles
-        self._pending: dict[_Job, asyncio.Task[str]] = {}
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # why not; empty for a grammar that compiles
+        self._pending: dict[bytes, asyncio.Task[str]] = {}
         self._turn = asyncio.Lock()
         self._child: Process | None = None  # set by whoever has `_turn`
 
     async def check(self, grammar: Grammar, source: str, backend: str, *, param: str) -> None:
         """Return if the model `source` can be held to `grammar`.
 
-        Raises `InvalidRequest` with `param` and xgrammar's reason, or since it takes too long; `ModelLoadError`.
+        Raises `InvalidRequest` with `param` and xgrammar's reason, or since it takes too long; `Overloaded`, where many
+        wait already; `ModelLoadError`.
         """
         job = _Job(source, backend, grammar.kind, grammar.text)
-        if job in self._verdicts:
-            self._verdicts.move_to_end(job)
+        key = sha256(json.dumps(job).encode()).digest()  # a grammar may have megabytes
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
         else:
-            if job not in self._pending:
-                task = self._pending[job] = asyncio.create_task(self._judge(job))
-                task.add_done_callback(lambda _: self._pending.pop(job))
+            if key not in self._pending:
+                if len(self._pending) >= _MOST_WAITING:
+                    raise Overloaded("Too many grammars wait to be checked.", retry_after=self._time_limit)
+                task = self._pending[key] = asyncio.create_task(self._judge(job))
+                task.add_done_callback(lambda _: self._pending.pop(key))
             # Whoever asked may leave; the child's answer has to be read all the same.
-            self._remember(job, await asyncio.shield(self._pending[job]))
-        if fault := self._verdicts[job]:
+            self._remember(key, await asyncio.shield(self._pending[key]))
+        if fault := self._verdicts[key]:
             raise InvalidRequest(fault, code="invalid_grammar", param=param)
 
     async def close(self) -> None:
@@ -72,8 +78,8 @@ class GrammarChecker:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._end()
 
-    def _remember(self, job: _Job, fault: str) -> None:
-        self._verdicts[job] = fault
+    def _remember(self, key: bytes, fault: str) -> None:
+        self._verdicts[key] = fault
         if len(self._verdicts) > _VERDICTS:
             self._verdicts.popitem(last=False)
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from ..schemas.params import Grammar
 from .patterns import check_pattern, key_pattern
-from .schema_facts import disjoint, ends, type_of
+from .schema_facts import MOST_COMPARISONS, disjoint, ends, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
 
 MAX_NODES = 10_000
@@ -58,6 +58,8 @@ def json_schema_grammar(schema: Mapping[str, Any], *, path: str, strict: bool = 
         normalised = _Normaliser(schema, path, strict).run()
     except RecursionError:
         raise fault(path, "its references go round in a circle") from None
+    except (ValueError, OverflowError):
+        raise fault(path, "a number or a name in it is too long") from None
     return Grammar(kind="json_schema", text=json.dumps(normalised))
 
 
@@ -97,9 +99,9 @@ class _Normaliser:
         self._count = 0
 
     def run(self) -> dict[str, Any]:
-        root = self._node(self._root, self._path)
+        root, budget = self._node(self._root, self._path), [MOST_COMPARISONS]
         for branches, path in self._exclusive:
-            if not all(disjoint(one, two, self._definitions) for one, two in combinations(branches, 2)):
+            if not all(disjoint(one, two, self._definitions, budget) for one, two in combinations(branches, 2)):
                 raise fault(path, "the branches may overlap, so that one alone cannot be enforced; use anyOf")
         finite: set[str] = set()
         while grown := {name for name, node in self._definitions.items() if ends(node, finite)} - finite:

@@ -16,6 +16,7 @@ _PART = re.compile(r"[ \t\r\n:,]+|[\w.+-]+|.", re.DOTALL)
 _STRING_PART = re.compile(r"""[^\\"'\x00-\x1f]+|\\(?:["\\/bfnrt']|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|.""", re.DOTALL)
 # What stands at the end of a text and may go on.
 _WORD = re.compile(r"[\w.+-]+")
+_LONGEST_WORD = 400  # characters of a number, which are looked at again with each that comes
 _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?)?")
 
 
@@ -40,6 +41,7 @@ class Literal:
         while at < len(text) and not self.done and not self.broken:
             quoted = self._closers[-1:] in (['"'], ["'"])
             if not ended and (_ESCAPE if quoted else _WORD).fullmatch(text, at):
+                self.broken = len(text) - at > _LONGEST_WORD
                 break
             found = (_STRING_PART if quoted else _PART).match(text, at)
             assert found is not None

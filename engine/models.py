@@ -9,6 +9,8 @@ from typing import Any
 
 from ..schemas.errors import ConfigurationError, ModelLoadError
 
+BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
+_BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -29,7 +31,7 @@ class ModelInfo:
 
 
 def resolve_model(source: str) -> Path:
-    """The local directory of `source`, a path or a Hugging Face id; an id is downloaded into the hub's cache.
+    """The local directory of `source`: a path, the bundled model's name, or a Hugging Face id, which is downloaded.
 
     Raises `ModelLoadError` saying what to do.
     """
@@ -40,6 +42,8 @@ def resolve_model(source: str) -> Path:
         raise ModelLoadError(f"{source} is a file; name the directory that holds config.json and the weights")
     if looks_like_path(source):
         raise ModelLoadError(f"no such directory: {source}")
+    if source == BUNDLED:
+        return _BUNDLED_AT
     return _download(source)
 
 

@@ -207,6 +207,9 @@ class _Prose:
         self._paused = False
 
     def add(self, text: str) -> None:
+        if self._trimmed and not text.strip(_SPACE):
+            self._space += "" if self._paused else text  # kept as it is: a model can go on with it for ever
+            return
         text = self._space + text
         if self._paused:
             text = text.lstrip(_SPACE)

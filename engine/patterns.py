@@ -10,9 +10,11 @@ from ..schemas.errors import InvalidRequest
 
 _MOST_REPEATS = 128  # of one part of a pattern within JSON; xgrammar fails above
 _TOKENS = re.compile(
-    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|.)|\[\^?(?:\\.|[^\]\\])*\]|\(\?<?[=!]|\{[\d,]*\}|.",
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|.)|\[\^?(?:\\.|[^\]\\])*\]|\[.*|\(\?<?[=!]|\{[\d,]*\}|.",
     re.DOTALL,
 )
+_CLASS = re.compile(r"\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_LONGEST_NAMES = 250_000  # sum of the squares of their lengths, which what excludes them is as long as
 _NOT_PLAIN = r'\x00-\x1f"\\'  # in a class: what a JSON string has to escape
 _ASCII = "".join(map(chr, range(128)))
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
@@ -24,6 +26,14 @@ def check_pattern(pattern: str, path: str, *, in_json: bool = False) -> str:
 
     Raises `InvalidRequest`, its `param` the path.
     """
+    try:
+        return _checked(pattern, path, in_json)
+    except (ValueError, OverflowError):
+        message = f"{path}: a number in it is too large."
+        raise InvalidRequest(message, code="invalid_grammar", param=path) from None
+
+
+def _checked(pattern: str, path: str, in_json: bool) -> str:
     tokens = _TOKENS.findall(pattern)
     parts = []
     for place, token in enumerate(tokens):
@@ -34,8 +44,8 @@ def check_pattern(pattern: str, path: str, *, in_json: bool = False) -> str:
             fault = "a pattern cannot look ahead or behind"
         elif re.match(r"\\[A-Za-z0-9]", token) and token[1] not in _ESCAPES:
             fault = f"{token} is not supported"
-        elif token.startswith("[") and len(token) > 1:
-            fault = _class_fault(token, in_json)
+        elif token.startswith("["):
+            fault = _class_fault(token, in_json) if _CLASS.fullmatch(token) else "a class is not closed"
         elif in_json and re.match(r"\{\d", token) and max(map(int, re.findall(r"\d+", token))) > _MOST_REPEATS:
             fault = f"nothing can be repeated more than {_MOST_REPEATS} times"
         if fault:
@@ -49,8 +59,10 @@ def check_pattern(pattern: str, path: str, *, in_json: bool = False) -> str:
 
 
 def key_pattern(names: Iterable[str]) -> str:
-    """What matches every text but `names`, written without escapes."""
+    """What matches every text but `names`, written without escapes. Raises `ValueError` for names that are too long."""
     names = set(names)
+    if sum(len(name) ** 2 for name in names) > _LONGEST_NAMES:
+        raise ValueError("the names are too long")
     following: dict[str, set[str]] = {}  # by beginning of a name: the characters that lead on to a name
     for name in names:
         for place, character in enumerate(name):

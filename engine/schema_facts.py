@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+MOST_COMPARISONS = 20_000  # of branches, to show for a whole schema that they exclude each other
 
-def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], depth: int = 4) -> bool:
-    """Whether it is certain that no value fits both."""
+
+def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], budget: list[int], depth: int = 4) -> bool:
+    """Whether it is certain that no value fits both. `budget` holds how many comparisons may still be made for it."""
+    budget[0] -= 1
+    if budget[0] < 0:
+        return False
     one, two = (definitions[target(node)] if "$ref" in node else node for node in (one, two))
     for node, other in ((one, two), (two, one)):
         if "anyOf" in node:
-            return all(disjoint(branch, other, definitions, depth) for branch in node["anyOf"])
+            return all(disjoint(branch, other, definitions, budget, depth) for branch in node["anyOf"])
     if "enum" in one and "enum" in two:
         return not any(value == other for value in one["enum"] for other in two["enum"])
     kinds, others = ({type_of(v) for v in n["enum"]} if "enum" in n else {n.get("type")} for n in (one, two))
@@ -21,7 +26,7 @@ def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], depth: int = 4)
         return True
     shared = [name for name in one.get("required", ()) if name in two.get("required", ())]
     return depth > 0 and any(
-        disjoint(one["properties"][name], two["properties"][name], definitions, depth - 1) for name in shared
+        disjoint(one["properties"][name], two["properties"][name], definitions, budget, depth - 1) for name in shared
     )
 
 

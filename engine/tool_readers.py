@@ -156,7 +156,7 @@ def read_qwen_xml(page: Page, ends: tuple[str, ...]) -> Reading[bool]:
             break
         page.add(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        yield from _parameter(page, schema.get("properties", {}).get(key, {}))
+        yield from _parameter(page, _types(_member(schema, "properties").get(key), schema))
     if mark == "</function>":
         page.add("{}" if separator == "{" else "}")
     elif (yield from page.peek()):
@@ -165,11 +165,10 @@ def read_qwen_xml(page: Page, ends: tuple[str, ...]) -> Reading[bool]:
     return True
 
 
-def _parameter(page: Page, schema: Any) -> Reading[None]:
+def _parameter(page: Page, types: set[str]) -> Reading[None]:
     """Text where the schema says so; otherwise a literal, or text if it is none."""
     if (yield from page.peek()) == "\n":
         page.at += 1
-    types = _types(schema)
     ends = ("\n</parameter>", "</parameter>")
     if types == {"string"}:
         page.add('"')
@@ -184,11 +183,25 @@ def _parameter(page: Page, schema: Any) -> Reading[None]:
     page.add(written if ended or literal else written[:-1])
 
 
-def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema speaks of."""
+def _types(schema: Any, root: dict[str, Any]) -> set[str]:
+    """The JSON types that a schema speaks of; of a tool that is not strict, it may be no valid one."""
+    if isinstance(schema, dict) and str(schema.get("$ref")).startswith("#/$defs/"):
+        schema = _member(root, "$defs").get(schema["$ref"].removeprefix("#/$defs/"))
+        root = {}  # once: a reference may lead to itself
     if not isinstance(schema, dict):
         return set()
-    stated = schema.get("type", ())
-    types = {stated} if isinstance(stated, str) else set(stated)
-    types |= {"string" for value in schema.get("enum", ()) if isinstance(value, str)}
-    return types.union(*(_types(branch) for word in ("anyOf", "oneOf") for branch in schema.get(word, ())))
+    stated = schema.get("type")
+    types = {kind for kind in (stated if isinstance(stated, list) else [stated]) if isinstance(kind, str)}
+    types |= {"string" for value in _listed(schema, "enum") if isinstance(value, str)}
+    branches = (branch for word in ("anyOf", "oneOf") for branch in _listed(schema, word))
+    return types.union(*(_types(branch, root) for branch in branches))
+
+
+def _member(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    found = schema.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _listed(schema: dict[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []

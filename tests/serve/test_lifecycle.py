@@ -190,7 +190,6 @@ def test_a_state_directory_in_use_is_told_at_once(serve: Serve, start: Start) ->
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["serve"], "name a model"),
         (["serve", "/no/such/directory"], "no such directory: /no/such/directory"),
         (["serve", "EMPTY"], "has no config.json"),
         (["serve", "BROKEN"], "model.safetensors"),
