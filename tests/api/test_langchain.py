@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -16,11 +17,16 @@ BY_CHANCE = "what this model calls, and with what, is chance"
 
 @pytest.mark.filterwarnings("ignore")  # LangChain's own
 class TestLangChain(ChatModelIntegrationTests):
-    @pytest.fixture(autouse=True)
-    def _server(self, tool_server: Served) -> None:
-        type(self).url = f"{tool_server.url}/v1"
-
     url = ""
+    clients: dict[str, Any]  # LangChain's own outlive their event loops, and are never closed
+
+    @pytest.fixture(autouse=True)
+    async def _server(self, tool_server: Served) -> AsyncIterator[None]:
+        type(self).url = f"{tool_server.url}/v1"
+        with httpx.Client() as client:
+            async with httpx.AsyncClient() as async_client:
+                type(self).clients = {"http_client": client, "http_async_client": async_client}
+                yield
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -35,7 +41,7 @@ class TestLangChain(ChatModelIntegrationTests):
             "max_tokens": 1500,
             "stream_usage": True,
             "model_kwargs": {"parallel_tool_calls": False},  # by chance it would ask for several things at once
-            "http_async_client": httpx.AsyncClient(),  # LangChain's own outlives its event loop
+            **self.clients,
         }
 
     @pytest.mark.xfail(reason=BY_CHANCE, strict=True)
