@@ -24,6 +24,7 @@ from .api.app import create_app
 from .api.batch_runner import BatchRunner
 from .api.bridge import Bridge
 from .api.cli import app
+from .api.keys import Keys
 from .api.options import with_settings
 from .api.supervisor import Supervisor, announce, base_url, broker_url, listen
 from .config.logging import configure_logging
@@ -31,6 +32,7 @@ from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
 from .engine.cpu import available_cores, prepare_worker
+from .engine.forms import choose_form
 from .engine.models import BUNDLED, read_model_info
 from .engine.weights import count_parameters
 from .schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
@@ -59,6 +61,7 @@ def serve(
     Prints `penstock ready URL` when a first request would be answered. Ctrl-C lets running requests finish.
     """
     configure_logging(loaded.settings)
+    _check_keys(loaded.settings)
     _run(Supervisor(_with_model(loaded.settings)).run())
 
 
@@ -93,6 +96,7 @@ def stage(
 def bridge(loaded: Loaded) -> None:
     """Run the HTTP bridge alone, against a broker that other parts share."""
     configure_logging(loaded.settings, process="bridge")
+    _check_keys(loaded.settings)
     listener = listen(loaded.settings.host, loaded.settings.port)
 
     async def run() -> None:
@@ -301,10 +305,16 @@ def _stop_signal() -> asyncio.Event:
     return stopping
 
 
+def _check_keys(settings: Settings) -> None:
+    """Faults of the API keys show here, before anything has started."""
+    Keys(settings.api_keys or (), settings.api_keys_file)
+
+
 def _with_model(settings: Settings) -> Settings:
     """The settings with the model on this disk, downloaded if need be, and a name for it; faults show here, early."""
     if settings.backend not in BACKENDS:
         raise ConfigurationError([f"unknown backend {settings.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
+    choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
     if settings.model is None and settings.backend == "echo":
         return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
     source = settings.model or BUNDLED

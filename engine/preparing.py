@@ -121,7 +121,8 @@ class Preparer:
         _check_messages(request.messages)
         if tools and self._form.tool_format is None:
             raise InvalidRequest(
-                "This model's chat template takes no tools; leave them out, or serve it with --tool-format.",
+                "This model's chat template takes no tools, or in no format that is known; leave them out, or name one "
+                "with --tool-format.",
                 code="unsupported_parameter",
                 param="tools",
             )

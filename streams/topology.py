@@ -157,7 +157,7 @@ def topology(
     relay_bytes: int = 256 << 20,
     relay_age: float = 600.0,
     workers_ttl: float = 15.0,
-    models_ttl: float = 60.0,
+    models_ttl: float = 600.0,
     responses_ttl: float = 30 * 86400.0,
     batches_limit: int = 10_000,
     files_ttl: float = 30 * 86400.0,

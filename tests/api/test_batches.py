@@ -201,7 +201,7 @@ async def test_refused_lines_are_in_the_error_file(office: Office) -> None:
         line("good", "one", completions, max_tokens=3),
         line("model", "two", completions, model="unknown"),
         line("value", "three", completions, temperature=-1),
-        line("deep", "four", completions, n=2, max_tokens=3, service_tier="priority"),
+        line("deep", "four", completions, n=2, max_tokens=3, service_tier="flex"),
     ]
     await office.run()
     batch = await end_of(office.api, (await submit(office.api, lines, completions)).id)

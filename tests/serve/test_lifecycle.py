@@ -197,6 +197,8 @@ def test_a_state_directory_in_use_is_told_at_once(serve: Serve, start: Start) ->
         (["serve", "--config", "BAD_TOML"], "not valid TOML"),
         (["serve", "--config", "/no/such/file.toml"], "no such file"),
         (["serve", "--backend", "nonsense"], "unknown backend 'nonsense'"),
+        (["serve", "--backend", "echo", "--api-keys-file", "nowhere.txt"], "nowhere.txt"),
+        (["serve", "--backend", "echo", "--tool-format", "nonsense"], "nonsense"),
         (["serve", "--backend", "echo", "--nats-url", "nats://127.0.0.1:1"], "127.0.0.1:1"),
         (["serve", "--backend", "echo", "--nats-server", "/no/such/binary"], "--nats-server"),
         (["worker", "--backend", "echo"], "no broker"),
