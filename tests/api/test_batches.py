@@ -27,7 +27,7 @@ from penstock.config.settings import Settings
 from penstock.schemas.batches import Batch as Kept
 from penstock.schemas.codec import decode_outputs
 from penstock.schemas.errors import InvalidRequest
-from penstock.schemas.events import Accepted, Done, ErrorBody, Event, Failed, Started, Token, Usage
+from penstock.schemas.events import Accepted, Delta, Done, ErrorBody, Event, Failed, Token, Usage
 from penstock.streams.memory import MemoryBroker
 from penstock.streams.objects import Objects
 from penstock.streams.port import ConsumerSpec, Message
@@ -129,14 +129,14 @@ class Office:
             await runner
 
     async def times_begun(self) -> list[int]:
-        """How often a worker began each request."""
-        begun: dict[str, int] = {}
+        """In how many holds of a worker each request was spoken of; a hold of a finished one adds nothing."""
+        spoken: dict[str, set[int]] = {}
         root = self.pipeline.pipe.subjects.root
         for message in await self.broker.replay("STREAM", f"{root}.stream.>"):
             for output in decode_outputs(message.data):
-                if isinstance(output, Started):
-                    begun[output.request] = begun.get(output.request, 0) + 1
-        return list(begun.values())
+                if isinstance(output, Delta):
+                    spoken.setdefault(output.request, set()).add(output.epoch)
+        return [len(epochs) for epochs in spoken.values()]
 
     async def left_behind(self) -> tuple[int, int]:
         """Results of lines that are still kept, and messages of batches."""
