@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import time
@@ -17,16 +18,13 @@ from typing import Annotated, Any
 
 import structlog
 import typer
-import uvicorn
 
-from . import __version__
-from .api.app import create_app
-from .api.batch_runner import BatchRunner
-from .api.bridge import Bridge
 from .api.cli import app
 from .api.keys import Keys
 from .api.options import with_settings
+from .api.server import serve_http
 from .api.supervisor import Supervisor, announce, base_url, broker_url, listen
+from .api.toolbox import toolbox_of
 from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
@@ -41,6 +39,7 @@ from .schemas.registry import ModelCard, StageCard, WorkerCard
 from .stages import Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_stage, installed
+from .stages.tools import Tools
 from .streams.jetstream import JetStreamBroker
 from .streams.registry import Registry
 from .streams.topology import Subjects, topology
@@ -61,8 +60,9 @@ def serve(
     Prints `penstock ready URL` when a first request would be answered. Ctrl-C lets running requests finish.
     """
     configure_logging(loaded.settings)
-    _check_keys(loaded.settings)
-    _run(Supervisor(_with_model(loaded.settings)).run())
+    _check(loaded.settings)
+    sealed = {"secret_key": loaded.settings.secret_key or secrets.token_hex(32)}
+    _run(Supervisor(_with_model(loaded.settings).model_copy(update=sealed)).run())
 
 
 @app.command(rich_help_panel="Run")
@@ -83,7 +83,9 @@ def worker(
 @with_settings
 def stage(
     loaded: Loaded,
-    names: Annotated[list[str], typer.Argument(help="validate, queue, batch, stream, or your own: file.py:Class.")],
+    names: Annotated[
+        list[str], typer.Argument(help="validate, queue, batch, stream, tools, or your own: file.py:Class.")
+    ],
 ) -> None:
     """Run stages alone, in one process, against a broker that other parts share."""
     stages = [find_stage(name) for name in names]
@@ -96,7 +98,7 @@ def stage(
 def bridge(loaded: Loaded) -> None:
     """Run the HTTP bridge alone, against a broker that other parts share."""
     configure_logging(loaded.settings, process="bridge")
-    _check_keys(loaded.settings)
+    _check(loaded.settings)
     listener = listen(loaded.settings.host, loaded.settings.port)
 
     async def run() -> None:
@@ -116,7 +118,7 @@ def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening so
     """Run the bridge and the light stages in one process: what `serve` starts."""
     settings = loaded.settings
     configure_logging(settings, process="front")
-    stages = [LIGHT[name] for name in settings.pipeline if name in LIGHT]
+    stages = [LIGHT[name] for name in (*settings.pipeline, "tools") if name in LIGHT]
     stages += [find_stage(name) for name in settings.job_stages if installed(name)]
     _run(_parts(settings, stages, socket.socket(fileno=fd)))
 
@@ -125,10 +127,11 @@ async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: so
     """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
     stopping = _stop_signal()
     async with (
+        toolbox_of(settings) as toolbox,
         _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe,
         asyncio.TaskGroup() as group,
     ):
-        parts = [kind(pipe) for kind in stages]
+        parts = [Tools(pipe, toolbox) if kind is Tools else kind(pipe) for kind in stages]
         runners = [Runner(part, pipe) for part in parts]
         running = [group.create_task(runner.run()) for runner in runners]
         background = [group.create_task(_heartbeats(pipe, parts)), group.create_task(pipe.registry.run())]
@@ -136,53 +139,12 @@ async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: so
         if listener is None:
             await stopping.wait()
         else:
-            await _bridge(pipe, listener, stopping)
+            await serve_http(pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping)
         for runner in runners:
             runner.stop()
         await asyncio.gather(*running)
         for task in background:
             task.cancel()
-
-
-async def _bridge(pipe: Pipe, listener: socket.socket, stopping: asyncio.Event) -> None:
-    """Serve HTTP until `stopping`, then until open requests have ended or the drain limit has passed."""
-    bridge = Bridge(pipe.broker, pipe.subjects)
-    await bridge.start()
-    application = create_app(bridge, pipe.broker, pipe.registry, pipe.settings, __version__)
-    server = _Server(
-        uvicorn.Config(
-            application,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
-            timeout_keep_alive=75,
-        )
-    )
-
-    batches = asyncio.create_task(BatchRunner(bridge, pipe.settings).run())
-    batches.add_done_callback(lambda _: stopping.set())  # without it, the process is of half use
-
-    async def stop() -> None:
-        await stopping.wait()
-        batches.cancel()  # so that another process goes on with them
-        await bridge.drain(pipe.settings.drain_timeout)  # meanwhile whoever comes is told so, and not left to a reset
-        server.should_exit = True
-
-    stopper = asyncio.create_task(stop())
-    try:
-        await server.serve(sockets=[listener])
-        with contextlib.suppress(asyncio.CancelledError):
-            await batches
-    finally:
-        stopper.cancel()
-        batches.cancel()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us: what must drain first is not uvicorn's to know."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
 
 
 async def _worker(settings: Settings, name: str) -> None:
@@ -265,6 +227,7 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
             tenant_limit=settings.tenant_limit,
             workers_ttl=3 * settings.heartbeat_interval,
             files_ttl=settings.files_ttl,
+            responses_ttl=settings.responses_ttl,
         )
         await broker.ensure(streams, buckets)
         subjects = Subjects(settings.namespace)
@@ -305,9 +268,10 @@ def _stop_signal() -> asyncio.Event:
     return stopping
 
 
-def _check_keys(settings: Settings) -> None:
-    """Faults of the API keys show here, before anything has started."""
+def _check(settings: Settings) -> None:
+    """Faults of keys and tools show here, before anything has started."""
     Keys(settings.api_keys or (), settings.api_keys_file)
+    toolbox_of(settings)
 
 
 def _with_model(settings: Settings) -> Settings:

@@ -25,8 +25,7 @@ from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta, Done, FinishReason, Token, Usage
 from ..schemas.jobs import Endpoint
 from ..schemas.openai import ChatRequest, CompletionRequest, parse_request
-from .generation import PREFIX
-from .rendering import Renderer
+from .rendering import PREFIX, Renderer
 
 CHAT: Endpoint = "/v1/chat/completions"
 
@@ -103,7 +102,7 @@ class OpenAIAdapter:
         options = request.stream_options
         renderer = Renderer(
             endpoint,
-            f"{PREFIX[endpoint]}-{uuid.uuid4().hex}",
+            f"{PREFIX[endpoint]}{uuid.uuid4().hex}",
             self.name,
             int(time.time()),
             streaming=streaming,

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Queued, Token
 from .bridge import Reading
+from .chain import Chain
 from .rendering import Renderer, error_message, error_payload
 from .resuming import Progress, invalid_event_id
 
@@ -33,7 +34,7 @@ def error_response(error: ErrorBody, request: str | None = None) -> Response:
 class EventStream(Response):
     """Sends a request's events as SSE. What they look like is a subclass's to say, and how a refusal is told."""
 
-    def __init__(self, reading: Reading, *, keepalive: float, progress: Progress | None) -> None:
+    def __init__(self, reading: Reading | Chain, *, keepalive: float, progress: Progress | None) -> None:
         super().__init__()
         self._reading = reading
         self._keepalive = keepalive
@@ -60,16 +61,21 @@ class EventStream(Response):
         """What is answered with a status of its own, if this is among the first events."""
         return None
 
+    def _reached(self, events: list[Event]) -> bool:
+        """Whether the answer may begin, now that these events are there."""
+        # What the client had last may still be on its way to the stream.
+        return self._progress is None or self._progress.reached
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = b""
         while True:
             events = await self._reading.take(FOR_EVER)
             error = next((found for event in events if (found := self._refusal(event))), None)
             body += self._render(events)
-            reached = self._progress is None or self._progress.reached
+            reached = self._reached(events)
             if not reached and not error and self._reading.ended:
                 error = ErrorBody.of(invalid_event_id("The stream does not go as far as Last-Event-ID says."))
-            if reached or error:  # else what the client had last may still be on its way to the stream
+            if reached or error:
                 break
         if error is not None:
             await error_response(error, self._reading.request)(scope, receive, send)
@@ -133,7 +139,7 @@ class Answer(EventStream):
         await (super()._answer if self._streaming else self._collect)(scope, receive, send)
 
     def _refusal(self, event: Event) -> ErrorBody | None:
-        return _error(event)
+        return error_of(event)
 
     def _chunks(self, event: Event) -> list[bytes]:
         progress, renderer = self._progress, self._renderer
@@ -158,7 +164,7 @@ class Answer(EventStream):
                     progress.usage_sent = True
                 return [*map(self._identified, usage), end]
             case Failed() | Expired() | Cancelled():
-                error = _error(event)
+                error = error_of(event)
                 return [error_message(error)] if error else []
         return []
 
@@ -170,7 +176,7 @@ class Answer(EventStream):
                     self._renderer.begin(event)
                 elif isinstance(event, Token):
                     tokens.append(event)
-                elif error := _error(event):
+                elif error := error_of(event):
                     await error_response(error, self._reading.request)(scope, receive, send)
                     return
                 elif isinstance(event, Done):
@@ -185,7 +191,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _error(event: Event) -> ErrorBody | None:
+def error_of(event: Event) -> ErrorBody | None:
     match event:
         case Failed(error=error) | Expired(error=error):
             return error

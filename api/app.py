@@ -23,6 +23,7 @@ from ..streams.registry import Registry
 from .answers import error_response
 from .batches import add_batches
 from .bridge import Bridge
+from .conversations import add_conversations
 from .door import Door
 from .embeddings import add_embeddings
 from .files import add_files
@@ -32,6 +33,7 @@ from .keys import Authentication, Keys
 from .messages import add_messages
 from .native import add_streams
 from .openapi import complete, refusals
+from .responses import add_responses
 from .tokens import Preparers, add_tokens
 
 _EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")  # headers that a web page may read
@@ -53,6 +55,8 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     add_tokens(app, door, preparers)
     add_files(app, door)
     add_batches(app, door)
+    add_responses(app, door)
+    add_conversations(app, door)
     add_messages(app, door, preparers)
 
     @app.get("/v1/models", tags=["openai"])

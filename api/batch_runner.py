@@ -31,8 +31,7 @@ from .batches import change
 from .bridge import Bridge, Reading
 from .embeddings import Embeddings
 from .files import put_file, sweep
-from .generation import PREFIX
-from .rendering import Renderer, error_payload
+from .rendering import PREFIX, Renderer, error_payload
 
 log = structlog.get_logger(__name__)
 
@@ -258,7 +257,7 @@ class _Run:
 
     def _renderer(self, number: int, body: dict[str, Any]) -> Renderer:
         endpoint, model = self.batch.endpoint, str(body.get("model"))
-        id = f"{PREFIX.get(endpoint, 'embd')}-{self.batch.id.removeprefix('batch_')}-{number}"
+        id = f"{PREFIX[endpoint]}{self.batch.id.removeprefix('batch_')}-{number}"
         if endpoint == "/v1/embeddings":
             return Embeddings(id, model, encoded=body.get("encoding_format") == "base64")
         tier = body.get("service_tier")

@@ -27,8 +27,9 @@ from ..schemas.errors import (
     StreamFull,
     StreamNotFound,
 )
-from ..schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, Queued, Token
+from ..schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, Item, Queued, Token, Turn
 from ..schemas.jobs import TOKEN_PATTERN, Job, Priority
+from ..schemas.loops import is_response
 from ..streams.port import DEADLINE, SCHEMA, Broker, Message, Subscription
 from ..streams.topology import Subjects
 from .admission import Gate
@@ -113,6 +114,12 @@ class Bridge:
                     return reading
         raise StreamNotFound("There is no such request, or its events are kept no more.")
 
+    async def turn(self, root: Reading, request: str) -> Reading:
+        """Read the events of a turn of the response `root`, which were perhaps told before."""
+        reading = await self._reading(request, root.tenant, root.deadline, kept=True, shared=root.shared)
+        reading.look_back()
+        return reading
+
     async def drain(self, patience: float) -> None:
         """Take nothing new and let what is open end; what still is after `patience` seconds is told to go elsewhere."""
         self.draining = True
@@ -134,7 +141,8 @@ class Bridge:
 
     async def _reading(self, request: str, tenant: str, deadline: float | None, *, kept: bool, shared: bool) -> Reading:
         at = self.subjects.events_at(tenant, request)
-        reading = Reading(self, request, at if shared else self.subjects.events(tenant, self.name, request), kept)
+        subject = at if shared else self.subjects.events(tenant, self.name, request)
+        reading = Reading(self, request, subject, kept, tenant, deadline)
         if shared:
             await reading.listen()
         else:
@@ -161,9 +169,13 @@ class Bridge:
 class Reading:
     """The events of one request: every one once, tokens in order, the final one last."""
 
-    def __init__(self, bridge: Bridge, request: str, subject: str, kept: bool) -> None:
+    def __init__(
+        self, bridge: Bridge, request: str, subject: str, kept: bool, tenant: str, deadline: float | None
+    ) -> None:
         self.request = request
         self.kept = kept
+        self.tenant = tenant
+        self.deadline = deadline
         self.ended = False  # the final event was taken; set by take
         self.final: Event | None = None  # set by feed and end
         self._bridge = bridge
@@ -174,6 +186,8 @@ class Reading:
         self._ready: list[Event] = []
         self._news = asyncio.Event()
         self._next: dict[int, int] = {}  # choice → index of its next token
+        self._told = 0  # of a response's own events
+        self._is_response = is_response(request) is not None  # its tokens are those of its turns
         self._accepted = False
         self._finished: set[int] = set()  # choices
         self._missed = False
@@ -181,6 +195,15 @@ class Reading:
     async def listen(self) -> None:
         """Hear what another bridge may have asked for; what was said before is missed, and asked for by `take`."""
         self._listening = await self._broker.listen(self._subject, self.feed)
+        self.look_back()
+
+    @property
+    def shared(self) -> bool:
+        """Whether another bridge may have been asked for it."""
+        return self._listening is not None
+
+    def look_back(self) -> None:
+        """Something may have been told before anybody listened."""
         self._missed = True
 
     def feed(self, message: Message) -> None:
@@ -205,9 +228,17 @@ class Reading:
                 if not self._accepted:
                     self._accepted = True
                     self._ready.append(event)
-            case Done(finish_reasons=reasons) if len(reasons) > len(self._finished):
+            case Item() | Turn():
+                if event.index == self._told:
+                    self._told += 1
+                    self._ready.append(event)
+                elif event.index > self._told:
+                    self._missed = True
+            case _ if isinstance(event, FINAL) and self._is_response and not message.sequence:
+                self._missed = True  # nothing in it tells how much came before, so that is looked up
+            case Done(finish_reasons=reasons) if len(reasons) > len(self._finished) and not self._is_response:
                 self._missed = True
-            case Cancelled(usage=usage) if usage.completion_tokens > sum(self._next.values()):
+            case Cancelled(usage=usage) if usage.completion_tokens > sum(self._next.values()) and not self._is_response:
                 self._missed = True
             case Queued() if message.sequence:
                 pass  # old news, read back
@@ -253,7 +284,7 @@ class Reading:
             for message in stored:
                 self.feed(message)
         self._missed = False  # what is still missing is asked for again after a silence
-        return self._accepted or bool(self._next) or self.final is not None
+        return self._accepted or bool(self._next) or bool(self._told) or self.final is not None
 
     async def cancel(self) -> None:
         """Ask whoever has the request to stop, until the final event, which then says so, is taken."""

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from ..config.settings import Settings
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge
-from ..schemas.jobs import Endpoint, Job, Priority
+from ..schemas.jobs import Job, JobEndpoint, Priority
 from ..schemas.openai import TIERS, refusal
 from ..streams.port import Broker
 from ..streams.registry import Registry
@@ -111,8 +111,12 @@ async def read_body(request: Request, limit: int, patience: float) -> bytes:
     return bytes(body)
 
 
-async def open_request(request: Request, door: Door, endpoint: Endpoint, body: dict[str, Any], prefix: str) -> Opened:
-    """Publish what `body` asks for, or find the request that the headers speak of; ids begin with `prefix` and "-".
+async def open_request(
+    request: Request, door: Door, endpoint: JobEndpoint, body: dict[str, Any], prefix: str, *, kept: bool = False
+) -> Opened:
+    """Publish what `body` asks for, or find the request that the headers speak of; ids begin with `prefix`.
+
+    `kept`: it goes on though its client leaves.
 
     Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, and `InvalidRequest` for a header.
     """
@@ -121,17 +125,17 @@ async def open_request(request: Request, door: Door, endpoint: Endpoint, body: d
     streaming = body.get("stream") is True
     deadline = time.time() + _timeout(body, headers, door.settings)
     priority = _priority(body)
-    job = Job(id=f"{prefix}-{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
+    job = Job(id=f"{prefix}{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
     progress = None
     if (last := headers.get("last-event-id")) is not None:
         progress = Progress.parse(last)
-        if not streaming or not progress.request.startswith(f"{prefix}-"):
+        if not streaming or not progress.request.startswith(prefix):
             raise invalid_event_id("Last-Event-ID is not that of a stream of this endpoint.")
         reading = await bridge.follow(progress.request, tenant, deadline=deadline)
     elif (key := headers.get("idempotency-key")) is not None:
         reading = await open_once(key, bridge, door.broker, job, priority=priority, tenant=tenant, deadline=deadline)
     else:
-        kept = resumable and streaming
+        kept = kept or (resumable and streaming)
         reading = await bridge.open(job, priority=priority, tenant=tenant, deadline=deadline, kept=kept)
     if resumable and streaming:
         progress = progress or Progress(reading.request)

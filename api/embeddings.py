@@ -15,7 +15,7 @@ from ..schemas.events import Done, Token
 from .answers import Answer
 from .door import Door, open_request, read_object
 from .openapi import documented
-from .rendering import Renderer
+from .rendering import PREFIX, Renderer
 
 
 class Embeddings(Renderer):
@@ -45,7 +45,7 @@ def add_embeddings(app: FastAPI, door: Door) -> None:
     async def embed(request: Request) -> Response:
         """OpenAI's `/v1/embeddings`; the model is one that a worker with the backend sentence_transformers serves."""
         body = await read_object(request, door.settings)
-        opened = await open_request(request, door, "/v1/embeddings", body, "embd")
+        opened = await open_request(request, door, "/v1/embeddings", body, PREFIX["/v1/embeddings"])
         encoded = body.get("encoding_format") == "base64"
         renderer = Embeddings(opened.reading.request, str(body.get("model")), encoded=encoded)
         return Answer(

@@ -61,7 +61,7 @@ def add_generate(app: FastAPI, door: Door) -> None:
         """
         body = await read_object(request, door.settings)
         endpoint: Endpoint = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        opened = await open_request(request, door, endpoint, body, "gen")
+        opened = await open_request(request, door, endpoint, body, "gen-")
         keepalive = door.settings.keepalive_interval
         if body.get("stream") is True:
             return _Events(opened, keepalive)

@@ -14,9 +14,8 @@ from ..schemas.openai import ChatRequest, CompletionRequest
 from .answers import Answer
 from .door import Door, open_request, read_object
 from .openapi import documented
-from .rendering import Renderer
+from .rendering import PREFIX, Renderer
 
-PREFIX: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
 BODIES: dict[Endpoint, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,

@@ -54,7 +54,7 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
             if header in request.headers:
                 advice = "with Idempotency-Key a repetition gets the same answer"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
-        reading = (await open_request(request, door, CHAT, asked.chat_body(), "msg")).reading
+        reading = (await open_request(request, door, CHAT, asked.chat_body(), "msg-")).reading
         return MessageAnswer(
             reading,
             MessageRenderer(reading.request, asked.model, asked.stop_sequences or []),

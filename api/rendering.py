@@ -10,7 +10,13 @@ import orjson
 
 from ..schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, ToolCallDelta, Usage
 from ..schemas.jobs import Endpoint
+from ..schemas.turn_items import logprob_json
 
+PREFIX: dict[Endpoint, str] = {  # of the ids of requests
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/v1/embeddings": "embd-",
+}
 _REASONS: dict[FinishReason, str] = {
     "stop": "stop",
     "stop_sequence": "stop",
@@ -111,7 +117,7 @@ class Renderer:
         if all(token.logprobs is None for token in tokens):
             return None
         if self._kind == "chat":
-            return {"content": [_chat_logprob(entry) for entry in entries], "refusal": None}
+            return {"content": [logprob_json(entry) for entry in entries], "refusal": None}
         return self._completion_logprobs(tokens[0].choice, entries)
 
     def _completion_logprobs(self, choice: int, entries: list[TokenLogprob]) -> dict[str, Any]:
@@ -173,14 +179,3 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
     head = {"index": call.index} if call.id is None else {"index": call.index, "id": call.id, "type": "function"}
     return {**head, "function": function}
-
-
-def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": entry.token,
-        "logprob": entry.logprob,
-        "bytes": list(entry.bytes),
-        "top_logprobs": [
-            {"token": rival.token, "logprob": rival.logprob, "bytes": list(rival.bytes)} for rival in entry.top
-        ],
-    }

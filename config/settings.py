@@ -82,6 +82,7 @@ class Settings(BaseSettings):
     )
     file_limit: ByteSize = Field(ByteSize(512 << 20), gt=0, description="Largest file that may be uploaded.")
     files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are kept.")
+    responses_ttl: float = Field(30 * 86400.0, ge=60, description="How long responses and conversations are kept.")
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at a time.")
     default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
     keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream before a keep-alive is sent.")
@@ -147,6 +148,24 @@ class Settings(BaseSettings):
     )
     max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
     heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers say they live.")
+
+    # Tools
+    mcp_config: Path | None = Field(
+        None, description='MCP servers by name, in the JSON that MCP clients share: {"mcpServers": {…}}.'
+    )
+    mcp_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (), description="Beginnings of the URLs of MCP servers that requests may name themselves; none by default."
+    )
+    tool_functions: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (), description="Python functions that models may call, as module:name or file.py:name."
+    )
+    secret_key: str | None = Field(
+        None,
+        min_length=16,
+        repr=False,
+        description="Seals the headers that requests have for MCP servers; the same everywhere, new at each start "
+        "if left out.",
+    )
 
     # Engine
     backend: str = Field(

@@ -17,7 +17,7 @@ from ..schemas.errors import ConfigurationError
 from .settings import Settings
 
 DEFAULT_FILE = Path("penstock.toml")
-SECRET = frozenset({"nats_url", "api_keys"})  # may hold a token or a password: not for messages
+SECRET = frozenset({"nats_url", "api_keys", "secret_key"})  # may hold a token or a password: not for messages
 
 
 @dataclass(frozen=True, slots=True)

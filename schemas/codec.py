@@ -21,6 +21,7 @@ from .events import (
     Event,
     Expired,
     Failed,
+    Item,
     Output,
     Queued,
     Started,
@@ -28,26 +29,36 @@ from .events import (
     TokenLogprob,
     ToolCallDelta,
     TopLogprob,
+    Turn,
     Usage,
 )
 from .jobs import InferenceBatch, Job, ValidatedJob
+from .loops import LoopJob, Step
 
 JOB = "job/1"
 VALIDATED_JOB = "validated-job/1"
 BATCH = "batch/1"
+LOOP_JOB = "loop-job/1"
+STEP = "step/1"
 OUTPUTS = "outputs/1"
 EVENT = "event/1"
 
-Model = TypeVar("Model", Job, ValidatedJob, InferenceBatch)
+Model = TypeVar("Model", Job, ValidatedJob, InferenceBatch, LoopJob, Step)
 
-_SCHEMAS: dict[type[BaseModel], str] = {Job: JOB, ValidatedJob: VALIDATED_JOB, InferenceBatch: BATCH}
+_SCHEMAS: dict[type[BaseModel], str] = {
+    Job: JOB,
+    ValidatedJob: VALIDATED_JOB,
+    InferenceBatch: BATCH,
+    LoopJob: LOOP_JOB,
+    Step: STEP,
+}
 
 
 class DecodeError(PenstockError):
     """The bytes are not what their header says. The message names the fault, never the content."""
 
 
-def encode(value: Job | ValidatedJob | InferenceBatch | Event) -> bytes:
+def encode(value: Job | ValidatedJob | InferenceBatch | LoopJob | Step | Event) -> bytes:
     if isinstance(value, BaseModel):
         return orjson.dumps(value.model_dump(), option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(value)
@@ -108,6 +119,10 @@ def decode_event(data: bytes) -> Event:
                 return Accepted(**value)
             case "queued":
                 return Queued(**value)
+            case "item":
+                return Item(**value)
+            case "turn":
+                return Turn(**value)
             case "done":
                 value["finish_reasons"] = tuple(value["finish_reasons"])
                 value["usage"] = Usage(**value["usage"])

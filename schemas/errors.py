@@ -15,6 +15,7 @@ PenstockError
 ├── Transient               leave the delivery to be retried after a wait
 │   ├── StreamFull          the broker refused a message: a limit of its stream is reached
 │   └── BrokerUnavailable   no answer from the broker in time
+├── ToolFailed              tell the model or the person who asked; the request goes on
 └── Fatal                   stop the process: exit code 2, the message says what to do
     ├── ConfigurationError  every fault of the configuration, one a line
     ├── ModelLoadError      the model's files are missing, broken or unsupported
@@ -128,6 +129,10 @@ class StreamFull(Transient):
 
 class BrokerUnavailable(Transient):
     pass
+
+
+class ToolFailed(PenstockError):
+    """A tool, or the server that has it, could not do its part: in words that a model can read."""
 
 
 class Fatal(PenstockError):

@@ -190,6 +190,31 @@ class Expired:
     type: Literal["expired"] = "expired"
 
 
-Event = Accepted | Queued | Token | Done | Failed | Cancelled | Expired
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something of a response that no model wrote: a list of tools, a tool's result, a question to a person. `item` is
+    as in OpenAI's Responses API. Unless `finished`, it has only begun, and comes again; its id stays."""
+
+    request: str
+    index: int
+    item: dict[str, Any]
+    finished: bool = True
+    type: Literal["item"] = "item"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A response goes on with the chat request `job`, whose events are under its own name. `calls` says of the names
+    that the model may call there what is no function of the client's: `label`, `tool`, and whether a person must
+    approve (`approval`)."""
+
+    request: str
+    index: int
+    job: str
+    calls: dict[str, dict[str, Any]]
+    type: Literal["turn"] = "turn"
+
+
+Event = Accepted | Queued | Item | Turn | Token | Done | Failed | Cancelled | Expired
 Output = Started | Delta
 FINAL = (Done, Failed, Cancelled, Expired)

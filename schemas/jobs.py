@@ -17,6 +17,7 @@ TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # what may stand as one token of a sub
 SubjectToken = Annotated[str, Field(pattern=TOKEN_PATTERN)]
 Priority = Literal["high", "normal", "low"]
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+JobEndpoint = Endpoint | Literal["/v1/responses"]
 
 
 class _Wire(BaseModel):
@@ -49,7 +50,7 @@ class Job(_Wire):
     """
 
     id: SubjectToken | None = None
-    endpoint: Endpoint = "/v1/chat/completions"
+    endpoint: JobEndpoint = "/v1/chat/completions"
     bridge: SubjectToken = "default"
     timeout: Annotated[float, Field(gt=0)] | None = None
     body: dict[str, Any]

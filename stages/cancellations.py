@@ -1,6 +1,7 @@
 """Requests whose client has gone or said stop, as heard on `control.cancel.<request>`.
 
 A cancel may come before the job it means, so it is remembered for a while; whoever already runs the request is told.
+Whoever cancels a response means all of its turns.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..schemas.loops import root_of
 from ..streams.port import Broker, Message
 from ..streams.topology import Subjects
 
@@ -27,7 +29,7 @@ class Cancellations:
         await broker.listen(subjects.cancel_all(), self._hear)
 
     def __contains__(self, request: str) -> bool:
-        return request in self._heard
+        return root_of(request) in self._heard
 
     def watch(self, callback: Callable[[str], None]) -> None:
         """Call back with the name of every request that is cancelled from now on."""
@@ -36,6 +38,7 @@ class Cancellations:
     @contextmanager
     def calling(self, request: str, callback: Callable[[], None]) -> Iterator[None]:
         """Call back, at once if it was heard before, should the request be cancelled inside this context."""
+        request = root_of(request)
         self._callbacks.setdefault(request, []).append(callback)
         try:
             if request in self._heard:

@@ -14,10 +14,11 @@ from .batch import Batch
 from .contract import Stage
 from .queue import Queue
 from .stream import Stream
+from .tools import Tools
 from .validate import Validate
 
 GROUP = "penstock.stages"
-LIGHT: dict[str, type[Stage]] = {"validate": Validate, "queue": Queue, "batch": Batch, "stream": Stream}
+LIGHT: dict[str, type[Stage]] = {"validate": Validate, "queue": Queue, "batch": Batch, "stream": Stream, "tools": Tools}
 
 
 def find_stage(name: str) -> type[Stage]:

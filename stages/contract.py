@@ -19,8 +19,9 @@ import structlog
 from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, Transient
-from ..schemas.events import Cancelled, Event, Usage
+from ..schemas.events import FINAL, Cancelled, Event, Usage
 from ..schemas.jobs import ValidatedJob
+from ..schemas.loops import Step, TurnId
 from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery, Headers, Published
 from ..streams.registry import Registry
 from ..streams.topology import Subjects, partition
@@ -76,10 +77,15 @@ class Pipe:
     async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> None:
         """Store a client event, however long the broker is away; returns when it is stored.
 
-        `place` names the event within its request, and makes a repetition harmless.
+        `place` names the event within its request, and makes a repetition harmless. The end of a response's turn is
+        told to the stage tools as well.
         """
-        subject = self.subjects.events(tenant, bridge, event.request)
-        await self.store(subject, codec.encode(event), f"{event.request}.{place}", codec.EVENT)
+        request = event.request
+        subject = self.subjects.events(tenant, bridge, request)
+        await self.store(subject, codec.encode(event), f"{request}.{place}", codec.EVENT)
+        if isinstance(event, FINAL) and (turn := TurnId.of(request)):
+            step = Step(id=turn.response, turn=request, tenant=tenant, bridge=bridge)
+            await self.store(self.subjects.tools(tenant), codec.encode(step), f"{request}.{place}", codec.STEP)
 
     async def store(
         self, subject: str, data: bytes, message_id: str, schema: str, headers: Headers | None = None

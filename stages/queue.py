@@ -17,6 +17,7 @@ import structlog
 from ..schemas.errors import Overloaded, QuotaExceeded, StreamFull, Transient
 from ..schemas.events import Accepted, Cancelled, Usage
 from ..schemas.jobs import Priority, ValidatedJob
+from ..schemas.loops import root_of
 from ..streams.port import Delivery
 from ..streams.topology import PRIORITIES, batch_stream
 from .admission import Warden
@@ -25,7 +26,7 @@ from .contract import Intake, JobStage, Pipe
 log = structlog.get_logger(__name__)
 
 _LEAST_WAIT = 1.0  # seconds; an estimate below is no reason to refuse
-MOST_PLACES = 30_000  # of jobs in the lanes that are remembered, to be deleted when they are cancelled
+MOST_PLACES = 30_000  # of jobs in a lane that are remembered, to be deleted when they are cancelled
 
 
 class _Place(NamedTuple):
@@ -51,15 +52,17 @@ class Queue(JobStage):
         self._warden = Warden(settings.queue_limit, low, settings.high_watermark, settings.default_timeout)
         self._gone: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)  # had left each lane; set by _look
         self._is_due = asyncio.Event()  # a look
-        self._places: OrderedDict[str, _Place] = OrderedDict()  # by request, the oldest first
+        # By lane and request, the oldest first.
+        self._places: dict[Priority, OrderedDict[str, _Place]] = {priority: OrderedDict() for priority in PRIORITIES}
 
     async def run(self, intake: Intake) -> None:
         await super().run(intake)
         async with asyncio.TaskGroup() as group:
 
             def cancelled(request: str) -> None:
-                if place := self._places.pop(request, None):
-                    group.create_task(self._take_out(place))
+                for lane in self._places.values():
+                    if place := lane.pop(request, None):
+                        group.create_task(self._take_out(place))
 
             self.pipe.cancellations.watch(cancelled)
             while True:
@@ -96,9 +99,10 @@ class Queue(JobStage):
         if stored.sequence - self._gone[job.priority] >= self._warden.full[job.priority]:
             self._is_due.set()  # what comes until the next regular look would be validated in vain
         cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
-        self._places[job.id] = _Place(job.priority, stored.sequence, cancelled, job.tenant, job.bridge)
-        if len(self._places) > MOST_PLACES:
-            self._places.popitem(last=False)
+        lane = self._places[job.priority]
+        lane[root_of(job.id)] = _Place(job.priority, stored.sequence, cancelled, job.tenant, job.bridge)
+        if len(lane) > MOST_PLACES:
+            lane.popitem(last=False)
         accepted = Accepted(job.id, job.model, int(job.created), job.prompt_tokens)
         await self.pipe.emit(accepted, tenant=job.tenant, bridge=job.bridge, place="accepted")
 
@@ -108,7 +112,10 @@ class Queue(JobStage):
         for priority in PRIORITIES:
             held = await self.pipe.broker.held(batch_stream(priority))
             depth[priority] = held.messages
-            self._gone[priority] = held.last - held.messages
+            gone = self._gone[priority] = held.last - held.messages
+            lane = self._places[priority]
+            while lane and next(iter(lane.values())).sequence <= gone:  # lanes are left at the front
+                lane.popitem(last=False)
         before = self._warden.last
         admission = self._warden.update(asyncio.get_running_loop().time(), depth, self._gone)
         data = admission.model_dump_json().encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
 import secrets
@@ -14,9 +15,11 @@ from ..engine.preparing import Preparer, load_preparer
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
-from ..schemas.jobs import TOKEN_PATTERN, Job, Priority, ValidatedJob
+from ..schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
+from ..schemas.loops import LoopJob, is_response
 from ..schemas.openai import parse_request
 from ..schemas.registry import ModelCard
+from ..schemas.responses import parse_responses
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
 from . import endings
 from .contract import Intake, Pipe, Stage
@@ -58,7 +61,10 @@ class Validate(Stage):
         message = delivery.message
         priority, tenant = self._lane(message)
         job = self._decode(message)
-        validated = await self._validate(job, message, priority, tenant)
+        if job.endpoint == "/v1/responses":
+            await self._begin_response(job, message, priority, tenant)
+            return
+        validated = await self._validate(job, job.endpoint, message, priority, tenant)
         route = [self.pipe.subjects.stage(stage, priority, tenant) for stage in self.pipe.settings.job_stages]
         route.append(self.pipe.subjects.batch(priority, tenant))
         await self.pipe.forward(validated, route, delivery)
@@ -78,14 +84,13 @@ class Validate(Stage):
         except DecodeError as error:
             raise InvalidRequest(f"The job cannot be read: {error}.", code="malformed_job") from None
 
-    async def _validate(self, job: Job, message: Message, priority: Priority, tenant: str) -> ValidatedJob:
+    async def _validate(
+        self, job: Job, endpoint: Endpoint, message: Message, priority: Priority, tenant: str
+    ) -> ValidatedJob:
         created = self.pipe.now()
-        request = parse_request(job.endpoint, job.body)
+        request = parse_request(endpoint, job.body)
         deadline = self._deadline(job.timeout or request.timeout, message, created)
-        model = self.pipe.registry.models.get(request.model)
-        if model is None:
-            known = ", ".join(self.pipe.registry.models) or "none yet"
-            raise ModelNotFound(f"The model {request.model!r} is not served here. Served: {known}.", param="model")
+        model = self._model(request.model)
         preparer = await self._preparer(model)
         prepare = partial(
             preparer.prepare,
@@ -99,7 +104,7 @@ class Validate(Stage):
             await self._grammars.check(grammar, model.source, model.backend, param=prepared.grammar_param)
         return ValidatedJob(
             id=job.id or endings.request_id(message),
-            endpoint=job.endpoint,
+            endpoint=endpoint,
             bridge=job.bridge,
             tenant=tenant,
             priority=priority,
@@ -112,6 +117,37 @@ class Validate(Stage):
             form=prepared.form,
             dimensions=prepared.dimensions,
         )
+
+    async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:
+        """Have the stage tools take turns with the model; each comes here again as a chat request."""
+        created = self.pipe.now()
+        request = parse_responses(job.body)
+        self._model(request.model)
+        name = job.id or endings.request_id(message)
+        if job.id is None:
+            name = f"resp_{hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()}"
+        if not is_response(name):
+            raise InvalidRequest("The id of a response is resp_ and 32 hexadecimal digits.", param="id")
+        request.sources()  # it may refuse
+        deadline = self._deadline(job.timeout or request.timeout, message, created)
+        loop = LoopJob(
+            id=name,
+            tenant=tenant,
+            priority=priority,
+            bridge=job.bridge,
+            created=created,
+            deadline=deadline,
+            body=job.body,
+        )
+        subject, headers = self.pipe.subjects.tools(tenant), {DEADLINE: f"{deadline:.3f}"}
+        await self.pipe.store(subject, codec.encode(loop), name, codec.LOOP_JOB, headers)
+
+    def _model(self, name: str) -> ModelCard:
+        model = self.pipe.registry.models.get(name)
+        if model is None:
+            known = ", ".join(self.pipe.registry.models) or "none yet"
+            raise ModelNotFound(f"The model {name!r} is not served here. Served: {known}.", param="model")
+        return model
 
     def _deadline(self, timeout: float | None, message: Message, created: float) -> float:
         given = message.headers.get(DEADLINE)

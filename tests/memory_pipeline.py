@@ -10,6 +10,7 @@ import uuid
 from typing import Any
 
 from penstock.api.bridge import Bridge
+from penstock.api.toolbox import Toolbox
 from penstock.config.settings import Settings
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.echo import EchoBackend
@@ -17,11 +18,12 @@ from penstock.schemas.codec import decode_event
 from penstock.schemas.events import FINAL, Delta, Event
 from penstock.schemas.jobs import Endpoint, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
-from penstock.schemas.registry import ModelCard, WorkerCard
+from penstock.schemas.registry import ModelCard, StageCard, WorkerCard
 from penstock.stages import Pipe, Runner, Stage
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import LIGHT
 from penstock.stages.infer import Infer
+from penstock.stages.tools import Tools
 from penstock.streams.jetstream import JetStreamBroker
 from penstock.streams.memory import MemoryBroker
 from penstock.streams.port import Broker, Message
@@ -29,6 +31,7 @@ from penstock.streams.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
 MODEL = "echo"
+TOOLS_CARD = StageCard(stage="tools", id="t0", pid=os.getpid())
 
 
 class FragileEcho(EchoBackend):
@@ -72,9 +75,12 @@ class Pipeline:
         nats_url: str | None = None,
         memory: type[MemoryBroker] = MemoryBroker,
         kind: type[FragileEcho] = FragileEcho,
+        toolbox: Toolbox | None = None,
+        source: str = MODEL,
         **values: Any,
     ) -> Pipeline:
-        """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend."""
+        """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend, and
+        `source` the model whose tokenizer it has."""
         own: dict[str, Any] = {"lease": 0.5, "namespace": f"p{uuid.uuid4().hex}"}
         settings = Settings(backend="echo", **own | values)
         broker: Broker = memory()
@@ -89,23 +95,25 @@ class Pipeline:
         registry = Registry(broker, interval=0.05)
         pipe = Pipe(broker, subjects, settings, registry, cancellations)
         config = EngineConfig(
-            model=MODEL, backend="echo", max_sequence_length=context_length, echo_rate=settings.echo_rate
+            model=source, backend="echo", max_sequence_length=context_length, echo_rate=settings.echo_rate
         )
         backend = kind(config)
         engine = InferenceEngine(config, backend=backend)
         model = ModelCard(
-            name=MODEL, source=MODEL, backend="echo", context_length=context_length, created=int(time.time())
+            name=MODEL, source=source, backend="echo", context_length=context_length, created=int(time.time())
         )
         worker = WorkerCard(
             id="w0", model=model, capacity=settings.max_batch_size, pid=os.getpid(), incarnation=uuid.uuid4().hex
         )
         pipeline = cls(pipe, engine, backend)
-        stages: list[Stage] = [stage(pipe) for stage in (*LIGHT.values(), *more)]
+        tools = Tools(pipe, toolbox or Toolbox({}))
+        stages = [tools if stage is Tools else stage(pipe) for stage in (*LIGHT.values(), *more)]
         pipeline._runners = [Runner(stage, pipe) for stage in (*stages, Infer(pipe, engine, worker))]
         pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]
-        pipeline._tasks.append(asyncio.create_task(registry.run()))
+        pipeline._tasks += [asyncio.create_task(registry.run()), asyncio.create_task(pipeline._announce())]
         await pipeline.bridge.start()
         await registry.announce_worker(worker)
+        await registry.announce_stage(TOOLS_CARD)
         await registry.refresh()
         return pipeline
 
@@ -113,15 +121,23 @@ class Pipeline:
         self.backend.goes.set()
         for runner in self._runners:
             runner.stop()
-        await asyncio.gather(*self._tasks[:-1])
-        self._tasks[-1].cancel()
+        *stages, registry, announcing = self._tasks
+        await asyncio.gather(*stages)
+        registry.cancel()
+        announcing.cancel()
         await self.pipe.broker.close()
         self.engine.close()
+
+    async def _announce(self) -> None:
+        """Say that the stage tools lives, as a process would."""
+        while True:
+            await asyncio.sleep(1.0)
+            await self.pipe.registry.announce_stage(TOOLS_CARD)
 
     async def lose_worker(self) -> None:
         """The worker leaves, and nobody takes its place."""
         self._runners[-1].stop()
-        await self._tasks[-2]
+        await self._tasks[-3]
         await self.pipe.registry.refresh()
 
     def ask(self, body: dict[str, Any], endpoint: Endpoint = "/v1/completions", **fields: Any) -> list[Event]:

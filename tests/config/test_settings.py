@@ -66,6 +66,10 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         return custom.map(lambda names: (first, *names, *last))
     if name == "cors_origins":
         return st.lists(TOKENS.map("https://{}".format), min_size=1, max_size=3).map(tuple)
+    if name in ("mcp_allowed_urls", "tool_functions"):
+        return st.lists(TOKENS, max_size=3).map(tuple)
+    if name == "secret_key":
+        return st.from_regex(r"[a-z]{16,20}", fullmatch=True)
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
     if kind is bool:
@@ -76,7 +80,9 @@ def _values(name: str) -> st.SearchStrategy[Any]:
     if kind in (int, ByteSize):
         return st.integers(int(lowest), int(highest))
     if kind is float:
-        return st.floats(lowest, highest, exclude_min=_constraint(field, annotated_types.Gt) is not None)
+        below = _constraint(field, annotated_types.Lt) is not None
+        above = _constraint(field, annotated_types.Gt) is not None
+        return st.floats(lowest, highest, exclude_min=above, exclude_max=below)
     return WORDS.map(Path) if kind is Path else WORDS
 
 

@@ -31,7 +31,7 @@ def namespace() -> str:
 
 @pytest_asyncio.fixture
 async def jetstream(server: EmbeddedServer, namespace: str) -> AsyncIterator[JetStreamBroker]:
-    broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=2.0)
+    broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=10.0)
     yield broker
     await broker.close()
 
@@ -42,7 +42,7 @@ async def broker(request: pytest.FixtureRequest, server: EmbeddedServer, namespa
     if request.param == "memory":
         broker = MemoryBroker()
     else:
-        broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=2.0)
+        broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=10.0)
     yield broker
     await broker.close()
 

@@ -1,0 +1,215 @@
+"""OpenAI's `/v1/responses`: made through the pipeline, kept in the broker, and shown by any bridge."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import asdict
+from typing import Any, Literal
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..config.settings import Settings
+from ..schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
+from ..schemas.events import Accepted, ErrorBody, Event, Queued, Turn
+from ..schemas.loops import Ended, Items
+from ..schemas.responses import ResponsesRequest, parse_responses
+from ..streams.response_log import ResponseLog, Stored
+from .answers import FOR_EVER, EventStream, error_of, error_response
+from .chain import Chain
+from .door import Door, open_request, read_object, tenant_of
+from .openapi import STREAMED, documented, refusals
+from .responses_rendering import ResponseRenderer, response_object
+from .sealing import seal
+
+PREFIX = "resp_"
+LOST = 60.0  # seconds after its deadline in which a response may still say how it ended
+MOST = 100  # items of a page
+
+Mode = Literal["stream", "whole", "background"]
+
+
+class ResponseAnswer(EventStream):
+    """A response as SSE, as one JSON body when it has ended, or as that when its place is sure. One that is known to
+    have `begun` is shown whatever became of it."""
+
+    def __init__(
+        self, chain: Chain, renderer: ResponseRenderer, mode: Mode, *, keepalive: float, begun: bool = False
+    ) -> None:
+        super().__init__(chain, keepalive=keepalive, progress=None)
+        self._begun = begun
+        self._renderer = renderer
+        self._mode = mode
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._mode == "stream":
+            await super()._answer(scope, receive, send)
+            return
+        ready = False
+        while not ready:
+            events = await self._reading.take(FOR_EVER)
+            for event in events:
+                self._renderer.render(event)
+                if error := self._refusal(event):
+                    await error_response(error, self._reading.request)(scope, receive, send)
+                    return
+            ready = self._reading.ended or (self._mode == "background" and self._reached(events))
+        body = orjson.dumps(self._renderer.response())
+        await send(self._opening("application/json", {"content-length": str(len(body))}))
+        await send({"type": "http.response.body", "body": body})
+
+    def _reached(self, events: list[Event]) -> bool:
+        """A refusal of the first turn still gets its status; whatever the turn says itself shows that it was taken."""
+        own = self._reading.request
+        return self._begun or any(
+            not (isinstance(event, Turn) or (isinstance(event, Accepted) and event.request == own)) for event in events
+        )
+
+    def _refusal(self, event: Event) -> ErrorBody | None:
+        return error_of(event) if event.request == self._reading.request and not self._begun else None
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        if isinstance(event, Queued):
+            return [self._comment(f"queued {event.position}")]
+        return [self._renderer.render(event)]
+
+
+def add_responses(app: FastAPI, door: Door) -> None:
+    settings = door.settings
+    path = "/v1/responses/{id}"
+
+    @app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))
+    async def create(request: Request) -> Response:
+        """OpenAI's `/v1/responses`, with tools that are run here; Penstock's own parameters are in the schema too."""
+        body = _sealed(await read_object(request, settings), settings)
+        for header in ("penstock-resumable", "last-event-id", "penstock-events"):
+            if header in request.headers:
+                advice = "retrieve the response with stream=true and starting_after"
+                raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
+        if door.registry.missing(["tools"]):
+            raise Overloaded("No copy of the stage tools is running.", code="no_tools_stage", retry_after=2.0)
+        background = body.get("background") is True
+        kept = background or body.get("store") is not False
+        opened = await open_request(request, door, "/v1/responses", body, PREFIX, kept=kept)
+        chain = Chain(door.bridge, opened.reading)
+        renderer = ResponseRenderer(chain.request, body, int(time.time()), model=str(body.get("model")))
+        mode: Mode = "stream" if body.get("stream") is True else "background" if background else "whole"
+        return ResponseAnswer(chain, renderer, mode, keepalive=settings.keepalive_interval)
+
+    @app.get(path, tags=["openai"], responses=STREAMED | refusals(400, 404, 503))
+    async def retrieve(id: str, request: Request) -> Response:
+        """A response as far as it has come; with `stream=true` its events, behind number `starting_after`."""
+        stored, query = await _find(id, request), request.query_params
+        after = query.get("starting_after", "-1")
+        if query.get("stream") != "true":
+            return Response(orjson.dumps(shown(stored)), media_type="application/json")
+        if re.fullmatch("-1|[0-9]{1,9}", after) is None:
+            raise InvalidRequest("starting_after is the number of an event.", param="starting_after")
+        job = stored.begun.job
+        try:
+            reading = await door.bridge.follow(id, job.tenant, deadline=job.deadline + LOST)
+        except StreamNotFound:
+            raise StreamNotFound(
+                "The events of this response are kept no more; retrieve it without stream.", code="events_not_found"
+            ) from None
+        renderer = ResponseRenderer(id, job.body, int(job.created), model=job.body["model"], starting_after=int(after))
+        chain = Chain(door.bridge, reading)
+        return ResponseAnswer(chain, renderer, "stream", keepalive=settings.keepalive_interval, begun=True)
+
+    @app.delete(path, tags=["openai"], responses=refusals(404, 503))
+    async def delete(id: str, request: Request) -> Any:
+        """Forget a response; one that runs is cancelled."""
+        stored = await _stopped(await _find(id, request))
+        await (await ResponseLog.of(door.broker)).delete(stored.begun.job.tenant, stored)
+        return {"id": id, "object": "response", "deleted": True}
+
+    @app.post(f"{path}/cancel", tags=["openai"], responses=refusals(404, 503))
+    async def cancel(id: str, request: Request) -> Any:
+        """Stop a response; one that has ended stays as it is."""
+        return shown(await _stopped(await _find(id, request)))
+
+    @app.get(f"{path}/input_items", tags=["openai"], responses=refusals(400, 404, 503))
+    async def input_items(id: str, request: Request) -> Any:
+        """What the response was asked, in pages."""
+        return page((await _find(id, request)).begun.input, request)
+
+    async def _find(id: str, request: Request) -> Stored:
+        log = await ResponseLog.of(door.broker)
+        stored = await log.read(tenant_of(request), id) if re.fullmatch("resp_[0-9a-f]{32}", id) else None
+        if stored is None:
+            raise StreamNotFound(f"There is no response {id[:100]!r}.", code="response_not_found", param="response_id")
+        return stored
+
+    async def _stopped(stored: Stored) -> Stored:
+        job = stored.begun.job
+        if stored.ended is not None:
+            return stored
+        reading = await door.bridge.follow(job.id, job.tenant)
+        try:
+            if reading.final is None:
+                await reading.cancel()
+        finally:
+            reading.close()
+        return await (await ResponseLog.of(door.broker)).read(job.tenant, job.id) or stored
+
+
+def shown(stored: Stored) -> dict[str, Any]:
+    """A stored response as its client sees it."""
+    ended, deadline = stored.ended, stored.begun.job.deadline
+    if ended is None and time.time() > deadline + LOST:
+        lost = DeadlineExceeded("The deadline passed, and nobody has said how the response ended.")
+        ended = Ended(status="failed", at=deadline, error=asdict(ErrorBody.of(lost)))
+    return response_object(stored.begun, stored.turns, ended)
+
+
+def page(items: Items, request: Request) -> dict[str, Any]:
+    """A page of items, as `limit`, `order` and `after` ask for it. Raises `InvalidRequest`."""
+    query = request.query_params
+    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= MOST):
+        raise InvalidRequest(f"limit is a number from 1 to {MOST}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order is asc or desc.", param="order")
+    found = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [place for place, item in enumerate(found, 1) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after: there is no item {after[:100]!r}.", param="after")
+        found = found[places[0] :]
+    some = found[: int(limit)]
+    return {
+        "object": "list",
+        "data": some,
+        "first_id": some[0]["id"] if some else None,
+        "last_id": some[-1]["id"] if some else None,
+        "has_more": len(found) > len(some),
+    }
+
+
+def _sealed(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The body with its secrets unreadable: what is published is stored. Raises `InvalidRequest`."""
+    tools = body.get("tools")
+    servers = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    if any("sealed" in tool for tool in servers):
+        raise InvalidRequest("tools: sealed is not a known parameter.", code="unknown_parameter", param="tools")
+    if not any(tool.get("headers") or tool.get("authorization") for tool in servers):
+        return body
+    if settings.secret_key is None:
+        raise InvalidRequest(
+            "Headers and authorization need the setting secret_key, the same for every bridge and tools stage; or "
+            "name a server of the configuration.",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    key = settings.secret_key.encode()
+    secrets = {tool.server_label: tool.secrets for tool in parse_responses(body).mcp_tools}
+
+    def without(tool: Any) -> Any:
+        secret = secrets.get(tool.get("server_label")) if tool.get("type") == "mcp" else None
+        plain = {name: value for name, value in tool.items() if name not in ("headers", "authorization")}
+        return plain | {"sealed": seal(secret, key)} if secret else plain
+
+    return {**body, "tools": [without(tool) for tool in servers]}

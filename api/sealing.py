@@ -1,0 +1,37 @@
+"""A client's headers for its MCP servers, encrypted while a response holds on to them.
+
+AES-SIV, because equal secrets must seal to equal texts: a request that is sent again is the same request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESSIV
+
+from ..schemas.errors import ToolFailed
+
+_PURPOSE = b"penstock: headers of an MCP server"
+
+
+def seal(secret: dict[str, str], key: bytes) -> str:
+    """URL-safe text that only who has `key`, of any length, can read."""
+    plain = json.dumps(secret, sort_keys=True).encode()
+    return base64.urlsafe_b64encode(_cipher(key).encrypt(plain, [_PURPOSE])).decode()
+
+
+def unseal(text: str, key: bytes) -> dict[str, str]:
+    """Raises `ToolFailed` for what was sealed with another key, or by nobody."""
+    try:
+        plain = _cipher(key).decrypt(base64.urlsafe_b64decode(text), [_PURPOSE])
+    except (InvalidTag, ValueError):
+        raise ToolFailed("the authorisation was sealed by another installation; send it again") from None
+    secret: dict[str, str] = json.loads(plain)
+    return secret
+
+
+def _cipher(key: bytes) -> AESSIV:
+    return AESSIV(hashlib.sha512(key).digest())

@@ -1,0 +1,258 @@
+"""All tools that requests may use: those of MCP servers and Python functions, behind one port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import httpx2
+import jsonschema
+import referencing.exceptions
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
+
+from ..config.settings import Settings
+from ..schemas.errors import ConfigurationError, InvalidRequest, ToolFailed
+from ..schemas.loops import LoopTool, Source, ToolResult
+from .functions import Function, find_functions
+from .mcp_client import McpClient
+from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers, parse_url
+from .sealing import unseal
+
+MAX_CLIENTS = 256  # servers that clients name, each with one set of headers
+MAX_SCHEMA = 4000  # characters of a schema that a model is reminded of
+
+# What says who is asked, or how a message is framed: none of a client's business.
+_OURS = frozenset({"host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect"})
+_header = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+").fullmatch
+_hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
+
+
+class Toolbox:
+    """`servers` are the configured ones, by name. `allowed_urls` are prefixes of the URLs that a request may name
+    itself; none allows none. `unseal` opens `Source.sealed`.
+
+    Raises `ConfigurationError` for a prefix that is no URL.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, ServerConfig],
+        functions: Sequence[Function] = (),
+        allowed_urls: Sequence[str] = (),
+        unseal: Callable[[str], dict[str, str]] | None = None,
+    ) -> None:
+        self._servers = servers
+        self._functions = {function.name: function for function in functions}
+        self._allowed = _prefixes(allowed_urls)
+        self._unseal = unseal
+        self._clients: dict[tuple[str, tuple[tuple[str, str], ...]], McpClient] = {}  # the longest unused first
+        self._named: dict[str, McpClient] = {}
+
+    def check(self, source: Source) -> None:
+        """Raises `InvalidRequest` for a server that a request may not use. Nothing is asked of the network."""
+        if source.url is not None:
+            place = _place(source.url)
+            if not any(place.origin == one.origin and place.path[: len(one.path)] == one.path for one in self._allowed):
+                _refuse(f"The server_url of {source.label} is not among those that this installation allows.")
+        elif source.label == FUNCTIONS:
+            if not self._functions:
+                _refuse("This installation has no functions as tools.")
+        elif source.label not in self._servers:
+            _refuse(f"No MCP server is called {source.label} here; give its server_url.")
+
+    async def tools(self, source: Source) -> list[LoopTool]:
+        """All that may be called. Raises `ToolFailed`, and `InvalidRequest` as `check` does."""
+        self.check(source)
+        if _is_functions(source):
+            found = [
+                LoopTool(
+                    name=one.name,
+                    label=source.label,
+                    tool=one.name,
+                    description=one.description,
+                    parameters=one.parameters,
+                    repeatable=one.repeatable,
+                )
+                for one in self._functions.values()
+            ]
+        else:
+            found = []
+            for tool in await (await self._client(source)).list_tools():
+                hints = tool.annotations
+                found.append(
+                    LoopTool(
+                        name=re.sub(r"[^A-Za-z0-9_.-]", "_", tool.name)[:128] or "_",
+                        label=source.label,
+                        tool=tool.name,
+                        description=tool.description or "",
+                        parameters=tool.input_schema,
+                        repeatable=hints is not None and bool(hints.read_only_hint or hints.idempotent_hint),
+                    )
+                )
+        return [
+            tool.model_copy(update={"approval": _needs_approval(source, tool.tool)})
+            for tool in found
+            if _is_allowed(source, tool.tool)
+        ]
+
+    async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
+        """Run a tool with the arguments that a model wrote. All that goes wrong is a text for the model."""
+        try:
+            self.check(source)
+            if not _is_allowed(source, tool.tool):
+                raise ToolFailed(f"The tool {tool.name} is not allowed.")
+            given = parse_arguments(tool, arguments)
+            if not _is_functions(source):
+                return await (await self._client(source)).call(tool.tool, given)
+            if tool.tool not in self._functions:
+                raise ToolFailed(f"There is no tool {tool.name} any more.")
+            return await self._functions[tool.tool].run(given)
+        except (InvalidRequest, ToolFailed) as error:
+            return ToolResult(str(error), is_error=True)
+
+    async def run(self, calls: Iterable[tuple[Source, LoopTool, str]]) -> list[ToolResult]:
+        """All calls at once; the results in the order of the calls."""
+        return await asyncio.gather(*(self.call(*call) for call in calls))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all connections."""
+        clients = [*self._clients.values(), *self._named.values()]
+        await asyncio.gather(*(client.close() for client in clients))
+
+    async def _client(self, source: Source) -> McpClient:
+        headers = self._headers(source)
+        config = self._servers.get(source.label) if source.url is None else HttpServer(url=source.url)
+        assert config is not None  # `check` has seen to it
+        if headers:
+            if not isinstance(config, HttpServer):
+                raise ToolFailed(f"{source.label} is no server that headers can be sent to.")
+            config = config.model_copy(update={"headers": {**_lowered(config.headers), **headers}})
+        elif source.url is None:
+            # The operator's own: not many, and never pushed out by those that requests name.
+            return self._named.setdefault(source.label, McpClient(config, name=source.label))
+        assert isinstance(config, HttpServer)
+        key = (config.url, tuple(sorted(config.headers.items())))
+        client = self._clients.pop(key, None) or McpClient(config, name=source.label)
+        while len(self._clients) >= MAX_CLIENTS:
+            idle = next((known for known, one in self._clients.items() if not one.busy), None)
+            if idle is None:
+                raise ToolFailed("Too many MCP servers are being asked at the moment; try again later.")
+            await self._clients.pop(idle).close()
+        return self._clients.setdefault(key, client)
+
+    def _headers(self, source: Source) -> dict[str, str]:
+        if source.sealed is None:
+            return {}
+        if self._unseal is None:
+            raise ToolFailed("This installation takes no authorisation for MCP servers.")
+        headers = _lowered(self._unseal(source.sealed))
+        for name, value in headers.items():
+            if not _header(name) or name in _OURS or name.startswith("mcp-") or not value.isprintable():
+                raise ToolFailed(f"A header that {source.label} is given cannot be sent.")
+            if not value.isascii():
+                raise ToolFailed(f"A header that {source.label} is given has characters beyond ASCII.")
+        return headers
+
+
+def toolbox_of(settings: Settings) -> Toolbox:
+    """What a server offers. Raises `ConfigurationError`."""
+    servers = load_servers(settings.mcp_config, stdio=False) if settings.mcp_config else {}
+    key = settings.secret_key
+    opening = partial(unseal, key=key.encode()) if key else None
+    return Toolbox(servers, find_functions(settings.tool_functions), settings.mcp_allowed_urls, opening)
+
+
+def parse_arguments(tool: LoopTool, arguments: str) -> dict[str, Any]:
+    """What a model wrote, checked against the tool's schema. Raises `ToolFailed` with words that help the model."""
+    try:
+        given = json.loads(arguments if arguments.strip() else "{}", parse_constant=_no_number)
+        if not isinstance(given, dict):
+            raise ValueError("it is no object")
+        json.dumps(given).encode()
+    except (ValueError, RecursionError) as error:
+        raise ToolFailed(
+            f"The arguments of {tool.name} are not a JSON object ({error}). "
+            f"Its schema is {json.dumps(tool.parameters, ensure_ascii=False)[:MAX_SCHEMA]}"
+        ) from None
+    validator = validator_for(tool.parameters, default=jsonschema.Draft202012Validator)
+    try:
+        validator.check_schema(tool.parameters)
+        # An empty registry: with the default one a server's schema could have anything fetched from anywhere.
+        fault = best_match(validator(tool.parameters, registry=referencing.Registry()).iter_errors(given))
+    except (jsonschema.SchemaError, referencing.exceptions.Unresolvable, re.error, RecursionError):
+        return given  # a schema that cannot be used: the server checks for itself
+    if fault is not None:
+        raise ToolFailed(f"The arguments of {tool.name} are wrong: at {fault.json_path}: {fault.message[:1000]}")
+    return given
+
+
+class _Place:
+    """A URL as the allow-list compares it."""
+
+    def __init__(self, url: httpx2.URL) -> None:
+        self.origin = (url.scheme, url.host, url.port)
+        self.path = [step for step in url.raw_path.split(b"?")[0].split(b"/") if step]
+
+
+def _place(text: str) -> _Place:
+    try:
+        url = parse_url(text)
+    except ValueError as error:
+        _refuse(f"The server_url cannot be used: {error}.")
+    path = text.split("?")[0].split("//", 1)[1]
+    # A server may read such a path as another than it looks.
+    if _hidden_step(path) or "//" in path or any(step == "." or step.startswith("..") for step in path.split("/")):
+        _refuse("The server_url cannot be used: its path is not plain.")
+    return _Place(url)
+
+
+def _prefixes(urls: Sequence[str]) -> list[_Place]:
+    faults, places = [], []
+    for url in urls:
+        try:
+            if "?" in url:
+                raise ValueError("a prefix has no query")
+            places.append(_place(url))
+        except (ValueError, InvalidRequest) as error:
+            faults.append(f"the allowed MCP URL {url!r}: {error}")
+    if faults:
+        raise ConfigurationError(faults)
+    return places
+
+
+def _is_functions(source: Source) -> bool:
+    return source.url is None and source.label == FUNCTIONS
+
+
+def _is_allowed(source: Source, tool: str) -> bool:
+    return source.allowed is None or tool in source.allowed
+
+
+def _needs_approval(source: Source, tool: str) -> bool:
+    return tool in source.approval if isinstance(source.approval, tuple) else source.approval == "always"
+
+
+def _lowered(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InvalidRequest(message, param="tools")

@@ -1,0 +1,336 @@
+"""tools: takes turns with a model. It begins a response, runs the tools that a turn has called for, and asks the
+pipeline for the next turn, until the model is done.
+
+Where a response stands is in its log alone; a message only says that it may go on. So any copy can, and a repetition
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, astuple, replace
+from math import inf
+from typing import Any, Literal
+
+from ..schemas import codec
+from ..schemas.codec import DecodeError
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Refusal
+from ..schemas.events import (
+    FINAL,
+    Accepted,
+    Cancelled,
+    Done,
+    ErrorBody,
+    Event,
+    Expired,
+    Failed,
+    Token,
+    Turn,
+    Usage,
+)
+from ..schemas.item_messages import chat_messages
+from ..schemas.items import Approval, approved_calls
+from ..schemas.jobs import Job
+from ..schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
+from ..schemas.responses import parse_responses
+from ..schemas.turn_items import TurnItems, item_id
+from ..streams.conversations import Conversations
+from ..streams.port import DEADLINE, SCHEMA, Delivery
+from ..streams.response_log import ResponseLog, Stored
+from ..streams.topology import EVENTS
+from .calls import Calls, Toolbox, address, count, for_model, list_item, listed, show, tell
+from .contract import Intake, Pipe, Stage
+from .endings import Address
+from .past import Past
+
+MAX_TURNS = 10
+LONGEST_PAUSE = 30.0  # seconds before a turn for which there was no room is asked for again
+
+Status = Literal["completed", "failed", "incomplete", "cancelled"]
+
+
+class Tools(Stage):
+    """Responses to begin and turns that have ended in, turns to run out."""
+
+    name = "tools"
+    concurrency = 256
+
+    def __init__(self, pipe: Pipe, toolbox: Toolbox) -> None:
+        super().__init__(pipe)
+        self._toolbox = toolbox
+        self._log: ResponseLog  # set by run, like these
+        self._conversations: Conversations
+        self._past: Past
+        self._calls: Calls
+
+    async def run(self, intake: Intake) -> None:
+        self._log = await ResponseLog.of(self.pipe.broker)
+        self._conversations = await Conversations.of(self.pipe.broker)
+        self._past = Past(self._log, self._conversations)
+        self._calls = Calls(self.pipe, self._toolbox, self._log)
+        await intake.consume("TOOLS", self.name, self.pipe.subjects.tools_all())
+
+    async def handle(self, delivery: Delivery) -> None:
+        message, again = delivery.message, delivery.attempt > 1
+        match message.headers.get(SCHEMA):
+            case codec.LOOP_JOB:
+                job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
+                await self._unless_cancelled(Address(job.id, job.tenant, job.bridge), self._begin(job, again))
+            case codec.STEP:
+                step = codec.decode_model(Step, message.data, codec.STEP)
+                await self._unless_cancelled(Address(step.id, step.tenant, step.bridge), self._step(step, again))
+            case other:
+                raise DecodeError(f"the stage tools does not read {other}")
+
+    async def _unless_cancelled(self, response: Address, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work; a response that is cancelled before or meanwhile ends so."""
+        task = asyncio.create_task(work)
+
+        def stop() -> None:
+            task.cancel()
+
+        try:
+            with self.pipe.cancellations.calling(response.request, stop):
+                await task
+        except asyncio.CancelledError:
+            if not task.cancelled():  # it is we who must leave
+                task.cancel()
+                raise
+            stored = await self._log.read(response.tenant, response.request)
+            if stored is not None:
+                await self._end(stored, "cancelled")
+            else:
+                await tell(self.pipe, response, Cancelled(response.request, Usage(0, 0, 0)), "end")
+
+    async def _begin(self, job: LoopJob, again: bool) -> None:
+        stored = await self._log.read(job.tenant, job.id)
+        if stored is None:
+            try:
+                async with asyncio.timeout(job.deadline - self.pipe.now()):
+                    stored = Stored(await self._prepare(job))
+            except TimeoutError:
+                raise DeadlineExceeded("The deadline passed while the tools were listed.") from None
+            await self._log.write(job.tenant, job.id, stored.begun)
+        if not stored.turns:
+            await self._advance(stored, self._go_on(stored, again))
+
+    async def _step(self, step: Step, again: bool) -> None:
+        turn, stored = TurnId.of(step.turn), await self._log.read(step.tenant, step.id)
+        if turn is None or stored is None or turn.turn < len(stored.turns):
+            return  # the response is forgotten, or further on
+        if turn.turn > len(stored.turns) and stored.ended is None:
+            await self._advance(stored, self._take(stored, turn, again))
+        else:
+            await self._advance(stored, self._go_on(stored, again))
+
+    async def _advance(self, stored: Stored, work: Coroutine[Any, Any, None]) -> None:
+        """What goes wrong with a response that has begun is its end."""
+        try:
+            async with asyncio.timeout(stored.begun.job.deadline - self.pipe.now()):
+                await work
+        except TimeoutError:
+            await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed between two turns.")))
+        except Refusal as refusal:
+            await self._end(stored, "failed", ErrorBody.of(refusal))
+
+    async def _prepare(self, job: LoopJob) -> Begun:
+        """Check a response's request, list its tools and make the calls that a person has approved.
+
+        Raises `InvalidRequest`.
+        """
+        request = parse_responses(job.body)
+        sources = request.sources()
+        for source in sources:
+            self._toolbox.check(source)
+        history, input = await self._past.items(job, request)
+        answers = approved_calls(history, input)
+        chat_messages([*history, *input], request.instructions, before=len(history))  # it may refuse
+        await tell(self.pipe, address(job), Accepted(job.id, request.model, int(job.created), 0), "accepted")
+
+        known = {
+            item["server_label"]: item for item in history if item["type"] == "mcp_list_tools" and not item.get("error")
+        }
+        ids = [item_id("mcp_list_tools", TurnId(job.id, 0), number) for number in range(len(sources))]
+        empty = [list_item(source.label, id) for source, id in zip(sources, ids, strict=True)]
+        await show(self.pipe, job, 0, empty, finished=False)
+        async with asyncio.TaskGroup() as group:
+            listings = [
+                group.create_task(listed(self._toolbox, source, item, known.get(source.label)))
+                for source, item in zip(sources, empty, strict=True)
+            ]
+            items: Items = []
+            found: list[LoopTool] = []
+            for listing in listings:
+                item, tools = await listing
+                await show(self.pipe, job, len(sources) + len(items), [item])
+                items.append(item)
+                found += tools
+        sealed = {source.label: source.sealed for source in sources if source.sealed}
+        if sealed:
+            await self._log.keep_sealed(job.tenant, job.id, sealed)
+        begun = Begun(
+            job=job.model_copy(update={"body": _unsealed(job.body)}),
+            sources=tuple(source.model_copy(update={"sealed": None}) for source in sources),
+            tools=for_model(found, sources, [tool.name for tool in request.function_tools]),
+            history=history,
+            input=input,
+            items=items,
+            index=2 * len(items),
+        )
+        return await self._with_approved(begun, answers)
+
+    async def _with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
+        """The beginning with the calls made that a person has approved."""
+        calls = [
+            {
+                "id": item_id("mcp_call", TurnId(begun.job.id, 0), len(begun.items) + number),
+                "type": "mcp_call",
+                "server_label": asked["server_label"],
+                "name": asked["name"],
+                "arguments": asked["arguments"],
+                "approval_request_id": asked["id"],
+                "status": "in_progress",
+                "output": None,
+                "error": None,
+            }
+            for number, (asked, approved, _) in enumerate(answers)
+            if approved
+        ]
+        await show(self.pipe, begun.job, begun.index, calls, finished=False)
+        items = await self._calls.make_all(begun, 0, [*begun.items, *calls], begun.index + len(calls))
+        return begun.model_copy(update={"items": items, "index": begun.index + 2 * len(calls)})
+
+    async def _go_on(self, stored: Stored, again: bool) -> None:
+        """Ask for the next turn, or end the response."""
+        request = parse_responses(stored.begun.job.body)
+        last = stored.turns[-1] if stored.turns else None
+        kinds = {item["type"] for item in last.items} if last else set()
+        if stored.ended is not None:
+            await self._tell_end(stored, stored.ended)
+        elif last is not None and last.reason == "deadline":
+            await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed in a turn.")))
+        elif last is not None and (last.reason == "length" or _spent(stored) >= (request.max_output_tokens or inf)):
+            await self._end(stored, "incomplete")
+        elif last is not None and ("mcp_call" not in kinds or kinds & {"function_call", "mcp_approval_request"}):
+            await self._end(stored, "completed")
+        else:
+            await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1), again)
+
+    async def _ask(self, stored: Stored, turn: TurnId, again: bool) -> None:
+        """Send the next turn's request into the pipeline, unless it was sent long ago."""
+        begun, job, id = stored.begun, stored.begun.job, str(turn)
+        request = parse_responses(job.body)
+        is_last = turn.turn >= (request.max_turns or MAX_TURNS)
+        body = request.chat_body(
+            chat_messages(
+                [*begun.history, *begun.input, *stored.output],
+                request.instructions,
+                tools=begun.tools,
+                before=len(begun.history),
+            ),
+            begun.tools,
+            first=turn.turn == 1 and not count(begun.items),
+            spent=_spent(stored),
+            tools_allowed=not is_last and count(stored.output) < (request.max_tool_calls or inf),
+        )
+        if again and await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
+            return
+        calls = {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in begun.tools}
+        index = stored.index + turn.attempt
+        await tell(self.pipe, address(job), Turn(job.id, index, id, calls), str(index))
+        asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
+        headers = {DEADLINE: f"{job.deadline:.3f}"}
+        await self.pipe.store(
+            self.pipe.subjects.jobs(job.priority, job.tenant), codec.encode(asked), id, codec.JOB, headers
+        )
+
+    async def _take(self, stored: Stored, turn: TurnId, again: bool) -> None:
+        """Go on from a turn that has ended."""
+        begun, job = stored.begun, stored.begun.job
+        tokens, final = await self._answer(job.tenant, str(turn))
+        match final:
+            case Failed(error=error) if error.status in (429, 503) and turn.turn > 1:
+                # The response has its place, and its turns wait for theirs.
+                await asyncio.sleep(min(error.retry_after or 1.0, LONGEST_PAUSE))
+                await self._ask(stored, turn._replace(attempt=turn.attempt + 1), again)
+            case Failed(error=error) | Expired(error=error):
+                await self._end(stored, "failed", error)
+            case Cancelled():
+                await self._end(stored, "cancelled")
+            case Done(finish_reasons=(reason, *_), usage=usage):
+                calls = {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in begun.tools}
+                fold = TurnItems(str(turn), calls, logprobs=parse_responses(job.body).wants_logprobs)
+                for token in tokens:
+                    fold.feed(token)
+                fold.finish(reason)
+                index = stored.index + turn.attempt + 1
+                items = await self._calls.make_all(begun, turn.turn, fold.items, index, made=count(stored.output))
+                turned = Turned(
+                    turn=turn.turn,
+                    items=items,
+                    reason=reason,
+                    usage=asdict(usage),
+                    index=index + count(items),
+                )
+                await self._log.write(job.tenant, job.id, turned)
+                await self._go_on(replace(stored, turns=(*stored.turns, turned)), again)
+            case _:
+                raise GenerationFailed("The broker has lost a turn's answer.")
+
+    async def _answer(self, tenant: str, request: str) -> tuple[list[Token], Event | None]:
+        """What a turn's model said, in order, and how it ended."""
+        tokens: list[Token] = []
+        final: Event | None = None
+        for message in await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(tenant, request)):
+            event = codec.decode_event(message.data)
+            if isinstance(event, Token):
+                tokens.append(event)
+            elif isinstance(event, FINAL):
+                final = event
+        tokens.sort(key=lambda token: token.index)  # after an outage, two may be stored in the wrong order
+        if isinstance(final, Done) and sum(len(token.token_ids) for token in tokens) != final.usage.completion_tokens:
+            final = None
+        return tokens, final
+
+    async def _end(self, stored: Stored, status: Status, error: ErrorBody | None = None) -> None:
+        """The response ends here: it is kept, its items go to its conversation, and whoever listens is told."""
+        job = stored.begun.job
+        stored = await self._log.read(job.tenant, job.id) or stored
+        if stored.ended is None:
+            ended = Ended(status=status, at=self.pipe.now(), error=asdict(error) if error else None)
+            conversation = parse_responses(job.body).conversation
+            if conversation is not None and status in ("completed", "incomplete"):
+                items = [*stored.begun.input, *stored.output]
+                await self._conversations.add(job.tenant, conversation, job.id, items)
+            await self._log.write(job.tenant, job.id, ended)
+        await self._tell_end(stored, stored.ended or ended)
+
+    async def _tell_end(self, stored: Stored, ended: Ended) -> None:
+        job = stored.begun.job
+        usages = [Usage(**turn.usage) for turn in stored.turns]
+        usage = Usage(*map(sum, zip(*map(astuple, usages), strict=True))) if usages else Usage(0, 0, 0)
+        error = ErrorBody(**ended.error) if ended.error else None
+        final: Event
+        if error is not None:
+            final = Expired(job.id, error) if error.status == 408 else Failed(job.id, error)
+        elif ended.status == "cancelled":
+            final = Cancelled(job.id, usage)
+        else:
+            final = Done(job.id, ("length" if ended.status == "incomplete" else "stop",), usage)
+        await tell(self.pipe, address(job), final, "end")
+        await self._log.drop_sealed(job.tenant, job.id)
+        never_said = error is not None and error.status < 500 and not stored.turns  # its client heard a refusal
+        if job.body.get("store") is False or never_said:
+            await self._log.delete(job.tenant, replace(stored, ended=ended))
+
+
+def _spent(stored: Stored) -> int:
+    """Output tokens so far."""
+    return sum(turn.usage["completion_tokens"] for turn in stored.turns)
+
+
+def _unsealed(body: dict[str, Any]) -> dict[str, Any]:
+    """A request without what was sealed in it."""
+    tools = [{name: value for name, value in tool.items() if name != "sealed"} for tool in body.get("tools") or ()]
+    return {**body, "tools": tools} if tools else body

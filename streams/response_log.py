@@ -1,0 +1,146 @@
+"""What is kept of responses: of each a log whose entries are written once, and a ledger of the calls made for it.
+
+Whoever goes on with a response reads where it stands from here, so that any copy can, after any death. A call is
+claimed in the ledger before it is made and its result is kept there, so that nobody makes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import NamedTuple, Self, TypeVar
+
+import orjson
+
+from ..schemas.loops import Begun, Ended, Items, ToolResult, Turned
+from .objects import Objects
+from .port import Broker, Bucket
+from .topology import RESPONSES
+
+Entry = TypeVar("Entry", Begun, Turned, Ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response, as far as it has come."""
+
+    begun: Begun
+    turns: tuple[Turned, ...] = ()
+    ended: Ended | None = None
+
+    @property
+    def output(self) -> Items:
+        """Its items so far."""
+        return [*self.begun.items, *(item for turn in self.turns for item in turn.items)]
+
+    @property
+    def index(self) -> int:
+        """The number of events told by the end of the newest entry."""
+        return self.turns[-1].index if self.turns else self.begun.index
+
+
+class Place(NamedTuple):
+    """A call: the item at `number` of a turn, or of what came before the first (`turn` 0)."""
+
+    tenant: str
+    response: str
+    turn: int
+    number: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}.{self.response}.call-{self.turn}-{self.number}"
+
+
+class Claim(NamedTuple):
+    """What the ledger says of a call: claimed by whom, just now or before, and its result once there is one."""
+
+    owner: str
+    is_new: bool
+    result: ToolResult | None
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLog:
+    """The responses of all tenants, by tenant and id."""
+
+    _entries: Objects
+    _ledger: Bucket
+
+    @classmethod
+    async def of(cls, broker: Broker) -> Self:
+        return cls(await Objects.of(broker, RESPONSES), await broker.bucket(RESPONSES))
+
+    async def read(self, tenant: str, id: str) -> Stored | None:
+        """None where it has not begun, or is kept no more."""
+        begun, ended = await asyncio.gather(
+            self._read(Begun, f"{tenant}.{id}.begun"), self._read(Ended, f"{tenant}.{id}.ended")
+        )
+        if begun is None:
+            return None
+        turns: list[Turned] = []
+        while (turned := await self._read(Turned, f"{tenant}.{id}.turn-{len(turns) + 1}")) is not None:
+            turns.append(turned)
+        return Stored(begun, tuple(turns), ended)
+
+    async def write(self, tenant: str, id: str, entry: Begun | Turned | Ended) -> None:
+        """Add an entry, unless there is one in its place already."""
+        match entry:
+            case Begun():
+                name = "begun"
+            case Turned():
+                name = f"turn-{entry.turn}"
+            case Ended():
+                name = "ended"
+
+        async def data() -> AsyncIterator[bytes]:
+            yield orjson.dumps(entry.model_dump())
+
+        await self._entries.put(f"{tenant}.{id}.{name}", data(), {})
+
+    async def delete(self, tenant: str, stored: Stored) -> None:
+        """Forget a response; the beginning goes last, so that what is half deleted is deleted again."""
+        id = stored.begun.job.id
+        for turn in range(len(stored.turns) + 1):
+            for number in range(len(stored.turns[turn - 1].items if turn else stored.begun.items)):
+                await self._ledger.delete(Place(tenant, id, turn, number).key)
+        await self._ledger.delete(f"{tenant}.{id}.sealed")
+        for name in (*(f"turn-{turned.turn}" for turned in stored.turns), "ended", "begun"):
+            if (info := await self._entries.info(f"{tenant}.{id}.{name}")) is not None:
+                await self._entries.delete(info)
+
+    async def claim(self, place: Place, owner: str) -> Claim:
+        """Claim a call; an earlier claim stands."""
+        while True:
+            revision = await self._ledger.create(place.key, orjson.dumps([owner]))
+            if revision is not None:
+                return Claim(owner, True, None, revision)
+            if (entry := await self._ledger.get(place.key)) is not None:  # else it has expired in between
+                first, *rest = orjson.loads(entry.value)
+                return Claim(first, False, ToolResult(*rest) if rest else None, entry.revision)
+
+    async def settle(self, place: Place, claim: Claim, result: ToolResult) -> ToolResult:
+        """Keep the result of a claimed call; returns the one that stands, which is the first."""
+        if await self._ledger.update(place.key, orjson.dumps([claim.owner, *result]), claim.revision) is not None:
+            return result
+        return (await self.claim(place, claim.owner)).result or result
+
+    async def keep_sealed(self, tenant: str, id: str, sealed: dict[str, str]) -> None:
+        """Keep what was sealed for each label, until `drop_sealed`."""
+        await self._ledger.put(f"{tenant}.{id}.sealed", orjson.dumps(sealed))
+
+    async def sealed(self, tenant: str, id: str) -> dict[str, str]:
+        entry = await self._ledger.get(f"{tenant}.{id}.sealed")
+        found: dict[str, str] = orjson.loads(entry.value) if entry else {}
+        return found
+
+    async def drop_sealed(self, tenant: str, id: str) -> None:
+        await self._ledger.delete(f"{tenant}.{id}.sealed")
+
+    async def _read(self, kind: type[Entry], name: str) -> Entry | None:
+        info = await self._entries.info(name)
+        if info is None:
+            return None
+        return kind.model_validate_json(b"".join([piece async for piece in self._entries.read(info)]))
