@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
 import typer
@@ -24,7 +24,6 @@ from .api.keys import Keys
 from .api.options import with_settings
 from .api.server import serve_http
 from .api.supervisor import Supervisor, announce, base_url, broker_url, listen
-from .api.toolbox import toolbox_of
 from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
@@ -43,6 +42,9 @@ from .stages.tools import Tools
 from .streams.jetstream import JetStreamBroker
 from .streams.registry import Registry
 from .streams.topology import Subjects, topology
+
+if TYPE_CHECKING:
+    from .api.toolbox import Toolbox
 
 log = structlog.get_logger(__name__)
 
@@ -127,11 +129,12 @@ async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: so
     """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
     stopping = _stop_signal()
     async with (
-        toolbox_of(settings) as toolbox,
         _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe,
+        contextlib.AsyncExitStack() as ending,
         asyncio.TaskGroup() as group,
     ):
-        parts = [Tools(pipe, toolbox) if kind is Tools else kind(pipe) for kind in stages]
+        toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
+        parts = [Tools(pipe, toolbox) if toolbox and kind is Tools else kind(pipe) for kind in stages]
         runners = [Runner(part, pipe) for part in parts]
         running = [group.create_task(runner.run()) for runner in runners]
         background = [group.create_task(_heartbeats(pipe, parts)), group.create_task(pipe.registry.run())]
@@ -268,10 +271,17 @@ def _stop_signal() -> asyncio.Event:
     return stopping
 
 
+def _toolbox(settings: Settings) -> Toolbox:
+    from .api.toolbox import toolbox_of  # brings MCP's client, which few processes need
+
+    return toolbox_of(settings)
+
+
 def _check(settings: Settings) -> None:
     """Faults of keys and tools show here, before anything has started."""
     Keys(settings.api_keys or (), settings.api_keys_file)
-    toolbox_of(settings)
+    if settings.mcp_config or settings.mcp_allowed_urls or settings.tool_functions:
+        _toolbox(settings)
 
 
 def _with_model(settings: Settings) -> Settings:

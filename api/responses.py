@@ -64,6 +64,8 @@ class ResponseAnswer(EventStream):
     def _reached(self, events: list[Event]) -> bool:
         """A refusal of the first turn still gets its status; whatever the turn says itself shows that it was taken."""
         own = self._reading.request
+        if self._mode == "background":  # until a turn was taken, its log may not have begun
+            return any(event.request != own for event in events)
         return self._begun or any(
             not (isinstance(event, Turn) or (isinstance(event, Accepted) and event.request == own)) for event in events
         )

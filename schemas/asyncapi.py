@@ -12,16 +12,19 @@ from pydantic import TypeAdapter
 from . import codec
 from .events import Event, Output
 from .jobs import InferenceBatch, Job, ValidatedJob
+from .loops import LoopJob, Step
 
 MESSAGES: dict[str, tuple[str, Any]] = {
     "Job": (codec.JOB, Job),
     "ValidatedJob": (codec.VALIDATED_JOB, ValidatedJob),
     "InferenceBatch": (codec.BATCH, InferenceBatch),
+    "LoopJob": (codec.LOOP_JOB, LoopJob),
+    "Step": (codec.STEP, Step),
     "Outputs": (codec.OUTPUTS, list[Output]),
     "Event": (codec.EVENT, Event),
 }
 
-# name: (address below the namespace, message, what a user of it should know)
+# name: (address below the namespace, messages, what a user of it should know)
 _CHANNELS: dict[str, tuple[str, str, str]] = {
     "jobs": (
         "jobs.{priority}.{tenant}",
@@ -38,6 +41,7 @@ _CHANNELS: dict[str, tuple[str, str, str]] = {
     "batch": ("batch.{priority}.{tenant}", "ValidatedJob", "The priority lanes."),
     "infer": ("infer.{worker}", "InferenceBatch", "Input of one worker."),
     "stream": ("stream.{partition}.{request}", "Outputs", "What the engine says of one request."),
+    "tools": ("tools.{tenant}", "LoopJob Step", "Responses to begin, and news that one may go on."),
     "events": ("events.{tenant}.{bridge}.{request}", "Event", "Read a request's events here, live or replayed."),
 }
 
@@ -57,13 +61,13 @@ def asyncapi(namespace: str, version: str) -> dict[str, Any]:
     """The AsyncAPI document for one namespace."""
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
-    for name, (address, message, description) in _CHANNELS.items():
+    for name, (address, messages, description) in _CHANNELS.items():
         parameters: dict[str, Any] = {part: {} for part in _parameters(address)}
         channels[name] = {
             "address": f"{namespace}.{address}",
             "description": description,
             "parameters": parameters,
-            "messages": {message: {"$ref": f"#/components/messages/{message}"}},
+            "messages": {message: {"$ref": f"#/components/messages/{message}"} for message in messages.split()},
         }
         operations[f"use_{name}"] = {
             "action": "receive" if name == "jobs" else "send",

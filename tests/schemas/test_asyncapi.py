@@ -19,6 +19,8 @@ MESSAGES = {
     "Job": codec.JOB,
     "ValidatedJob": codec.VALIDATED_JOB,
     "InferenceBatch": codec.BATCH,
+    "LoopJob": codec.LOOP_JOB,
+    "Step": codec.STEP,
     "Outputs": codec.OUTPUTS,
     "Event": codec.EVENT,
 }
@@ -62,6 +64,7 @@ def test_addresses_are_the_subjects_that_are_used(document: dict[str, Any]) -> N
         "batch": subjects.batch(PRIORITIES[0], "tenant"),
         "infer": subjects.infer("worker"),
         "stream": subjects.stream(3, "request"),
+        "tools": subjects.tools("tenant"),
         "events": subjects.events("tenant", "bridge", "request"),
     }
 
