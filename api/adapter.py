@@ -12,20 +12,22 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 
-from ..engine import EngineRequest, InferenceEngine, RequestHandle
+from ..engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
 from ..engine.blocking import wait_for
 from ..engine.preparing import Prepared, Preparer
 from ..engine.reader import AnswerReader
+from ..schemas.embeddings import EmbeddingRequest
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta, Done, FinishReason, Token, Usage
 from ..schemas.jobs import Endpoint
-from ..schemas.openai import ChatRequest, CompletionRequest, parse_request
-from .rendering import PREFIX, Renderer
+from ..schemas.openai import parse_request
+from .rendering import PREFIX, Embeddings, Renderer
 
 CHAT: Endpoint = "/v1/chat/completions"
 
@@ -86,8 +88,6 @@ class OpenAIAdapter:
         request = parse_request(endpoint, {"model": self.name, **body})
         if request.model != self.name:
             raise InvalidRequest(f"This engine serves {self.name!r} alone.", code="model_not_found", param="model")
-        if not isinstance(request, ChatRequest | CompletionRequest):
-            raise InvalidRequest("This adapter answers chats and completions.", param="endpoint")
         for name in ("timeout", "priority", "service_tier"):
             if getattr(request, name) not in (None, "auto"):
                 raise InvalidRequest(f"There is no queue here, and {name} means nothing; leave it out.", param=name)
@@ -99,15 +99,14 @@ class OpenAIAdapter:
             seed=secrets.randbits(63),
         )
         await self.engine.prepare(prepared.params)
-        options = request.stream_options
-        renderer = Renderer(
-            endpoint,
-            f"{PREFIX[endpoint]}{uuid.uuid4().hex}",
-            self.name,
-            int(time.time()),
-            streaming=streaming,
-            include_usage=options is not None and options.include_usage is True,
-        )
+        id = f"{PREFIX[endpoint]}{uuid.uuid4().hex}"
+        if isinstance(request, EmbeddingRequest):
+            if streaming:
+                raise InvalidRequest("Embeddings come in one piece; use create().", param="stream")
+            renderer: Renderer = Embeddings(id, self.name, encoded=request.encoding_format == "base64")
+        else:
+            usage = request.stream_options is not None and request.stream_options.include_usage is True
+            renderer = Renderer(endpoint, id, self.name, int(time.time()), streaming=streaming, include_usage=usage)
         return _Running(self.engine, prepared, renderer)
 
 
@@ -116,6 +115,9 @@ class _Running:
 
     def __init__(self, engine: InferenceEngine, prepared: Prepared, renderer: Renderer) -> None:
         n = prepared.params.n
+        kind: Callable[..., EngineRequest] = EngineRequest
+        if isinstance(renderer, Embeddings):
+            kind = partial(EmbeddingInput, dimensions=prepared.dimensions)
         self.renderer = renderer
         self._prompt_tokens = sum(map(len, prepared.prompts))
         self._reasons: list[FinishReason] = ["stop"] * (len(prepared.prompts) * n)  # by choice; set by `_read`
@@ -123,7 +125,7 @@ class _Running:
         self._num_tokens = self._num_cached = 0  # set by `_read`
         self._handles: list[RequestHandle] = []
         for place, prompt in enumerate(prepared.prompts):
-            request = EngineRequest(
+            request = kind(
                 id=f"{renderer.request}.{place}",
                 prompt=tuple(prompt),
                 params=prepared.params,

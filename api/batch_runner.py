@@ -29,9 +29,8 @@ from ..streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, FILES
 from .batch_input import check_lines, read_line, read_lines
 from .batches import change
 from .bridge import Bridge, Reading
-from .embeddings import Embeddings
 from .files import put_file, sweep
-from .rendering import PREFIX, Renderer, error_payload
+from .rendering import PREFIX, Embeddings, Renderer, error_payload
 
 log = structlog.get_logger(__name__)
 

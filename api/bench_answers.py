@@ -14,24 +14,20 @@ from itertools import takewhile
 from random import Random
 from typing import Any, NamedTuple
 
-from .bench_load import Client, Event, Sample, clock
+from .bench_load import Client, Sample, clock
 
 PATIENCE = 120.0  # seconds until a request is given up
 PAUSE = 0.2  # seconds before the next try at another bridge
-
-WORDS = (
-    "der Fluß|水力発電|dam|🙂|naïve|гидро|turbine|3.14|«ja»|क्ष|pipe\n|valve|é̂|flow,|0x1F|gate|water.|👩\u200d🔧|end;"
-)
-KINDS = ("lost", "doubled", "different")
+WORDS = "der Fluß|水力発電|dam|🙂|naïve|гидро|3.14|«ja»|क्ष|pipe\n|é̂|water.|👩\u200d🔧|end;".split("|")  # noqa: SIM905
 
 Request = tuple[str, dict[str, Any]]  # path and body
 
 
 def mixed_requests(count: int, longest: int, seed: int, model: str) -> list[Request]:
     """Paths and bodies, of all kinds in turn; the same of the same arguments."""
-    random, words, found = Random(seed), WORDS.split("|"), []
+    random, found = Random(seed), []
     for place in range(count):
-        text = " ".join(f"{random.choice(words)} {random.randrange(1000)}" for _ in range(random.randint(1, 60)))
+        text = " ".join(f"{random.choice(WORDS)} {random.randrange(1000)}" for _ in range(random.randint(1, 60)))
         body: dict[str, Any] = {"model": model, "seed": place, "stream": True, "ignore_eos": random.random() < 0.8}
         body |= {"priority": random.choice(("high", "normal", "normal", "low")), "n": random.choice((1, 1, 1, 2))}
         body |= {"max_tokens": random.randint(longest // 8, longest), "stream_options": {"include_usage": True}}
@@ -42,9 +38,8 @@ def mixed_requests(count: int, longest: int, seed: int, model: str) -> list[Requ
         if random.random() < 0.3:
             found.append(("/v1/completions", body | {"prompt": text} | ({"logprobs": 1} if with_logprobs else {})))
         else:
-            body["messages"] = [{"role": "user", "content": text}]
-            body |= {"logprobs": True, "top_logprobs": 1} if with_logprobs else {}
-            found.append(("/v1/chat/completions", body))
+            body |= {"messages": [{"role": "user", "content": text}], "logprobs": with_logprobs}
+            found.append(("/v1/chat/completions", body | ({"top_logprobs": 1} if with_logprobs else {})))
     return found
 
 
@@ -55,14 +50,8 @@ class Answer(Sample):
     # What was said, piece by piece, by what it is: "choice 0, text" holds characters.
     said: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     names: set[str] = field(default_factory=set)  # under which the server ran it: one
-    last: str = ""  # event id
-    resumed: int = 0  # times that it went on behind an event id
-    repeated: int = 0  # times that it was asked again, before there was one
-    refusals: Counter[str] = field(default_factory=Counter)  # by status and code
-
-    def take(self, event: Event, now: float) -> None:
-        super().take(event, now)
-        self.last = event.id.decode() or self.last
+    # How often it was resumed behind an event id, or repeated before there was one, or refused, by status and code.
+    detours: Counter[str] = field(default_factory=Counter)
 
     def add(self, event: dict[str, Any], now: float) -> None:
         super().add(event, now)
@@ -80,13 +69,6 @@ class Answer(Sample):
             self.said["usage"].append((usage["prompt_tokens"], usage["completion_tokens"]))
 
 
-class Fault(NamedTuple):
-    """`kind` is one of `KINDS`."""
-
-    kind: str
-    detail: str
-
-
 async def ask(clients: Sequence[Client], path: str, body: dict[str, Any], key: str, first: int) -> Answer:
     """Ask at client number `first`, and read to the end, wherever that is. What fails for good is the `error`."""
     answer, place, sent, reason = Answer(), first, clock(), ""
@@ -100,18 +82,24 @@ async def ask(clients: Sequence[Client], path: str, body: dict[str, Any], key: s
                     await clients[place % len(clients)].send(path, body, answer, headers | resume)
                 except OSError as error:
                     reason, wait, place = str(error), PAUSE, place + 1
-                    answer.resumed += bool(answer.last)
-                    answer.repeated += not answer.last
+                    answer.detours["resumed" if answer.last else "repeated"] += 1
                 else:
                     if answer.retry_after is None:
                         break
                     reason, wait = str(answer.error), answer.retry_after
-                    answer.refusals[reason.partition(":")[0]] += 1
+                    answer.detours[reason.partition(":")[0]] += 1
                 await asyncio.sleep(wait)
     except TimeoutError:
         answer.error = f"given up after {PATIENCE:g} s; the last time: {reason}"
     answer.sent, answer.ended = sent, clock()
     return answer
+
+
+class Fault(NamedTuple):
+    """`kind` is lost, doubled or different."""
+
+    kind: str
+    detail: str
 
 
 def compare(expected: Answer, got: Answer) -> Fault | None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -28,9 +27,10 @@ from ..schemas.errors import StartupError
 from . import bench_report
 from .options import with_settings
 
-LEAD = 3  # tokens of an answer, at the least, before its decoding is measured
 PREFILLED = 1024  # tokens of a round, at the least: short prompts are repeated
-UNITS = {"read_bytes": ("GB", 1e-9), "flops": ("TFLOP", 1e-12)}
+UNITS = {"read_bytes": ("GB/s", 1e-9), "flops": ("TFLOP/s", 1e-12)}
+
+Limits = list[dict[str, float]]
 
 
 @with_settings
@@ -42,7 +42,7 @@ def bench_engine(
     context: Annotated[int, Option(min=1, help="Tokens of a row's prompt before decoding is measured.")] = 128,
     steps: Annotated[int, Option(min=1, help="Decoding steps of a round.")] = 32,
     rounds: Annotated[int, Option(min=1, help="Of each measurement, in turn; the table has medians.")] = 3,
-    json: Annotated[Path | None, Option(help="File for all rounds and settings; - is standard output.")] = None,
+    json: bench_report.Json = None,
 ) -> None:
     """Measure the engine alone, without a server: prefill and decoding, and their share of the machine's limits.
 
@@ -51,7 +51,6 @@ def bench_engine(
     """
     batches = bench_report.whole_numbers(batch, "--batch")
     lengths = bench_report.whole_numbers(prompt, "--prompt")
-    bench_report.check_writable(json, "--json")
     given = loaded.settings
     if given.model is None and given.backend != "echo":
         raise StartupError("name a model: penstock bench engine MODEL (a directory or a Hugging Face id)")
@@ -73,14 +72,10 @@ def bench_engine(
     medians = {name: {key: median(one[key] for one in each) for key in each[0]} for name, each in found.items()}
     title = f"{config.model}, {config.backend}, {config.quantization or config.dtype}, {bench.threads} threads"
     title += f"; {steps} steps after {context} tokens, medians of {rounds} rounds"
-    limits = []
-    for key, (unit, scale) in UNITS.items() if bench.limits else ():
-        values = sorted(scale * one[key] for one in bench.limits)
-        limits.append(f"limit: {median(values):.3g} {unit}/s, from {values[0]:.3g} to {values[-1]:.3g}")
-    settings = {"batch": batches, "prompt": lengths, "context": context, "steps": steps, "rounds": rounds}
+    options = {"batch": batches, "prompt": lengths, "context": context, "steps": steps, "rounds": rounds}
+    options |= {"engine": config.model_dump()}
     details = {"threads": bench.threads, "limits": bench.limits, "medians": medians, "rounds": found}
-    settings |= {"engine": config.model_dump()}
-    bench_report.publish(json, "engine", settings, details, title, _table(medians), *limits)
+    bench_report.publish(json, "engine", options, details, title, _table(medians, bench.limits))
 
 
 class Bench:
@@ -93,18 +88,15 @@ class Bench:
         from . import bench_limits
 
         self._backend, self._context, self._steps, self._random = backend, context, steps, Random(0)
-        room, answer = backend.info.context_length, steps + LEAD
-        if max(lengths) >= room:
-            raise StartupError(f"--prompt {max(lengths)}: must be less than the context of {room} tokens")
-        if context + answer > room:
-            fault = f"with an answer of {answer} above the context of {room} tokens"
-            raise StartupError(f"--context {context}: {fault}")
+        room = backend.info.context_length
+        for option, need in ("--prompt", max(lengths) + 1), ("--context and --steps", context + steps + 1):
+            if need > room:
+                raise StartupError(f"{option}: {need} tokens with the answer are above the context of {room}")
         for length in lengths:
             self._prefill(length)
-        self._leave(self._together(batch))
+        self._leave(self._rows(batch, context))
         self.threads = torch.get_num_threads()
-        self.limits: list[dict[str, float]] = []  # all that were measured; set by `_measure`
-        self._limit: Callable[[], dict[str, float]] = dict
+        self.limits: Limits = []  # all that were measured; set by `_measure`
         self._costs: Any = backend if hasattr(backend, "flops") else None
         if self._costs:
             numbers = backend.info.dtype or "float32" if dtype == "auto" else dtype
@@ -115,7 +107,7 @@ class Bench:
         return self._measure(partial(self._prefill, length), max(1, PREFILLED // length), length, amounts)
 
     def decode(self, batch: int) -> dict[str, float]:
-        rows, steps, costs, amounts = self._together(batch), self._steps, self._costs, {}
+        rows, steps, costs, amounts = self._rows(batch, self._context), self._steps, self._costs, {}
         made = sum(len(row.tokens) for row in rows)
         if costs:
             # The newest token of each row is computed next, and sees itself; the mean of the steps.
@@ -124,7 +116,7 @@ class Bench:
             amounts["flops"] = costs.flops(batch, batch, seen)
         found = self._measure(self._backend.step, steps, batch, amounts)
         if sum(len(row.tokens) for row in rows) != made + batch * steps:
-            raise self._apart(rows)
+            raise _apart(batch, self._context)
         self._leave(rows)
         return found
 
@@ -132,67 +124,64 @@ class Bench:
         self, run: Callable[[], object], passes: int, tokens: int, amounts: dict[str, Any]
     ) -> dict[str, float]:
         """`tokens`, and the bytes and operations in `amounts`, are those of one pass."""
-        before, seconds = self._limit(), []
+        before, seconds = self._limit() if amounts else {}, []
         for _ in range(passes):
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
-        after, mean = self._limit(), fmean(seconds)
-        self.limits += [before, after] if before else []
+        mean = fmean(seconds)
         found = {"passes": passes, "tokens": passes * tokens, "seconds": sum(seconds), "ms": 1000 * median(seconds)}
         found["tokens_per_second"] = tokens / mean
+        if amounts:
+            self.limits += [before, self._limit()]
         for name, amount in amounts.items():
-            rate, limit = amount / mean, (before[name] + after[name]) / 2
+            rate, limit = amount / mean, fmean(one[name] for one in self.limits[-2:])
             found |= {name: amount, f"{name}_per_second": rate, f"{name}_limit": limit, f"{name}_share": rate / limit}
         return found
 
     def _prefill(self, length: int) -> None:
-        row = self._add(length, 1)
-        while row.finish is None:
-            self._backend.step()
-        if row.finish == "error":
-            raise self._apart([row])
+        self._leave(self._rows(1, length))
 
-    def _together(self, batch: int) -> list[Sequence]:
+    def _rows(self, count: int, length: int) -> list[Sequence]:
         """So many rows that all decode, those ready first some tokens ahead."""
-        backend = self._backend
-        rows = [self._add(self._context, backend.info.context_length) for _ in range(batch)]
-        while (ready := sum(bool(row.tokens) for row in rows)) < batch:
+        backend, info, tokenizer, rows = self._backend, self._backend.info, self._backend.tokenizer, []
+        params = GenerationParams(max_tokens=info.context_length, temperature=0.0, ignore_eos=True)
+        for _ in range(count):
+            prompt = self._random.choices(range(min(info.vocabulary_size, tokenizer.vocabulary_size)), k=length)
+            rows.append(Sequence(EngineRequest("bench", tuple(prompt), params, seed=0), 0, tokenizer, info))
+            backend.add(rows[-1])
+        while (ready := sum(bool(row.tokens) for row in rows)) < count:
             running = backend.num_running
             backend.step()
             # Rows are missing, or where all decoded no other came in.
             if any(row.finish for row in rows) or backend.num_running < running + (0 < running == ready):
-                raise self._apart(rows)
-        for _ in range(LEAD - 1):
-            backend.step()
+                raise _apart(count, length)
         return rows
-
-    def _add(self, length: int, most: int) -> Sequence:
-        info, tokenizer = self._backend.info, self._backend.tokenizer
-        prompt = self._random.choices(range(min(info.vocabulary_size, tokenizer.vocabulary_size)), k=length)
-        params = GenerationParams(max_tokens=most, temperature=0.0, ignore_eos=True)
-        row = Sequence(EngineRequest("bench", tuple(prompt), params, seed=0), 0, tokenizer, info)
-        self._backend.add(row)
-        return row
 
     def _leave(self, rows: list[Sequence]) -> None:
         for row in rows:
             self._backend.remove(row)
 
-    def _apart(self, rows: list[Sequence]) -> StartupError:
-        failed = any(row.finish == "error" for row in rows)
-        advice = "raise --kv-cache-memory, or lower --batch, --context or --steps"
-        reason = "the engine failed, as the lines above say" if failed else f"they do not run together: {advice}"
-        return StartupError(f"{len(rows)} rows of {self._context} tokens, {self._steps} steps: {reason}")
+
+def _apart(count: int, length: int) -> StartupError:
+    advice = "raise --kv-cache-memory, or lower --batch, --prompt, --context or --steps, unless lines above say why"
+    return StartupError(f"{count} rows of {length} tokens do not run together: {advice}")
 
 
-def _table(found: dict[str, dict[str, float]]) -> Table:
-    units = [f"{unit}{end}" for unit, _ in UNITS.values() for end in (" a pass", "/s", ", of limit")]
-    table = bench_report.numbers_table(("what",), ("tokens/s", "ms", *units))
+def _table(found: dict[str, dict[str, float]], limits: Limits) -> Table:
+    """Medians of the works, and of the limits where there are any."""
+    columns = [column for unit, _ in UNITS.values() for column in (unit, "of limit")]
+    table = bench_report.numbers_table(("what",), ("tokens/s", "ms", *columns))
     for name, each in found.items():
         cells = [f"{each['tokens_per_second']:,.1f}", f"{each['ms']:.1f}"]
         for key, (_, scale) in UNITS.items():
-            amounts = [f"{scale * each.get(name, 0):.3g}" for name in (key, f"{key}_per_second")]
-            cells += [*amounts, f"{each[f'{key}_share']:.0%}"] if key in each else "---"
+            is_known = key in each
+            cells += [f"{scale * each[f'{key}_per_second']:.3g}", f"{each[f'{key}_share']:.0%}"] if is_known else "--"
         table.add_row(name, *cells)
+    if limits:
+        cells = ["", ""]
+        for key, (_, scale) in UNITS.items():
+            values = [scale * one[key] for one in limits]
+            cells += [f"{median(values):.3g}", f"{min(values):.3g} to {max(values):.3g}"]
+        table.add_row("limit: median, range", *cells)
     return table

@@ -28,9 +28,9 @@ def prepare(dtype: torch.dtype) -> dict[str, Ways]:
     """Ways to read memory (`read_bytes`), and to compute (`flops`); they hold about 1 GiB, twice what is read."""
     cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
     numbers = torch.ones(max(_MEMORY, 4 * cache) // (4 * _COLUMNS), _COLUMNS)
-    size, integers, row = numbers.nbytes, numbers.view(torch.int64), torch.ones(1, _COLUMNS, dtype=dtype)
+    size, row = numbers.nbytes, torch.ones(1, _COLUMNS, dtype=dtype)
     packed = PackedLinear(torch.ones(size // row.nbytes, _COLUMNS, dtype=dtype), None)
-    reads: Ways = [(size, numbers.sum), (size, integers.sum), (size, lambda: packed(row))]
+    reads: Ways = [(size, numbers.sum), (size, numbers.view(torch.int64).sum), (size, lambda: packed(row))]
     return {"read_bytes": reads, "flops": [way for shape in _SHAPES for way in _products(*shape, dtype)]}
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
-import orjson
 import structlog
 
 from ..config.settings import Settings
@@ -32,14 +29,12 @@ async def running(
 
     Their state and what they log go with them. Raises `StartupError` with their last words where they cannot run.
     """
+    # That a part went away is no news here.
+    logging.basicConfig(handlers=[logging.NullHandler()])
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     async with contextlib.AsyncExitStack() as stack:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
-        output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        logging.basicConfig(handlers=[logging.NullHandler()])  # that the broker went away is no news here
-        structlog.configure(
-            processors=[structlog.processors.JSONRenderer(orjson.dumps)],
-            logger_factory=structlog.BytesLoggerFactory(output),
-        )
+        output = stack.enter_context((state / "output").open("a+b"))
         server = await EmbeddedServer.start(state, settings.nats_server, settings.nats_sync_interval)
         stack.push_async_callback(server.stop)
         keeper = Keeper(settings.drain_timeout, most_delay=LEAST_DELAY, output=output)
@@ -50,18 +45,19 @@ async def running(
         environment = child_environment(settings.model_copy(update={"state_dir": state}), server.url)
         for part in parts:
             group.create_task(keeper.keep(part, environment, keeper.stopping))
-        all_ready = asyncio.gather(*(ready(url, settings.workers) for url in urls))
-        given_up = asyncio.create_task(keeper.stopping.wait())
-        either: set[asyncio.Future[Any]] = {all_ready, given_up}
-        await asyncio.wait(either, timeout=START_LIMIT, return_when=asyncio.FIRST_COMPLETED)
-        given_up.cancel()
-        if not all_ready.done():
-            all_ready.cancel()
+        starting = group.create_task(_all_ready(urls, settings.workers))
+        given_up = group.create_task(keeper.stopping.wait())
+        await asyncio.wait((starting, given_up), timeout=START_LIMIT, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
             fault = keeper.fatal or f"not all processes ran after {START_LIMIT:g} s"
-            said = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
+            output.seek(0)
+            said = output.read().decode(errors="replace").splitlines()
             raise StartupError("\n".join([f"{fault}; the last words:", *said[-5:]]))
-        await all_ready
         yield server, keeper
+
+
+async def _all_ready(urls: Sequence[str], workers: int) -> None:
+    await asyncio.gather(*(ready(url, workers) for url in urls))
 
 
 async def served_models(url: str, api_key: str = "") -> list[str]:

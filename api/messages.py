@@ -50,7 +50,7 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
     async def messages(request: Request) -> Response:
         """Anthropic's `/v1/messages`, and Penstock's `priority` and `timeout`."""
         asked = parsed(MessagesRequest, await read_object(request, door.settings))
-        for header in ("penstock-resumable", "last-event-id"):
+        for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "with Idempotency-Key a repetition gets the same answer"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)

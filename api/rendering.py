@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import orjson
 
 from ..schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, ToolCallDelta, Usage
@@ -131,6 +133,28 @@ class Renderer:
             "top_logprobs": [{rival.token: rival.logprob for rival in entry.top} for entry in entries],
             "text_offset": offsets,
         }
+
+
+class Embeddings(Renderer):
+    """The list of vectors: as numbers, or with `encoded` as the base64 that they came in."""
+
+    def __init__(self, request: str, model: str, *, encoded: bool) -> None:
+        super().__init__("/v1/embeddings", request, model, 0, streaming=False)
+        self._model = model
+        self._encoded = encoded
+
+    def whole(self, tokens: list[Token], done: Done) -> bytes:
+        data = [
+            {"object": "embedding", "index": token.choice, "embedding": self._vector(token.text)}
+            for token in sorted(tokens, key=lambda token: token.choice)
+        ]
+        usage = {"prompt_tokens": done.usage.prompt_tokens, "total_tokens": done.usage.total_tokens}
+        answer = {"object": "list", "data": data, "model": self._model, "usage": usage}
+        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _vector(self, text: str) -> Any:
+        # As float32, which needs fewer digits than the same number as a float.
+        return text if self._encoded else np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
 
 
 def error_payload(error: ErrorBody) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class CountRequest(_Marked):
             if choice.disable_parallel_tool_use:
                 body["parallel_tool_calls"] = False
         if self.thinking:
-            body["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+            body["reasoning_effort"] = "none" if self.thinking.type == "disabled" else "medium"
         if self.output_config and (effort := self.output_config.effort):
             body["reasoning_effort"] = "xhigh" if effort == "max" else effort
         if self.output_config and (form := self.output_config.format):

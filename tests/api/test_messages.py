@@ -316,10 +316,10 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
             {"tool_choice": {"type": "tool", "name": "weather"}},
             {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
         ),
-        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "medium"},
         ),
         ({"stop_sequences": ["a", "b"], "top_k": 4}, {"stop": ["a", "b"], "top_k": 4}),
         ({"service_tier": "standard_only", "priority": "low"}, {"priority": "low"}),
