@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .kv_cache import LayerSpec, SlicedPool
 from .packing import Group, Ints, Segment
+from .transfer import upload
 
 _TILE = 128
 """Queries of a prefill computed at a time: large enough for the products, small enough to leave out what is masked."""
@@ -118,7 +119,7 @@ class MatmulAttention:
         return self._tensor((blocks[:, None, :] + heads).reshape(-1))
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(torch.from_numpy(array), self._device)
 
 
 def _decode(bucket: Bucket, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:

@@ -103,7 +103,8 @@ def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels | N
     try:
         return Kernels(_load(compiler, cache or _cache(), flags))
     except FileNotFoundError as error:
-        reason, remedy = f"{error.filename} is not there", "install a C compiler, such as gcc"
+        reason = f"{error.filename} is not there"
+        remedy = "install a C compiler, such as gcc" if error.filename == compiler else "install Penstock again, whole"
     except subprocess.SubprocessError as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         reason, remedy = f"{compiler} failed ({lines[0] if lines else error})", "install gcc 11 or newer"

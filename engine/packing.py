@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .transfer import upload
+
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class Segment(NamedTuple):
     """Tokens of one sequence to compute: `tokens` from position `start` on.
 
-    `tables` has the sequence's blocks for each group; those behind a window may be anything. `samples` where the
-    logits of the last token are wanted.
+    A token that only the device knows is written ~k: the k-th that was chosen last. `tables` has the sequence's blocks
+    for each group; those behind a window may be anything. `samples` where the logits of the last token are wanted.
     """
 
     tokens: Sequence[int]
@@ -53,9 +55,17 @@ PackGroup = Callable[[Sequence[Segment], Sequence[Ints], Ints, Group], Any]
 
 
 def pack(
-    segments: Sequence[Segment], groups: Sequence[Group], block_size: int, device: torch.device, pack_group: PackGroup
+    segments: Sequence[Segment],
+    groups: Sequence[Group],
+    block_size: int,
+    device: torch.device,
+    pack_group: PackGroup,
+    chosen: Tensor | None = None,
 ) -> Step:
-    """Decoding rows first, longest context first, so that rows of like length stand together."""
+    """Decoding rows first, longest context first, so that rows of like length stand together.
+
+    `chosen` on the device has the tokens ~k, -1 where there is none.
+    """
     order = sorted(range(len(segments)), key=lambda i: (len(segments[i].tokens) > 1, -segments[i].end))
     packed = [segments[index] for index in order]
     ends = np.cumsum([len(segment.tokens) for segment in packed])
@@ -66,10 +76,13 @@ def pack(
         tables = [np.asarray(segment.tables[index][: -(-segment.end // block_size)]) for segment in packed]
         slots = [_slots(segment, table, block_size) for segment, table in zip(packed, tables, strict=True)]
         steps.append(pack_group(packed, tables, np.concatenate(slots), group))
+    ids = upload(torch.tensor([token for segment in packed for token in segment.tokens]), device)
+    if chosen is not None:
+        ids = ids.where(ids >= 0, chosen.clamp(min=0)[(~ids).clamp(min=0)])
     return Step(
-        ids=torch.tensor([token for segment in packed for token in segment.tokens], device=device),
-        positions=torch.from_numpy(positions).to(device),
-        keep=torch.from_numpy(ends[sampling] - 1).to(device),
+        ids=ids,
+        positions=upload(torch.from_numpy(positions), device),
+        keep=upload(torch.from_numpy(ends[sampling] - 1), device),
         sampled=[order[place] for place in sampling],
         groups=steps,
     )

@@ -1,6 +1,10 @@
 """The default backend: continuous batching over block-paged keys and values, with a cache of prefixes.
 
 One verb: `step` schedules, runs and commits. The scheduler knows no tensor, the runner no request; they meet here.
+
+On CUDA a step is launched ahead, before anybody has read what the last one chose: the device hands those tokens on to
+itself, and they are read while it computes. A row that turns out to have ended then has computed one token for nobody.
+Where a choice needs more than the device knows of the tokens before (penalties, grammars), they are read first.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from collections.abc import Sequence as Rows
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from ..schemas.errors import ConfigurationError, Refusal
@@ -30,7 +34,7 @@ from .packing import Segment
 from .prefixes import load_prefixes, save_prefixes
 from .quantize import linear_maker
 from .runner import ATTENTION, Runner
-from .sampler import sample
+from .sampler import Chosen, choose, needs_tokens
 from .scheduler import Row, Scheduled, Scheduler
 from .sequence import Sequence
 from .tokenizer import Tokenizer
@@ -43,13 +47,25 @@ _CHUNK = {"cpu": 256}  # larger products are no faster there, and streams wait f
 _LARGE_CHUNK = 2048
 
 
+class _Unread(NamedTuple):
+    """What one step chose, a token for each of `rows`; they count it as pending."""
+
+    rows: list[Row]
+    chosen: Chosen
+
+
 class PagedBackend:
     """`kv_cache_memory` is a limit: what does not fit waits, and what no longer fits is computed again later."""
 
     capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
 
-    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
-        """Raises `ConfigurationError` and `ModelLoadError`."""
+    def __init__(
+        self, config: EngineConfig, progress: ProgressCallback | None = None, *, ahead: bool | None = None
+    ) -> None:
+        """`ahead`: launch steps ahead; by default where the device computes beside us, which is CUDA.
+
+        Raises `ConfigurationError` and `ModelLoadError`.
+        """
         config.refuse("echo_rate")
         if config.attention not in ("auto", "paged"):
             raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' brings its own; use auto"])
@@ -88,6 +104,8 @@ class PagedBackend:
         self._runner.allocate([group.num_blocks for group in groups])
         self.blocks = KVBlocks(self._runner.block_size, groups, longest)
         self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked)
+        self._ahead = device.type == "cuda" if ahead is None else ahead
+        self._unread: _Unread | None = None  # set by `step`
         self._kv_cache_memory = config.kv_cache_memory
         self.info = replace(info, parameters=parameters, context_length=self._context(config, info.context_length))
         if device.type == "cuda" and config.enable_cuda_graph is not False:
@@ -195,29 +213,53 @@ class PagedBackend:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         scheduled = self._scheduler.schedule()
+        before, self._unread = self._unread, None
         if not scheduled:
-            return []
+            return self._read(before)
         try:
-            logits, sampled = self._runner.forward([_segment(one) for one in scheduled])
+            now = self._launch(scheduled, before)
         except Exception as error:
-            return self._isolate(scheduled, error)
-        self._scheduler.commit(scheduled)
-        return self._choose(logits, [scheduled[index].row.sequence for index in sampled])
+            return self._read(before) + self._isolate(scheduled, error)
+        self._commit(scheduled, now)
+        deltas = self._read(before)
+        if self._ahead and not any(needs_tokens(row.sequence) for row in now.rows):
+            self._unread = now
+            return deltas
+        return deltas + self._read(now)
 
-    def _choose(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Delta]:
-        deltas = []
-        for sequence, result in zip(sequences, sample(logits, sequences), strict=True):
+    def _launch(self, scheduled: list[Scheduled], before: _Unread | None = None) -> _Unread:
+        """Compute and choose; the pending tokens are those of `before`."""
+        places = {row: place for place, row in enumerate(before.rows)} if before else {}
+        segments = [_segment(one, places.get(one.row)) for one in scheduled]
+        logits, sampled = self._runner.forward(segments, before.chosen.tokens if before and before.rows else None)
+        rows = [scheduled[index].row for index in sampled]
+        return _Unread(rows, choose(logits, [row.sequence for row in rows]))
+
+    def _commit(self, scheduled: list[Scheduled], now: _Unread) -> None:
+        self._scheduler.commit(scheduled)
+        for row in now.rows:
+            row.sequence.pending += 1
+
+    def _read(self, unread: _Unread | None) -> list[Delta]:
+        deltas: list[Delta] = []
+        for row, result in zip(unread.rows, unread.chosen.read(), strict=True) if unread else ():
+            sequence = row.sequence
+            sequence.pending -= 1
+            if sequence not in self._scheduler:  # cancelled since
+                continue
             if isinstance(result, Refusal):  # its keys and values may be no numbers
                 self._runner.clear(self._scheduler.discard(sequence))
-                deltas.append(sequence.fail(result))
+                if sequence.finish is None:
+                    deltas.append(sequence.fail(result))
                 continue
-            try:
-                delta = sequence.append(*result)
-            except Exception as error:
-                delta = sequence.fail(error)
-            if delta is not None:
-                deltas.append(delta)
-            if sequence.finish is not None:
+            if sequence.finish is None:
+                try:
+                    delta = sequence.append(*result)
+                except Exception as error:
+                    delta = sequence.fail(error)
+                if delta is not None:
+                    deltas.append(delta)
+            if sequence.finish is not None and not sequence.pending:  # else what it writes now is not looked at yet
                 self._scheduler.remove(sequence)
         return deltas
 
@@ -227,16 +269,18 @@ class PagedBackend:
             _log.warning("a step of %d failed (%r); its rows run one by one", len(scheduled), error)
         deltas = []
         for one in scheduled:
+            if one.row.sequence not in self._scheduler:  # its last token was read since
+                continue
             try:
                 if len(scheduled) == 1:
                     raise error
-                logits, sampled = self._runner.forward([_segment(one)])
+                now = self._launch([one])
             except Exception as own:
                 self._scheduler.remove(one.row.sequence)
                 deltas.append(one.row.sequence.fail(own))
                 continue
-            self._scheduler.commit([one])
-            deltas += self._choose(logits, [one.row.sequence for _ in sampled])
+            self._commit([one], now)
+            deltas += self._read(now)
         return deltas
 
 
@@ -247,9 +291,11 @@ def _number_size(config: EngineConfig, info: ModelInfo) -> int:
     return dtype.itemsize
 
 
-def _segment(scheduled: Scheduled) -> Segment:
+def _segment(scheduled: Scheduled, place: int | None) -> Segment:
+    """`place` is that of a pending token among those chosen last."""
     row, count, samples = scheduled
-    return Segment(_tokens(row, count), row.num_computed, row.tables.blocks, samples)
+    tokens = _tokens(row, count) if place is None else [~place]
+    return Segment(tokens, row.num_computed, row.tables.blocks, samples)
 
 
 def _tokens(row: Row, count: int) -> Rows[int]:

@@ -204,6 +204,8 @@ class _Int8Linear(_Quantized):
         super().__init__(len(weight), bias)
         rows, scales = _by_row(weight)
         self._weight, self._scales = rows.to(torch.int8), scales.to(weight.dtype)
+        if weight.dtype == torch.bfloat16 and weight.shape[1] % 16:  # torch's kernel reads on behind the row
+            self.most_few = 0
         self.nbytes = self._weight.nbytes + self._scales.nbytes
         self._buffer = buffer
 

@@ -120,9 +120,9 @@ class Runner:
         return [pool for pool, own in zip(self._pools, self._group_of, strict=True) if own == group]
 
     @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment]) -> tuple[Tensor, Sequence[int]]:
-        """Compute the segments; logits [K, V] and which segments they belong to."""
-        step = self._pack(segments)
+    def forward(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> tuple[Tensor, Sequence[int]]:
+        """Compute the segments, for `chosen` see `pack`; logits [K, V], until the next call, and whose they are."""
+        step = self._pack(segments, chosen)
         logits = self._graphs(step) if self._graphs is not None else None
         return self._forward(step) if logits is None else logits, step.sampled
 
@@ -132,10 +132,10 @@ class Runner:
             arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self._device
             self._graphs = DecodeGraphs(self._forward, *arguments)
 
-    def _pack(self, segments: Sequence[Segment]) -> Step:
+    def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Step:
         native = self._native
         attention = native if native is not None and native.takes(segments) else self._attention
-        return pack(segments, self._packed_groups, self.block_size, self._device, attention.pack_group)
+        return pack(segments, self._packed_groups, self.block_size, self._device, attention.pack_group, chosen)
 
     def _forward(self, step: Step) -> Tensor:
         if self._native is not None and isinstance(step.groups[0], Places):

@@ -21,12 +21,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ..schemas.errors import GenerationFailed
 from ..schemas.params import MAX_TOP_LOGPROBS, GenerationParams
 from .grammar import Matcher
 from .sequence import ChosenLogprob, Sequence
+from .transfer import Download, upload
 
 _BLOCK = 64  # columns that are summed, or looked at, as one
 _ADDENDS = torch.where(torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -torch.inf)  # by byte of a mask
@@ -46,22 +48,58 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: Rows[Sequence]) -> list[Sampled | GenerationFailed]:
-    """Choose each row's next token. `logits` is [B, V] in any floating type and stays as it is.
+class Chosen:
+    """Every row's next token: `tokens` [B] where the logits are, -1 for none; and on their way to the host."""
 
-    A row without a possible token, or whose logits are not numbers, gets an error; the others do not notice.
-    """
+    def __init__(self, tokens: Tensor, num_logprobs: dict[int, int], logprobs: tuple[Tensor, ...]) -> None:
+        """`logprobs` of the rows in `num_logprobs`: the tokens' own [R], the best ids and theirs [R, N]."""
+        self.tokens = tokens
+        self._num_logprobs = num_logprobs
+        self._download = Download(tokens, *logprobs)
+
+    def read(self) -> list[Sampled | GenerationFailed]:
+        """Wait for them, and for nothing that was launched later.
+
+        A row without a possible token, or whose logits are not numbers, gets an error; the others do not notice.
+        """
+        tokens, *logprobs = self._download.read()
+        columns = zip(self._num_logprobs.items(), *logprobs, strict=True) if logprobs else ()
+        told = {row: ChosenLogprob(own, (*zip(ids[:n], top[:n], strict=True),)) for (row, n), own, ids, top in columns}
+        cause = "no token can be chosen: everything is forbidden, or the model's logits are not numbers"
+        results = [Sampled(token, told.get(row)) for row, token in enumerate(tokens)]
+        return [result if result.token >= 0 else GenerationFailed(cause) for result in results]
+
+
+def sample(logits: Tensor, rows: Rows[Sequence]) -> list[Sampled | GenerationFailed]:
+    """`choose`, and read it at once."""
+    return choose(logits, rows).read()
+
+
+def choose(logits: Tensor, rows: Rows[Sequence]) -> Chosen:
+    """Choose each row's token at `index`, waiting for no device. `logits` is [B, V] in any floating type and stays."""
     logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
     kinds = [2 if sequence.request.params.temperature else int(_is_edited(sequence)) for sequence in rows]
     plain, edited, drawn = ([row for row, kind in enumerate(kinds) if kind == one] for one in range(3))
-    parts = [_argmax(logits if len(plain) == len(rows) else logits[plain])] if plain else []
+    parts = [_argmax(logits if len(plain) == len(rows) else logits[_put(plain, logits)])] if plain else []
     parts += [_argmax(_scores(logits, edited, rows), _BLOCK)] if edited else []
     parts += [_draw(_scores(logits, drawn, rows), [rows[row] for row in drawn])] if drawn else []
-    chosen = dict(zip(plain + edited + drawn, torch.cat(parts).tolist() if parts else (), strict=True))
-    logprobs = _logprobs(logits, chosen, rows)
-    cause = "no token can be chosen: everything is forbidden, or the model's logits are not numbers"
-    results = [Sampled(chosen[row], logprobs.get(row)) for row in range(len(rows))]
-    return [result if result.token >= 0 else GenerationFailed(cause) for result in results]
+    if len(parts) == 1:
+        tokens = parts[0]
+    else:
+        tokens = torch.cat([*parts, _put([], logits)])[_put(np.argsort(plain + edited + drawn), logits)]
+    counts = {row: s.request.params.logprobs for row, s in enumerate(rows) if s.request.params.logprobs is not None}
+    return Chosen(tokens, counts, _logprobs(logits, tokens, list(counts)) if counts else ())
+
+
+def needs_tokens(sequence: Sequence) -> bool:
+    """Whether its next token depends on those before by more than the logits: they must be read first."""
+    p = sequence.request.params
+    return bool(sequence.matcher or p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
+
+
+def _put(values: ArrayLike, like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers of ours, or indices, where `like` is."""
+    return upload(torch.as_tensor(values, dtype=dtype), like.device)
 
 
 def _argmax(scores: Tensor, block: int = 128) -> Tensor:
@@ -82,13 +120,12 @@ def _blocks(scores: Tensor, block: int) -> Tensor:
 
 def _is_edited(sequence: Sequence) -> bool:
     p = sequence.request.params
-    penalised = p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
-    return bool(p.logit_bias or sequence.matcher or sequence.index < p.min_tokens or penalised)
+    return bool(p.logit_bias or sequence.index < p.min_tokens or needs_tokens(sequence))
 
 
 def _scores(logits: Tensor, places: list[int], rows: Rows[Sequence]) -> Tensor:
     """A copy of some rows in float32, edited as they ask: [R, W], V rounded up to whole blocks."""
-    scores = logits[places].float() if len(places) < len(rows) else logits.to(torch.float32, copy=True)
+    scores = logits[_put(places, logits)].float() if len(places) < len(rows) else logits.to(torch.float32, copy=True)
     scores = _blocks(scores, _BLOCK).flatten(1)
     if any(_is_edited(rows[place]) for place in places):
         _edit(scores, [rows[place] for place in places])
@@ -108,16 +145,18 @@ def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
         return np.concatenate([tokens[tokens < width] + start for start, tokens in ids] or [np.empty(0, np.int64)])
 
     bias = {start + token: by for start, _, p in each for token, by in p.logit_bias.items() if token < width}
-    flat[np.fromiter(bias, np.int64)] += scores.new_tensor(list(bias.values()))
+    flat[_put([*bias], flat)] += _put([*bias.values()], flat, flat.dtype)
     _forbid(scores, {row: s.matcher for row, s in enumerate(rows) if s.matcher is not None})
-    flat[cells([(start, [*s.end_token_ids]) for start, s, p in each if s.index < p.min_tokens])] = -torch.inf
+    ends = cells([(start, [*s.end_token_ids]) for start, s, p in each if s.index < p.min_tokens])
+    flat[_put(ends, flat)] = -torch.inf
     # https://arxiv.org/abs/1909.05858, section 4.1; a token seen twice is written twice, the same
     seen = cells([(start, [*s.prompt, *s.tokens]) for start, s, p in each if p.repetition_penalty != 1])
-    values, factor = flat[seen], scores.new_tensor(repetition[seen // width])
-    flat[seen] = torch.where(values > 0, values / factor, values * factor)
+    at, factor = _put(seen, flat), _put(repetition[seen // width], flat, flat.dtype)
+    values = flat[at]
+    flat[at] = torch.where(values > 0, values / factor, values * factor)
     said = cells([(start, s.tokens) for start, s, p in each if p.frequency_penalty or p.presence_penalty])
     said, times = np.unique(said, return_counts=True)
-    flat[said] -= scores.new_tensor(frequency[said // width] * times + presence[said // width])
+    flat[_put(said, flat)] -= _put(frequency[said // width] * times + presence[said // width], flat, flat.dtype)
 
 
 def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
@@ -126,25 +165,26 @@ def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
         return
     masks = np.stack([matcher.mask() for matcher in matchers.values()]).view(np.uint8).astype(np.int32)
     # Eight addends a byte, looked up: 0.2 ms for 8 rows of 151,936; filling by a mask takes 0.4, or 2.5 if it is mixed.
-    addends = F.embedding(torch.from_numpy(masks), _ADDENDS).flatten(1).to(scores.device)  # [M, V]
+    addends = upload(F.embedding(torch.from_numpy(masks), _ADDENDS).flatten(1), scores.device)  # [M, V]
     fit = scores[:, : addends.shape[-1]]
     if len(matchers) == len(scores):
         fit += addends
     else:
-        fit[list(matchers)] += addends
+        fit[_put([*matchers], fit)] += addends
 
 
 def _draw(scores: Tensor, rows: Rows[Sequence]) -> Tensor:
     """Draw one token a row after temperature, min_p, top-k and top-p, [R, W] → [R]; -1 where there is none."""
     params = [sequence.request.params for sequence in rows]
     if any(p.temperature != 1 for p in params):  # less than 1e-30 would overflow, and is greedy long before
-        scores.div_(scores.new_tensor([max(p.temperature, 1e-30) for p in params])[:, None])
+        scores.div_(_put([max(p.temperature, 1e-30) for p in params], scores, scores.dtype)[:, None])
     weights = torch.softmax(scores, -1, out=scores)  # in place: fresh memory costs as much as the sums
     cut = [row for row, p in enumerate(params) if p.min_p or p.top_k or p.top_p < 1]
     if len(cut) == len(rows):
         weights = _truncate(weights, params)
     elif cut:
-        weights[cut] = _truncate(weights[cut], [params[row] for row in cut])
+        at = _put(cut, weights)
+        weights[at] = _truncate(weights[at], [params[row] for row in cut])
     return _invert(weights, [uniform(s.request.seed, s.choice, s.index) for s in rows])
 
 
@@ -169,7 +209,7 @@ def _keep(weights: Tensor, params: list[GenerationParams]) -> tuple[Tensor, Tens
     on_cpu = weights.device.type == "cpu"  # where numpy sorts 151,936 values in 0.4 ms; torch, with their places, in 11
     ordered = (torch.from_numpy(np.sort(weights.numpy())) if on_cpu else weights.sort().values).flip(-1)
     asked = [(p.min_p, p.top_p if p.top_p < 1 else 2, p.top_k or torch.inf, bool(p.min_p or p.top_k)) for p in params]
-    min_p, top_p, top_k, limited = torch.tensor(asked, dtype=torch.float64, device=weights.device).T.unsqueeze(-1)
+    min_p, top_p, top_k, limited = _put(asked, weights, torch.float64).T.unsqueeze(-1)
     least = torch.maximum(ordered[:, :1] * min_p, ordered.gather(-1, top_k.clamp(max=weights.shape[-1]).long() - 1))
     sums = ordered.where(ordered >= least, 0).cumsum(-1, dtype=torch.float64)
     enough = top_p * sums[:, -1:].where(limited > 0, 1)
@@ -185,7 +225,7 @@ def _invert(weights: Tensor, uniforms: list[float]) -> Tensor:
     blocks = weights.view(len(weights), -1, _BLOCK)  # [R, N, C]
     masses = blocks.sum(-1)  # the block first, then the place in it: 0.2 ms for [32, 151936], one running sum 2.2
     sums = masses.cumsum(-1, dtype=torch.float64)  # [R, N]
-    block = _search(sums, reached := sums.new_tensor(uniforms)[:, None] * sums[:, -1:])
+    block = _search(sums, reached := _put(uniforms, sums, sums.dtype)[:, None] * sums[:, -1:])
     inside = blocks.take_along_dim(block[..., None], 1)[:, 0].cumsum(-1, dtype=torch.float64)  # [R, C]
     tokens = block * _BLOCK + _search(inside, reached - (sums - masses).gather(-1, block))
     return tokens.where(sums[:, -1:] > 0, -1)[:, 0]
@@ -196,12 +236,9 @@ def _search(sums: Tensor, reached: Tensor) -> Tensor:
     return torch.minimum((sums <= reached).sum(-1, keepdim=True), (sums < sums[:, -1:]).sum(-1, keepdim=True))
 
 
-def _logprobs(logits: Tensor, chosen: dict[int, int], rows: Rows[Sequence]) -> dict[int, ChosenLogprob]:
-    counts = {row: s.request.params.logprobs for row, s in enumerate(rows) if s.request.params.logprobs is not None}
-    if not counts:
-        return {}
-    logprobs = logits[list(counts)].float().log_softmax(-1)  # [R, V]
-    tokens = torch.tensor([max(chosen[row], 0) for row in counts], device=logits.device)[:, None]
+def _logprobs(logits: Tensor, tokens: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
+    """Of some rows: the log-probability of the token [R], the best ids and theirs [R, N]."""
+    at = _put(rows, logits)
+    logprobs = logits[at].float().log_softmax(-1)  # [R, V]
     top, ids = logprobs.topk(min(MAX_TOP_LOGPROBS, logprobs.shape[-1]))  # the same equals, whatever others ask for
-    columns = zip(counts.items(), logprobs.gather(-1, tokens)[:, 0].tolist(), ids.tolist(), top.tolist(), strict=True)
-    return {row: ChosenLogprob(own, (*zip(ids[:n], top[:n], strict=True),)) for (row, n), own, ids, top in columns}
+    return logprobs.gather(-1, tokens[at, None].clamp(min=0))[:, 0], ids, top

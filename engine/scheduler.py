@@ -29,16 +29,15 @@ _place = attrgetter("place")
 
 
 class Row:
-    """One sequence while the scheduler has it. All is set by `Scheduler`, but `pending`."""
+    """One sequence while the scheduler has it. All is set by `Scheduler`."""
 
-    __slots__ = ("admitted", "awaits", "num_computed", "passed", "pending", "place", "running", "sequence", "tables")
+    __slots__ = ("admitted", "awaits", "num_computed", "passed", "place", "running", "sequence", "tables")
 
     def __init__(self, sequence: Sequence, arrival: int, tables: Tables) -> None:
         self.sequence = sequence
         self.place = arrival + _PRIORITY * sequence.request.priority  # in line
         self.tables = tables
         self.num_computed = 0  # tokens whose keys and values are in the pools
-        self.pending = 0  # tokens that the model has chosen and nobody has read yet; set by the backend
         self.running = False
         self.admitted = False  # at least once
         self.awaits = b""  # the key of a block that a running row computes and this one will reuse
@@ -54,7 +53,7 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.sequence.prompt) + len(self.sequence.tokens) + self.pending
+        return self.num_known + self.sequence.pending
 
     def extend_keys(self, block_size: int) -> None:
         """Bring the chain up to the last full block of known tokens."""
@@ -104,6 +103,9 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._rows
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in line. Raises `ValueError` for one that the pools can never hold."""
         row = Row(sequence, self._arrivals, Tables(len(self._blocks.pools)))
@@ -125,15 +127,16 @@ class Scheduler:
             self._waiting.remove(row)
 
     def discard(self, sequence: Sequence) -> list[list[int]]:
-        """As `remove`, for one whose keys and values are worthless; the blocks, by group, that nobody will find now."""
+        """As `remove`, for one whose keys and values are worthless; its blocks, by group, that nobody has any more."""
         row = self._rows[sequence]
         blocks = [list(table) for table in row.tables.blocks]
         self._blocks.forget(row.tables)
         self.remove(sequence)
-        return blocks
+        pools = self._blocks.pools
+        return [[b for b in table if not pool.is_held(b)] for table, pool in zip(blocks, pools, strict=True)]
 
     def schedule(self) -> list[Scheduled]:
-        """The rows of the next step, those that decode first.
+        """The rows of the next step, those that decode first; without those whose last token is chosen already.
 
         Raises `RuntimeError` where one sequence alone has outgrown the pools.
         """
@@ -144,7 +147,7 @@ class Scheduler:
             lacking = row.num_tokens - row.num_computed
             if lacking > 1:
                 prefills.append(row)
-            elif lacking and self._grow(row, row.num_computed + 1):
+            elif lacking and not row.sequence.is_complete and self._grow(row, row.num_computed + 1):
                 scheduled.append(Scheduled(row, 1, True))
         left = self._max_step_tokens - len(scheduled)
         shares: dict[Row, int] = {}
@@ -227,7 +230,7 @@ class Scheduler:
                 return
             if any(other.passed == _MAX_OVERTAKES or other.priority < row.priority for other in blocked):
                 return
-            if not row.pending and row.awaits not in self._claims:
+            if not row.sequence.pending and row.awaits not in self._claims:
                 yield row
 
     def _match(self, row: Row) -> int | None:

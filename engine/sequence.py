@@ -30,8 +30,8 @@ class Sequence:
     """The state of one choice.
 
     A backend reads `prompt`, `tokens` and `finish`, samples within `matcher`, and calls `append`; it touches nothing
-    else but `cached_tokens`. A token leaves in a delta together with its text: while some of the text may be the
-    beginning of a stop string, both are held back. Stop strings are looked for from the token on with which
+    else but `cached_tokens` and `pending`. A token leaves in a delta together with its text: while some of the text may
+    be the beginning of a stop string, both are held back. Stop strings are looked for from the token on with which
     `min_tokens` is reached; text before it cannot be part of one.
     """
 
@@ -55,6 +55,7 @@ class Sequence:
         self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
         self.finish: FinishReason | None = None  # why no token will follow; set by `_advance`, `end`, `fail`
         self.cached_tokens = 0  # prompt tokens that were not computed again; set by the backend
+        self.pending = 0  # tokens that the model has chosen and nobody has read yet; set by the backend
         self.end_token_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else tokenizer.eos_token_ids
         )
@@ -72,8 +73,13 @@ class Sequence:
 
     @property
     def index(self) -> int:
-        """The place of the next token."""
-        return len(self.tokens)
+        """The place of the next token to be chosen."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token is to be chosen any more."""
+        return self.finish is not None or self.index >= self._limit
 
     def append(self, token: int, logprob: ChosenLogprob | None = None) -> Delta | None:
         """Take the next token; the delta that it makes ready, if any. May set `finish`."""

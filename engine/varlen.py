@@ -13,6 +13,7 @@ from torch import Tensor
 from .attention import Rules
 from .kv_cache import LayerSpec, PagePool
 from .packing import Group, Ints, Segment
+from .transfer import upload
 
 _PAGE = 256  # what the kernel's second generation accepts as a page; the third takes any, and loses little by it
 
@@ -82,10 +83,10 @@ class VarlenAttention:
         counts = [len(segment.tokens) for segment in packed]
         lengths = [segment.end for segment in packed]
         return VarlenStep(
-            slots=torch.from_numpy(slots).to(self._device),
-            bounds=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=self._device),
-            lengths=torch.tensor(lengths, dtype=torch.int32, device=self._device),
-            tables=torch.from_numpy(padded).to(self._device),
+            slots=upload(torch.from_numpy(slots), self._device),
+            bounds=upload(torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32), self._device),
+            lengths=upload(torch.tensor(lengths, dtype=torch.int32), self._device),
+            tables=upload(torch.from_numpy(padded), self._device),
             longest_query=max(counts),
             longest_key=max(lengths),
             window=group.window,

@@ -45,6 +45,7 @@ from .endings import Address
 from .past import Past
 
 MAX_TURNS = 10
+REFUSED = (400, 404, 413, 429, 503)  # how the first turn may be refused
 LONGEST_PAUSE = 30.0  # seconds before a turn for which there was no room is asked for again
 
 Status = Literal["completed", "failed", "incomplete", "cancelled"]
@@ -288,10 +289,15 @@ class Tools(Stage):
                 tokens.append(event)
             elif isinstance(event, FINAL):
                 final = event
-        tokens.sort(key=lambda token: token.index)  # after an outage, two may be stored in the wrong order
-        if isinstance(final, Done) and sum(len(token.token_ids) for token in tokens) != final.usage.completion_tokens:
+        said: list[Token] = []
+        place = 0
+        for token in sorted(tokens, key=lambda token: token.index):  # an outage may change their order, or repeat one
+            if token.index == place and not (said and said[-1].finish_reason):
+                said.append(token)
+                place += len(token.token_ids)
+        if isinstance(final, Done) and place != final.usage.completion_tokens:
             final = None
-        return tokens, final
+        return said, final
 
     async def _end(self, stored: Stored, status: Status, error: ErrorBody | None = None) -> None:
         """The response ends here: it is kept, its items go to its conversation, and whoever listens is told."""
@@ -320,7 +326,8 @@ class Tools(Stage):
             final = Done(job.id, ("length" if ended.status == "incomplete" else "stop",), usage)
         await tell(self.pipe, address(job), final, "end")
         await self._log.drop_sealed(job.tenant, job.id)
-        never_said = error is not None and error.status < 500 and not stored.turns  # its client heard a refusal
+        # Its client heard a refusal, and never that it began.
+        never_said = error is not None and error.status in REFUSED and not stored.output and not stored.turns
         if job.body.get("store") is False or never_said:
             await self._log.delete(job.tenant, replace(stored, ended=ended))
 

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ByteSize
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from penstock.engine import EngineConfig, EngineRequest, GenerationParams, paged
 from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.linear import PlainLinear
 from penstock.engine.packing import Segment
 from penstock.engine.runner import ATTENTION, Runner
+from penstock.engine.sequence import Sequence
 from penstock.engine.varlen import VarlenAttention
 
 CPU = torch.device("cpu")
@@ -115,27 +118,101 @@ def test_attention_by_block_table_equals_ours(runners: tuple[Runner, Runner]) ->
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner]) -> None:
-    """Fewer rows than were recorded leave everybody else's blocks alone, whoever used the rows before."""
-    runner = runners[1]
-    plain = run(runner, STEPS)
-    replays = 0
+class Capture:
+    """Records a step as a graph would be: its inputs and its result stay where they are."""
 
-    def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         result = function().clone()
 
         def replay() -> None:
-            nonlocal replays
-            replays += 1
+            self.replays += 1
             result.copy_(function())
 
         return replay, result
 
+
+def record(runner: Runner) -> Capture:
+    """Decode up to four rows by graphs from now on."""
+    capture = Capture()
+    arguments = runner._forward, runner._packed_groups, runner.block_size, CONTEXT, 4, CPU
+    runner._graphs = DecodeGraphs(*arguments, capture=capture)
+    return capture
+
+
+def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner]) -> None:
+    """Fewer rows than were recorded leave everybody else's blocks alone, whoever used the rows before."""
+    runner = runners[1]
+    plain = run(runner, STEPS)
     runner.allocate([16] * len(runner.groups))
-    runner._graphs = DecodeGraphs(
-        runner._forward, runner._packed_groups, runner.block_size, CONTEXT, 4, CPU, capture=capture
-    )
+    capture = record(runner)
     recorded = run(runner, STEPS)
-    assert replays == 3, "the two steps with prompts are not for a graph"
+    assert capture.replays == 3, "the two steps with prompts are not for a graph"
     for one, other in zip(plain, recorded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_recorded_steps_launched_ahead_change_no_answer(
+    model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step's logits lie where the last one's did, and its input is what the last one chose."""
+    config = EngineConfig(
+        model=str(model_directory("llama")),
+        dtype="float32",
+        device="cpu",
+        kv_cache_memory=ByteSize(8 << 20),
+        max_sequence_length=CONTEXT,
+        compile_kernels=False,
+        prefill_chunk_size=32,
+    )
+
+    def play(backend: paged.PagedBackend) -> list[Sequence]:
+        rows = []
+        for number in range(6):
+            params = GenerationParams(
+                temperature=number % 2, max_tokens=6 + 3 * number, logprobs=1, stop_token_ids=tuple(ids(40, number))
+            )
+            request = EngineRequest(str(number), tuple(ids(5 * number + 1, number)), params, seed=number)
+            rows.append(Sequence(request, 0, backend.tokenizer, backend.info))
+            told[id(rows[-1])] = []
+            backend.add(rows[-1])
+            for _ in range(3):
+                step(backend, rows)
+        while backend.delay() <= 0:
+            step(backend, rows)
+        return rows
+
+    def step(backend: paged.PagedBackend, rows: list[Sequence]) -> None:
+        for delta in backend.step():
+            told[id(rows[int(delta.request)])] += [entry.logprob for entry in delta.logprobs or ()]
+        backend.check_integrity()
+
+    told: dict[int, list[float]] = {}
+    expected = play(paged.PagedBackend(config))
+    monkeypatch.setattr(paged, "Runner", CudaLike)
+    backend = paged.PagedBackend(config, ahead=True)
+    capture = record(backend._runner)
+    rows = play(backend)
+    assert capture.replays > 10
+    for one, other in zip(rows, expected, strict=True):
+        assert (one.tokens, one.finish) == (other.tokens, other.finish)
+        assert told[id(one)] == pytest.approx(told[id(other)], abs=1e-4) and len(one.tokens) == len(told[id(one)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_step_waits_for_the_device_but_for_the_last_ones_tokens(model_directory: Callable[[str], Path]) -> None:
+    backend = paged.PagedBackend(EngineConfig(model=str(model_directory("llama")), kv_cache_memory=ByteSize(1 << 28)))
+    for number in range(4):
+        params = GenerationParams(temperature=number % 2, top_p=0.9, logprobs=1, ignore_eos=True)
+        request = EngineRequest(str(number), tuple(ids(20, number)), params, seed=number)
+        backend.add(Sequence(request, 0, backend.tokenizer, backend.info))
+    for _ in range(4):  # in which graphs are recorded
+        backend.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert [len(backend.step()) for _ in range(4)] == [4] * 4
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

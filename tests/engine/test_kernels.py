@@ -201,6 +201,13 @@ class TestCompiling:
     def test_without_a_compiler(self, fail: Callable[..., str], tmp_path: Path) -> None:
         assert "/none/cc is not there; install a C compiler" in fail("/none/cc", tmp_path)
 
+    def test_without_the_source(
+        self, fail: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("penstock.engine.kernels._SOURCE", tmp_path / "kernels.c")
+        line = fail("cc", tmp_path)
+        assert f"{tmp_path}/kernels.c is not there; install Penstock again" in line and "compiler" not in line
+
     def test_a_compiler_that_fails(self, fail: Callable[..., str], tmp_path: Path) -> None:
         compiler = tmp_path / "cc"
         compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "no such flag" >&2; exit 1; }\n')

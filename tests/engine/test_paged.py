@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def config(directory: Path, **values: Any) -> EngineConfig:
 
 @pytest.fixture
 def load(model_directory: Callable[[str], Path]) -> Load:
-    def load(shape: str = "llama", kind: type[PagedBackend] = PagedBackend, **values: Any) -> PagedBackend:
-        return kind(config(model_directory(shape), **values))
+    def load(shape: str = "llama", ahead: bool = False, **values: Any) -> PagedBackend:
+        return PagedBackend(config(model_directory(shape), **values), ahead=ahead)
 
     return load
 
@@ -55,10 +56,33 @@ def finish(backend: PagedBackend | AnswerCache) -> int:
     return steps
 
 
+def poison(backend: PagedBackend) -> Any:
+    """From now on a step with the token POISON has numbers that are none; how steps were run before."""
+    run = backend._runner._forward
+
+    def poisoned(step: Any) -> torch.Tensor:
+        if not (step.ids == POISON).any():
+            return run(step)
+        weight = backend._runner._decoder._embedding  # type: ignore[union-attr]
+        saved = weight[POISON].clone()
+        weight[POISON] = torch.nan
+        try:
+            return run(step)
+        finally:
+            weight[POISON] = saved
+
+    backend._runner._forward = poisoned  # type: ignore[method-assign]
+    return run
+
+
 class TestFailures:
     """P22, inside a step: whoever is at fault ends, the others get the tokens that they get alone."""
 
     prompts = ([5, 6, 7], [8] * 20, [9, 10])
+
+    @pytest.fixture(params=[False, True], ids=["read", "ahead"])
+    def load(self, load: Load, request: pytest.FixtureRequest) -> Load:
+        return partial(load, ahead=request.param)
 
     def alone(self, load: Load) -> list[list[int]]:
         backend = load()
@@ -73,13 +97,14 @@ class TestFailures:
         backend = load()
         forward = backend._runner.forward
 
-        def fail(segments: Any) -> Any:
+        def fail(segments: Any, chosen: torch.Tensor | None = None) -> Any:
             if any(POISON in segment.tokens for segment in segments):
                 raise torch.OutOfMemoryError("too much")
-            return forward(segments)
+            return forward(segments, chosen)
 
         backend._runner.forward = fail  # type: ignore[method-assign]
         rows = [add(backend, prompt) for prompt in self.prompts]
+        backend.step()
         culprit = add(backend, [1, POISON, 2])
         finish(backend)
         assert culprit.finish == "error" and [row.tokens for row in rows] == expected
@@ -90,20 +115,7 @@ class TestFailures:
         """Neither to those in the same step, nor to whoever gets the blocks, nor to who begins with the same tokens."""
         expected = self.alone(load)
         backend = load(kv_cache_memory=ByteSize(24 * 16384))
-        run = backend._runner._forward
-
-        def poison(step: Any) -> torch.Tensor:
-            if not (step.ids == POISON).any():
-                return run(step)
-            weight = backend._runner._decoder._embedding  # type: ignore[union-attr]
-            saved = weight[POISON].clone()
-            weight[POISON] = torch.nan
-            try:
-                return run(step)
-            finally:
-                weight[POISON] = saved
-
-        backend._runner._forward = poison  # type: ignore[method-assign]
+        run = poison(backend)
         rows = [add(backend, prompt) for prompt in self.prompts]
         culprit = add(backend, [*range(40, 60), POISON, *range(40, 60)])
         finish(backend)
@@ -114,6 +126,21 @@ class TestFailures:
         assert [row.tokens for row in heirs[:3]] == expected
         assert all(row.finish == "length" for row in heirs)
         assert heirs[3].cached_tokens == 0
+
+    def test_what_others_hold_stays_as_it_is(self, load: Load) -> None:
+        """One shares the beginning, whose numbers are good, with another whose end is none."""
+        beginning = [n + 40 for n in range(32)]
+        backend = load(prefill_chunk_size=32, max_batch_size=4)
+        poison(backend)
+        culprit = add(backend, [*beginning, *range(100, 150), POISON])
+        backend.step()
+        heir = add(backend, [*beginning, 7, 8])
+        finish(backend)
+        assert (culprit.finish, heir.cached_tokens) == ("error", 32)
+        reference = load()
+        alone = add(reference, [*beginning, 7, 8])
+        finish(reference)
+        assert heir.tokens == alone.tokens
 
     def test_a_cancelled_request_leaves_its_blocks_cached(self, load: Load) -> None:
         backend = load()

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backend import Backend
 from penstock.engine.backends import load_backend
-from penstock.engine.quantize import dequantized, quantizable
+from penstock.engine.paged import PagedBackend
+from penstock.engine.quantize import dequantized, linear_maker, quantizable
 from penstock.engine.sequence import Sequence as Choice
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 
@@ -340,31 +341,35 @@ class Play:
 
 
 @pytest.fixture(scope="module")
-def cramped(config_of: Callable[..., EngineConfig], oracle: Oracle) -> Iterator[Callable[[str], Backend]]:
+def cramped(config_of: Callable[..., EngineConfig], oracle: Oracle) -> Iterator[Callable[[str, bool], Backend]]:
     """One backend a shape: three rows, short chunks, hardly more room than one request needs."""
     with ExitStack() as stack:
-        loaded: dict[str, Backend] = {}
+        loaded: dict[tuple[str, bool], Backend] = {}
 
-        def load(shape: str) -> Backend:
-            if shape not in loaded:
+        def load(shape: str, ahead: bool) -> Backend:
+            if (shape, ahead) not in loaded:
                 changes: dict[str, Any] = {"max_batch_size": 3}
                 changes |= {"kv_cache_memory": 6 * oracle.bytes_per_block(shape), "max_sequence_length": 64}
                 changes |= {"enable_chunked_prefill": True, "prefill_chunk_size": 5}
-                loaded[shape] = load_backend(config_of(shape, **changes))
-                stack.callback(loaded[shape].close)
-            return loaded[shape]
+                backend = loaded[shape, ahead] = PagedBackend(config_of(shape, **changes), ahead=ahead)
+                stack.callback(backend.close)
+            return loaded[shape, ahead]
 
         yield load
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["read", "ahead"])
 @some_shapes
 @given(schedule=SCHEDULES)
 @settings(max_examples=40, deadline=None)
 def test_arrivals_and_cancels_change_nothing(
-    shape: str, cramped: Callable[[str], Backend], oracle: Oracle, schedule: list[Arrival]
+    shape: str, ahead: bool, cramped: Callable[[str, bool], Backend], oracle: Oracle, schedule: list[Arrival]
 ) -> None:
-    """A request that is left alone gives the oracle's tokens, a cancelled one the first of them."""
-    backend = cramped(shape)
+    """A request that is left alone gives the oracle's tokens, a cancelled one the first of them.
+
+    So it is where each step is launched before the tokens of the last are read.
+    """
+    backend = cramped(shape, ahead)
     play = Play(backend, schedule)
     play.run()
     assert len(play.arrivals) == len(schedule)
@@ -406,3 +411,15 @@ def test_quantised_weights_equal_what_they_stand_for(
     assert [engine.generate(prompt, GREEDY).token_ids for prompt in PROMPTS] == expected  # few rows: another kernel
     in_pieces = start(shape, quantization=quantization, prefill_chunk_size=7, max_batch_size=7)
     assert [in_pieces.generate(prompt, GREEDY).token_ids for prompt in PROMPTS] == expected  # steps without logits
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("shape", [(64, 64), (33, 40), (5, 17), (1, 1)])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_odd_weights_are_multiplied_like_others(quantization: str, shape: tuple[int, int], rows: int) -> None:
+    """In bfloat16, without compiled kernels: torch's own read beyond a row whose length is no multiple of 16."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(one, generator=generator).bfloat16() for one in (shape, (rows, shape[1])))
+    product = linear_maker(quantization, torch.device("cpu"))(weight, None)(x).float()
+    expected = x.float() @ dequantized(weight, quantization, torch.bfloat16).T
+    assert (product - expected).norm() <= 0.02 * expected.norm()

@@ -109,9 +109,9 @@ class Machine:
         if self.ahead:
             chosen, self._unread = self._unread, chosen
             for row, _ in self._unread:
-                row.pending += 1
+                row.sequence.pending += 1
             for row, _ in chosen:
-                row.pending -= 1
+                row.sequence.pending -= 1
         for row, token in chosen:
             if row.sequence in self._live:
                 row.sequence.append(token)
@@ -136,7 +136,9 @@ class Machine:
         self._rows += rows
         assert len(set(rows)) == len(rows)
         assert set(rows) <= set(self._running())
-        assert set(self._running()[:1]) <= set(rows), "the first in line always runs"
+        assert not any(row.sequence.is_complete for row in rows), "no token is computed for nothing"
+        first = {row for row in self._running()[:1] if not row.sequence.is_complete}
+        assert first <= set(rows), "the first in line always runs"
         assert len(self._running()) == self.scheduler.num_running <= self.max_batch_size
         total = sum(one.num_tokens for one in scheduled)
         one_whole_prompt = not self.chunked and sum(one.num_tokens > 1 for one in scheduled) == 1
@@ -145,7 +147,7 @@ class Machine:
 
     def _states(self, row: Row) -> list[int]:
         unread = [token for other, token in self._unread if other is row]
-        assert row.pending == len(unread)
+        assert row.sequence.pending == len(unread)
         tokens = [*row.sequence.prompt, *row.sequence.tokens, *unread]
         return digest(tokens, row.sequence.request.cache_salt)
 
