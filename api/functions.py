@@ -11,15 +11,11 @@ leads to a function, to a list of them, or to a module, whose decorated function
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, overload
 
@@ -29,6 +25,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
+from ..config.loading import load_named
 from ..schemas.errors import ConfigurationError
 from ..schemas.loops import ToolResult
 from .mcp_config import TIMEOUT
@@ -136,7 +133,7 @@ def find_functions(names: Sequence[str] = ()) -> tuple[Function, ...]:
     wanted: list[tuple[str, Callable[[], object]]] = [
         (f"{GROUP}: {entry.name}", entry.load) for entry in entry_points(group=GROUP)
     ]
-    wanted += [(name, functools.partial(_import, name)) for name in names]
+    wanted += [(name, functools.partial(load_named, name)) for name in names]
     for origin, load in wanted:
         try:
             for function in _functions(load()):
@@ -161,21 +158,6 @@ def _functions(value: object) -> Iterator[Function]:
             yield from _functions(each)
     else:
         raise TypeError(f"{value!r} is neither a function, a list of them, nor a module")
-
-
-def _import(name: str) -> object:
-    place, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
-    if place.endswith(".py"):
-        path = Path(place)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise ImportError(f"no such file: {path}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    return getattr(module, attribute) if attribute else module
 
 
 class _Untitled(GenerateJsonSchema):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 
+from ..config.loading import load_named
 from ..config.settings import BUILT_IN_STAGES
 from ..schemas.errors import StartupError
 from .batch import Batch
@@ -28,7 +25,7 @@ def find_stage(name: str) -> type[Stage]:
     if name in BUILT_IN_STAGES:
         raise StartupError(f"the stage {name} holds a model: run it with `penstock worker MODEL`")
     try:
-        found = _import(name) if ":" in name else _installed(name)
+        found = load_named(name) if ":" in name else _installed(name)
     except (ImportError, AttributeError, OSError) as error:
         raise StartupError(f"the stage {name} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Stage)):
@@ -48,17 +45,3 @@ def _installed(name: str) -> object:
         f"no stage is called {name}; there are {', '.join(LIGHT)}, what is installed under the entry point {GROUP}, "
         "and your own as module:Class or file.py:Class"
     )
-
-
-def _import(name: str) -> object:
-    place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), attribute)
-    path = Path(place)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return getattr(module, attribute)

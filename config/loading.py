@@ -1,0 +1,32 @@
+"""Users' own code, found by name: `module:name`, `path/to/file.py:name`, or all of a module or file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def load_named(name: str) -> object:
+    """What `name` means; a file is run once. Raises `ImportError`, `AttributeError` and what the code itself raises."""
+    place, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
+    module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    return getattr(module, attribute) if attribute else module
+
+
+def _file(path: Path) -> ModuleType:
+    known = sys.modules.get(path.stem)
+    if known is not None and known.__file__ == str(path.resolve()):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"no such file: {path}")
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
