@@ -128,7 +128,8 @@ class ResponseRenderer:
                 logprobs = "message.output_text.logprobs" in (self._body.get("include") or ())
                 self._job, self._turn = event.job, TurnItems(event.job, event.calls, logprobs=logprobs)
             case Done():
-                yield from self._end({"status": "incomplete" if "length" in event.finish_reasons else "completed"})
+                status = "incomplete" if "length" in event.finish_reasons else "completed"
+                yield from self._end({"status": status, "at": event.at})
             case Failed() | Expired():
                 yield from self._end({"status": "failed", "error": event.error})
             case Cancelled():

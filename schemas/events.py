@@ -155,11 +155,13 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Final: every choice has finished; `finish_reasons` in order of the choices."""
+    """Final: every choice has finished; `finish_reasons` in order of the choices. `at` (Unix seconds) is for a response,
+    which is kept."""
 
     request: str
     finish_reasons: tuple[FinishReason, ...]
     usage: Usage
+    at: float | None = None
     type: Literal["done"] = "done"
 
 

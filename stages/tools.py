@@ -323,7 +323,7 @@ class Tools(Stage):
         elif ended.status == "cancelled":
             final = Cancelled(job.id, usage)
         else:
-            final = Done(job.id, ("length" if ended.status == "incomplete" else "stop",), usage)
+            final = Done(job.id, ("length" if ended.status == "incomplete" else "stop",), usage, ended.at)
         await tell(self.pipe, address(job), final, "end")
         await self._log.drop_sealed(job.tenant, job.id)
         # Its client heard a refusal, and never that it began.

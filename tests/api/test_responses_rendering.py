@@ -245,7 +245,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 def plain(value: dict[str, Any]) -> dict[str, Any]:
-    return dict(orjson.loads(orjson.dumps(value)), completed_at=None)  # no event says when a response ended
+    return dict(orjson.loads(orjson.dumps(value)), completed_at=None)  # a Done of these tests says no time
 
 
 @EXAMPLES

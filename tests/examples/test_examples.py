@@ -240,6 +240,14 @@ def test_client_prints_why_it_is_refused(pipeline: Pipeline, client: list[str]) 
     assert "'nobody' is not served" in _run(client, pipeline, "nobody", "hello").stderr
 
 
+def test_agent_prints_the_answer_or_why_there_is_none(pipeline: Pipeline) -> None:
+    agent = [sys.executable, str(EXAMPLES / "agent.py")]
+    told = pipeline.chat("Grüße, 💧").json()["choices"][0]["message"]["content"]
+    assert _run(agent, pipeline, "echo", "Grüße, 💧").stdout == told + "\n"
+    assert _run(agent, pipeline, "echo", "sesame").stderr == "The prompt holds a blocked word.\n"
+    assert "No MCP server is called nobody" in _run(agent, pipeline, "echo", "hello", "nobody").stderr
+
+
 def test_lock_file_names_no_registry() -> None:
     lock = (EXAMPLES / "package-lock.json").read_text()
     assert "resolved" not in lock
