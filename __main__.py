@@ -231,6 +231,8 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
             workers_ttl=3 * settings.heartbeat_interval,
             files_ttl=settings.files_ttl,
             responses_ttl=settings.responses_ttl,
+            relay_age=settings.events_ttl,
+            relay_bytes=int(settings.events_limit),
         )
         await broker.ensure(streams, buckets)
         subjects = Subjects(settings.namespace)
@@ -245,8 +247,7 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
 
 async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
     """Say which stages live here, each from when it is ready."""
-    copy = uuid.uuid4().hex[:8]
-    cards = [(stage, StageCard(stage=stage.name, id=copy, pid=os.getpid())) for stage in stages]
+    cards = [(stage, StageCard(stage=stage.name, id=stage.copy, pid=os.getpid())) for stage in stages]
     interval = pipe.settings.heartbeat_interval
     try:
         while True:

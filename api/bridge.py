@@ -178,6 +178,7 @@ class Reading:
         self.deadline = deadline
         self.ended = False  # the final event was taken; set by take
         self.final: Event | None = None  # set by feed and end
+        self.is_cut = False  # the final event is this bridge's own, and the request may go on; set by end
         self._bridge = bridge
         self._broker = bridge.broker
         self._subject = subject
@@ -252,6 +253,7 @@ class Reading:
     def end(self, refusal: Refusal) -> None:
         """Stop reading: what `take` gives last is this."""
         if self.final is None:
+            self.is_cut = True
             self.final = Failed(self.request, ErrorBody.of(refusal))
             self._ready.append(self.final)
             self._news.set()

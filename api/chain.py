@@ -21,6 +21,11 @@ class Chain:
     def kept(self) -> bool:
         return self._root.kept
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether this bridge has stopped reading, and the response may go on."""
+        return self._root.is_cut
+
     async def take(self, patience: float) -> list[Event]:
         """The next events, in order; empty after `patience` seconds of silence."""
         if self._turn is not None:

@@ -17,6 +17,7 @@ from ..schemas.errors import Conflict, InvalidRequest, StreamNotFound
 from ..schemas.events import Cancelled, Event, Expired, Failed
 from ..schemas.jobs import Job, Priority
 from ..streams.port import Broker
+from ..streams.response_log import ResponseLog
 from .bridge import Bridge, Reading
 
 MOST_CHARACTERS = 255
@@ -54,14 +55,27 @@ async def open_once(
         try:
             reading = await bridge.follow(claim["request"], tenant, deadline=deadline)
         except StreamNotFound:
+            if await _is_kept(broker, job, tenant, claim["request"]):
+                raise Conflict(
+                    f"This Idempotency-Key made the response {claim['request']}; retrieve that.",
+                    code="idempotency_key_spent",
+                    param="Idempotency-Key",
+                ) from None
             if time.time() - claim["created"] < PUBLISHED_ONCE:
                 first = job.model_copy(update={"id": claim["request"]})
                 return await bridge.open(first, priority=priority, tenant=tenant, deadline=deadline, shared=True)
         else:
-            if not _came_to_nothing(reading.final):
+            if not _came_to_nothing(reading.final) or await _is_kept(broker, job, tenant, claim["request"]):
                 return reading
             reading.close()
         await claims.update(name, mine, entry.revision)
+
+
+async def _is_kept(broker: Broker, job: Job, tenant: str, request: str) -> bool:
+    """Whether the request is a response that has begun: its tools may have run, so it is not made again."""
+    if job.endpoint != "/v1/responses":
+        return False
+    return await (await ResponseLog.of(broker)).read(tenant, request) is not None
 
 
 def _came_to_nothing(final: Event | None) -> bool:

@@ -57,7 +57,7 @@ class McpClient:
         self.name = name
         self._idle = idle
         self._connection: _Connection | None = None
-        self._connecting = asyncio.Lock()
+        self._attempt: asyncio.Task[_Connection] | None = None  # to connect, for all who wait; set by _connected
         self._listing = asyncio.Lock()
         self._tools: tuple[types.Tool, ...] = ()
         self._tools_until = 0.0
@@ -133,11 +133,18 @@ class McpClient:
             raise _explained(error, statuses) from None
 
     async def _connected(self) -> _Connection:
-        async with self._connecting:
-            if self._connection is None or self._connection.over:
-                connection = _Connection(self.server, self._idle, lambda: self.busy, self._on_message)
-                self._connection = await connection.open()
+        if self._connection is not None and not self._connection.over:
             return self._connection
+        if self._attempt is None or self._attempt.done():
+            connection = _Connection(self.server, self._idle, lambda: self.busy, self._on_message)
+            self._attempt = asyncio.create_task(connection.open())
+        attempt = self._attempt
+        try:
+            self._connection = await asyncio.shield(attempt)
+        finally:
+            if attempt.done() and not attempt.cancelled():
+                attempt.exception()  # seen by one of those who waited
+        return self._connection
 
     async def _drop(self, connection: _Connection) -> None:
         if self._connection is connection:

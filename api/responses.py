@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from dataclasses import asdict
@@ -14,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..config.settings import Settings
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
-from ..schemas.events import Accepted, ErrorBody, Event, Queued, Turn
+from ..schemas.events import Accepted, Done, ErrorBody, Event, Failed, Item, Queued, Turn
 from ..schemas.loops import Ended, Items
 from ..schemas.responses import ResponsesRequest, parse_responses
-from ..streams.response_log import ResponseLog, Stored
+from ..streams.response_log import LOST, ResponseLog, Stored
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .chain import Chain
 from .door import Door, open_request, read_object, tenant_of
@@ -26,7 +27,8 @@ from .responses_rendering import ResponseRenderer, response_object
 from .sealing import seal
 
 PREFIX = "resp_"
-LOST = 60.0  # seconds after its deadline in which a response may still say how it ended
+LOOK = 0.1  # seconds between two looks whether a response has stopped
+STOPPING = 100  # looks, after which it may still stop, but nobody waits for it
 MOST = 100  # items of a page
 
 Mode = Literal["stream", "whole", "background"]
@@ -40,6 +42,7 @@ class ResponseAnswer(EventStream):
         self, chain: Chain, renderer: ResponseRenderer, mode: Mode, *, keepalive: float, begun: bool = False
     ) -> None:
         super().__init__(chain, keepalive=keepalive, progress=None)
+        self._chain = chain
         self._begun = begun
         self._renderer = renderer
         self._mode = mode
@@ -52,10 +55,13 @@ class ResponseAnswer(EventStream):
         while not ready:
             events = await self._reading.take(FOR_EVER)
             for event in events:
-                self._renderer.render(event)
+                # Once a tool was run or a turn is over, a client must not be told to try again.
+                self._begun = self._begun or isinstance(event, Done) or _is_call(event)
                 if error := self._refusal(event):
                     await error_response(error, self._reading.request)(scope, receive, send)
                     return
+                if not self._is_own(event):
+                    self._renderer.render(event)
             ready = self._reading.ended or (self._mode == "background" and self._reached(events))
         body = orjson.dumps(self._renderer.response())
         await send(self._opening("application/json", {"content-length": str(len(body))}))
@@ -76,7 +82,14 @@ class ResponseAnswer(EventStream):
     def _chunks(self, event: Event) -> list[bytes]:
         if isinstance(event, Queued):
             return [self._comment(f"queued {event.position}")]
+        if self._is_own(event):
+            assert isinstance(event, Failed)
+            return [self._renderer.broken(event.error)]
         return [self._renderer.render(event)]
+
+    def _is_own(self, event: Event) -> bool:
+        """Whether this bridge says so, which stops reading: the response goes on, and its events are still to come."""
+        return self._chain.is_cut and self._chain.kept and isinstance(event, Failed)
 
 
 def add_responses(app: FastAPI, door: Door) -> None:
@@ -146,22 +159,29 @@ def add_responses(app: FastAPI, door: Door) -> None:
         return stored
 
     async def _stopped(stored: Stored) -> Stored:
-        job = stored.begun.job
-        if stored.ended is not None:
+        """Have it end. Whoever goes on with it sees the wish, now or later."""
+        job, log = stored.begun.job, await ResponseLog.of(door.broker)
+        if stored.ended is not None or stored.is_lost(time.time()):
             return stored
-        reading = await door.bridge.follow(job.id, job.tenant)
-        try:
-            if reading.final is None:
-                await reading.cancel()
-        finally:
-            reading.close()
-        return await (await ResponseLog.of(door.broker)).read(job.tenant, job.id) or stored
+        await log.ask_to_stop(job.tenant, job.id)
+        for attempt in range(STOPPING):
+            if attempt % 10 == 0:
+                await door.broker.notify(door.bridge.subjects.cancel(job.id), b"")
+            await asyncio.sleep(LOOK)
+            stored = await log.read(job.tenant, job.id) or stored
+            if stored.ended is not None:
+                break
+        return stored
+
+
+def _is_call(event: Event) -> bool:
+    return isinstance(event, Item) and event.item["type"] == "mcp_call"
 
 
 def shown(stored: Stored) -> dict[str, Any]:
     """A stored response as its client sees it."""
     ended, deadline = stored.ended, stored.begun.job.deadline
-    if ended is None and time.time() > deadline + LOST:
+    if stored.is_lost(time.time()):
         lost = DeadlineExceeded("The deadline passed, and nobody has said how the response ended.")
         ended = Ended(status="failed", at=deadline, error=asdict(ErrorBody.of(lost)))
     return response_object(stored.begun, stored.turns, ended)

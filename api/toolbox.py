@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -51,7 +51,7 @@ class Toolbox:
         self._functions = {function.name: function for function in functions}
         self._allowed = _prefixes(allowed_urls)
         self._unseal = unseal
-        self._clients: dict[tuple[str, tuple[tuple[str, str], ...]], McpClient] = {}  # the longest unused first
+        self._clients: dict[tuple[str, str, tuple[tuple[str, str], ...]], McpClient] = {}  # the longest unused first
         self._named: dict[str, McpClient] = {}
 
     def check(self, source: Source) -> None:
@@ -60,6 +60,8 @@ class Toolbox:
             place = _place(source.url)
             if not any(place.origin == one.origin and place.path[: len(one.path)] == one.path for one in self._allowed):
                 _refuse(f"The server_url of {source.label} is not among those that this installation allows.")
+        elif source.sealed is not None:
+            _refuse(f"Headers go with a server_url; those of {source.label} are the configuration's.")
         elif source.label == FUNCTIONS:
             if not self._functions:
                 _refuse("This installation has no functions as tools.")
@@ -96,7 +98,7 @@ class Toolbox:
                     )
                 )
         return [
-            tool.model_copy(update={"approval": _needs_approval(source, tool.tool)})
+            tool.model_copy(update={"approval": source.needs_approval(tool.tool)})
             for tool in found
             if _is_allowed(source, tool.tool)
         ]
@@ -116,10 +118,6 @@ class Toolbox:
         except (InvalidRequest, ToolFailed) as error:
             return ToolResult(str(error), is_error=True)
 
-    async def run(self, calls: Iterable[tuple[Source, LoopTool, str]]) -> list[ToolResult]:
-        """All calls at once; the results in the order of the calls."""
-        return await asyncio.gather(*(self.call(*call) for call in calls))
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -134,18 +132,10 @@ class Toolbox:
         await asyncio.gather(*(client.close() for client in clients))
 
     async def _client(self, source: Source) -> McpClient:
-        headers = self._headers(source)
-        config = self._servers.get(source.label) if source.url is None else HttpServer(url=source.url)
-        assert config is not None  # `check` has seen to it
-        if headers:
-            if not isinstance(config, HttpServer):
-                raise ToolFailed(f"{source.label} is no server that headers can be sent to.")
-            config = config.model_copy(update={"headers": {**_lowered(config.headers), **headers}})
-        elif source.url is None:
-            # The operator's own: not many, and never pushed out by those that requests name.
-            return self._named.setdefault(source.label, McpClient(config, name=source.label))
-        assert isinstance(config, HttpServer)
-        key = (config.url, tuple(sorted(config.headers.items())))
+        if source.url is None:  # the operator's own: not many, and never pushed out by those that requests name
+            return self._named.setdefault(source.label, McpClient(self._servers[source.label], name=source.label))
+        config = HttpServer(url=source.url, headers=self._headers(source))
+        key = (source.label, config.url, tuple(sorted(config.headers.items())))
         client = self._clients.pop(key, None) or McpClient(config, name=source.label)
         while len(self._clients) >= MAX_CLIENTS:
             idle = next((known for known, one in self._clients.items() if not one.busy), None)
@@ -192,12 +182,26 @@ def parse_arguments(tool: LoopTool, arguments: str) -> dict[str, Any]:
     try:
         validator.check_schema(tool.parameters)
         # An empty registry: with the default one a server's schema could have anything fetched from anywhere.
-        fault = best_match(validator(tool.parameters, registry=referencing.Registry()).iter_errors(given))
+        schema = _without_patterns(tool.parameters)
+        fault = best_match(validator(schema, registry=referencing.Registry()).iter_errors(given))
     except (jsonschema.SchemaError, referencing.exceptions.Unresolvable, re.error, RecursionError):
         return given  # a schema that cannot be used: the server checks for itself
     if fault is not None:
         raise ToolFailed(f"The arguments of {tool.name} are wrong: at {fault.json_path}: {fault.message[:1000]}")
     return given
+
+
+def _without_patterns(schema: Any) -> Any:
+    """A schema without regular expressions, which can take for ever; the server checks for itself."""
+    if isinstance(schema, list):
+        return [_without_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_patterns(value)
+        for key, value in schema.items()
+        if not (key == "pattern" and isinstance(value, str)) and key not in ("patternProperties", "propertyNames")
+    }
 
 
 class _Place:
@@ -240,10 +244,6 @@ def _is_functions(source: Source) -> bool:
 
 def _is_allowed(source: Source, tool: str) -> bool:
     return source.allowed is None or tool in source.allowed
-
-
-def _needs_approval(source: Source, tool: str) -> bool:
-    return tool in source.approval if isinstance(source.approval, tuple) else source.approval == "always"
 
 
 def _lowered(headers: Mapping[str, str]) -> dict[str, str]:

@@ -83,6 +83,10 @@ class Settings(BaseSettings):
     file_limit: ByteSize = Field(ByteSize(512 << 20), gt=0, description="Largest file that may be uploaded.")
     files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are kept.")
     responses_ttl: float = Field(30 * 86400.0, ge=60, description="How long responses and conversations are kept.")
+    events_ttl: float = Field(
+        600.0, ge=60, description="How long what was said of a request is kept, to be resumed; longer than any turn."
+    )
+    events_limit: ByteSize = Field(ByteSize(256 << 20), gt=0, description="And how much of it, of all requests.")
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at a time.")
     default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
     keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream before a keep-alive is sent.")

@@ -155,8 +155,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Final: every choice has finished; `finish_reasons` in order of the choices. `at` (Unix seconds) is for a response,
-    which is kept."""
+    """Final: every choice has finished; `finish_reasons` in order of the choices. `at` is when a response did, in Unix
+    seconds."""
 
     request: str
     finish_reasons: tuple[FinishReason, ...]

@@ -53,7 +53,7 @@ def chat_messages(
             case "function_call":
                 chat.call(item, item["call_id"], item["name"])
             case "function_call_output":
-                if not chat.answer(item["call_id"], _text(item["output"])):
+                if not chat.answer(item["call_id"], _text(item["output"])) and place >= before:
                     param = f"input[{place - before}].call_id"
                     raise InvalidRequest(f"{param}: no call before it has the id {item['call_id']!r}.", param=param)
                 chat.answered = True
@@ -63,7 +63,7 @@ def chat_messages(
                     name: str = item["name"]
                     chat.call(item, item["id"], names.get((item["server_label"], name), name))
                     chat.answer(item["id"], _outcome(answer))
-            case "item_reference" if item["id"] not in known:
+            case "item_reference" if item["id"] not in known and place >= before:
                 param = f"input[{place - before}].id"
                 raise InvalidRequest(f"{param}: there is no item {item['id']!r} before it.", param=param)
         known.add(item["id"])
@@ -154,6 +154,6 @@ def _outcome(item: dict[str, Any]) -> str:
         output: str | None = item.get("output")
         return _UNFINISHED if output is None else output
     said = error if isinstance(error, str) else error.get("message") or error.get("content")
-    if isinstance(said, list):
-        said = "\n".join(str(part.get("text")) for part in said if isinstance(part, dict))
-    return f"Error: {said}"
+    if isinstance(said, list) and all(isinstance(part, dict) and "text" in part for part in said):
+        said = "\n".join(str(part["text"]) for part in said)
+    return f"Error: {said if isinstance(said, str) else orjson.dumps(said).decode()}"

@@ -22,6 +22,7 @@ from .params import GenerationParams
 from .response_tools import AllowedTools, ChosenFunction, ChosenMcp, FunctionTool, McpTool, Tool, ToolChoice, chosen
 
 MAX_TURNS = 100
+MAX_ITEMS = 5000  # of one request's input
 LOGPROBS = "message.output_text.logprobs"
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -100,7 +101,7 @@ class ResponsesRequest(Body):
     model: Annotated[str, Field(min_length=1)]
     input: (
         Annotated[
-            Annotated[str, Tag("<str>")] | Annotated[list[InputItem], Tag("<list>")],
+            Annotated[str, Tag("<str>")] | Annotated[list[InputItem], Field(max_length=MAX_ITEMS), Tag("<list>")],
             by_type("input_type", "a string or a list of items"),
         ]
         | None

@@ -8,20 +8,25 @@ else the model is told.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from ..schemas.errors import ToolFailed
-from ..schemas.events import Event
+import structlog
+
+from ..schemas import codec
+from ..schemas.errors import ToolFailed, Transient
+from ..schemas.events import FINAL, Done, Event, Token
 from ..schemas.events import Item as Shown
 from ..schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
 from ..streams.response_log import Place, ResponseLog
+from ..streams.topology import EVENTS
 from .contract import Pipe
 from .endings import Address
+
+log = structlog.get_logger(__name__)
 
 LOOK = 0.2  # seconds between two looks for the result of a call that another copy makes
 UNKNOWN = ToolResult(
@@ -30,7 +35,10 @@ UNKNOWN = ToolResult(
 LONGEST = 8192  # characters of a result for a model whose context is not known
 TOO_MANY = ToolResult("No more tools may be called in this response; answer with what is known.", True)
 
+LONGEST_NAME = 64  # characters, of a tool that a model is told of
+
 Item = dict[str, Any]
+Made = TypeVar("Made")
 
 
 class Toolbox(Protocol):
@@ -51,16 +59,12 @@ def list_item(label: str, id: str) -> Item:
     return {"id": id, "type": "mcp_list_tools", "server_label": label, "tools": [], "error": None}
 
 
-async def listed(toolbox: Toolbox, source: Source, item: Item, known: Item | None) -> tuple[Item, list[LoopTool]]:
-    """A source's tools, and the item that shows them; `known` is the item of an earlier response."""
-    if known is not None:
-        tools = [_tool(source.label, shown) for shown in known["tools"]]
-        tools = [tool for tool in tools if source.allowed is None or tool.tool in source.allowed]
-    else:
-        try:
-            tools = await toolbox.tools(source)
-        except ToolFailed as error:
-            return {**item, "error": str(error)}, []
+async def listed(toolbox: Toolbox, source: Source, item: Item) -> tuple[Item, list[LoopTool]]:
+    """A source's tools, and the item that shows them."""
+    try:
+        tools = await toolbox.tools(source)
+    except ToolFailed as error:
+        return {**item, "error": str(error)}, []
     shown = [
         {
             "name": tool.tool,
@@ -73,16 +77,28 @@ async def listed(toolbox: Toolbox, source: Source, item: Item, known: Item | Non
     return {**item, "tools": shown}, tools
 
 
-def for_model(tools: Sequence[LoopTool], sources: Sequence[Source], taken: Sequence[str]) -> tuple[LoopTool, ...]:
+def for_model(tools: Sequence[LoopTool], taken: Sequence[str]) -> tuple[LoopTool, ...]:
     """The tools under names that are each one's own, also beside the functions called `taken`."""
-    times = Counter([*taken, *(tool.tool for tool in tools)])
-    by_label = {source.label: source for source in sources}
+    times = Counter([*taken, *(tool.name for tool in tools)])
 
     def named(tool: LoopTool) -> LoopTool:
-        name = tool.tool if times[tool.tool] == 1 else f"{tool.label}__{tool.tool}"
-        return tool.model_copy(update={"name": name, "approval": by_label[tool.label].needs_approval(tool.tool)})
+        if times[tool.name] == 1:
+            return tool
+        return tool.model_copy(update={"name": f"{tool.label}__{tool.name}"[:LONGEST_NAME]})
 
-    return tuple(named(tool) for tool in tools)
+    return tuple(map(named, tools))
+
+
+@contextlib.asynccontextmanager
+async def at_once(works: Iterable[Coroutine[Any, Any, Made]]) -> AsyncIterator[list[asyncio.Task[Made]]]:
+    """Do all at a time; to leave ends what still runs. A fault is raised as it is, and not in a group."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def tell(pipe: Pipe, response: Address, event: Event, place: str) -> None:
@@ -95,6 +111,27 @@ async def show(pipe: Pipe, job: LoopJob, index: int, items: Items, *, finished: 
         await tell(pipe, address(job), Shown(job.id, place, item, finished), str(place))
 
 
+async def answer_of(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token], Event | None]:
+    """What a turn's model said, in order, and how it ended."""
+    tokens: list[Token] = []
+    final: Event | None = None
+    for message in await pipe.broker.replay(EVENTS, pipe.subjects.events_at(tenant, request)):
+        event = codec.decode_event(message.data)
+        if isinstance(event, Token):
+            tokens.append(event)
+        elif isinstance(event, FINAL):
+            final = event
+    said: list[Token] = []
+    place = 0
+    for token in sorted(tokens, key=lambda token: token.index):  # an outage may change their order, or repeat one
+        if token.index == place and not (said and said[-1].finish_reason):
+            said.append(token)
+            place += len(token.token_ids)
+    if isinstance(final, Done) and place != final.usage.completion_tokens:
+        final = None
+    return said, final
+
+
 def address(job: LoopJob) -> Address:
     return Address(job.id, job.tenant, job.bridge)
 
@@ -105,41 +142,41 @@ def count(items: Items) -> int:
 
 
 class Calls:
-    """Makes the calls of one copy of the stage."""
+    """Makes the calls of one copy of the stage, which is called `owner` in its card."""
 
-    def __init__(self, pipe: Pipe, toolbox: Toolbox, log: ResponseLog) -> None:
+    def __init__(self, pipe: Pipe, toolbox: Toolbox, log: ResponseLog, owner: str) -> None:
         self._pipe = pipe
         self._toolbox = toolbox
         self._log = log
-        self._owner = f"{socket.gethostname()} {os.getpid()}"
+        self._owner = owner
         self._making: set[Place] = set()
 
     async def make_all(self, begun: Begun, turn: int, items: Items, index: int, *, made: int = 0) -> Items:
-        """The items of a turn with the calls among them made, all at a time, and told in their order."""
+        """The items of a turn with the calls that wait among them made, all at a time, and told in their order."""
         job = begun.job
         most = job.body.get("max_tool_calls") or inf
         card = self._pipe.registry.models.get(job.body["model"])
         longest = card.context_length // 2 if card else LONGEST
-        waiting = [
-            place for place, item in enumerate(items) if item["type"] == "mcp_call" and item["status"] == "in_progress"
-        ]
+        waiting = [place for place, item in enumerate(items) if waits(item)]
         sealed = await self._log.sealed(job.tenant, job.id) if waiting else {}
         items = list(items)
-        async with asyncio.TaskGroup() as group:
-            calls = [
-                group.create_task(self._call(begun, Place(job.tenant, job.id, turn, place), items[place], sealed))
-                if made + number < most
-                else None
-                for number, place in enumerate(waiting)
-            ]
+        works = (
+            self._call(begun, Place(job.tenant, job.id, turn, place), items[place], sealed, made + number < most)
+            for number, place in enumerate(waiting)
+        )
+        async with at_once(works) as calls:
             for number, (place, call) in enumerate(zip(waiting, calls, strict=True)):
-                result = _cut(await call, longest) if call else TOO_MANY
+                result = _cut(await call, longest)
                 said = {"output": None, "error": _error(result.text)} if result.is_error else {"output": result.text}
                 items[place] = {**items[place], **said, "status": "failed" if result.is_error else "completed"}
                 await show(self._pipe, job, index + number, [items[place]])
         return items
 
-    async def _call(self, begun: Begun, place: Place, item: dict[str, Any], sealed: dict[str, str]) -> ToolResult:
+    async def _call(
+        self, begun: Begun, place: Place, item: Item, sealed: dict[str, str], is_allowed: bool
+    ) -> ToolResult:
+        if not is_allowed:
+            return TOO_MANY
         label, name = item["server_label"], item["name"]
         source = next((source for source in begun.sources if source.label == label), None)
         tool = next((tool for tool in begun.tools if (tool.label, tool.tool) == (label, name)), None)
@@ -150,28 +187,46 @@ class Calls:
 
     async def _make(self, place: Place, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
         """What the call at this place comes to, made now, or before by whoever claimed it."""
-        claim = await self._log.claim(place, self._owner)
+        claim = await patiently(lambda: self._log.claim(place, self._owner))
         while claim.result is None and not claim.is_new and self._is_made(place, claim.owner):
             await asyncio.sleep(LOOK)
-            claim = await self._log.claim(place, self._owner)
+            claim = await patiently(lambda: self._log.claim(place, self._owner))
         if claim.result is not None:
             return claim.result
-        result = UNKNOWN
+        if not claim.is_new and not tool.repeatable:
+            return await patiently(lambda: self._log.settle(place, claim, UNKNOWN))
         self._making.add(place)
         try:
-            if claim.is_new or tool.repeatable:
-                result = await self._toolbox.call(source, tool, arguments)
+            result = await self._toolbox.call(source, tool, arguments)
+        except asyncio.CancelledError:
+            if not tool.repeatable:  # whoever comes next need not wait
+                with contextlib.suppress(Transient):
+                    await asyncio.shield(self._log.settle(place, claim, UNKNOWN))
+            raise
         finally:
             self._making.discard(place)
-            # Also where this is cancelled: whoever comes next need not wait.
-            result = await asyncio.shield(self._log.settle(place, claim, result))
-        return result
+        return await patiently(lambda: self._log.settle(place, claim, result))
 
     def _is_made(self, place: Place, owner: str) -> bool:
-        """Whether the process that claimed a call is still at it, as far as one can see."""
+        """Whether the copy that claimed a call is still at it, as far as one can see."""
         if owner == self._owner:
             return place in self._making
-        return any(card.stage == "tools" and str(card.pid) == owner.split()[-1] for card in self._pipe.registry.stages)
+        return any((card.stage, card.id) == ("tools", owner) for card in self._pipe.registry.stages)
+
+
+async def patiently(ask: Callable[[], Awaitable[Made]]) -> Made:
+    """Ask the broker, however long it is away: what was done must not be forgotten."""
+    while True:
+        try:
+            return await ask()
+        except Transient as error:
+            log.warning("the broker is away; a call waits to be noted", reason=str(error))
+            await asyncio.sleep(LOOK)
+
+
+def waits(item: Item) -> bool:
+    """Whether it is a call that is still to be made."""
+    return (item["type"], item.get("status")) == ("mcp_call", "in_progress")
 
 
 def _cut(result: ToolResult, most: int) -> ToolResult:
@@ -185,15 +240,3 @@ def _cut(result: ToolResult, most: int) -> ToolResult:
 
 def _error(text: str) -> Item:
     return {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": text}]}
-
-
-def _tool(label: str, shown: Item) -> LoopTool:
-    repeatable = bool((shown.get("annotations") or {}).get("idempotentHint"))
-    return LoopTool(
-        name=shown["name"],
-        label=label,
-        tool=shown["name"],
-        description=shown.get("description") or "",
-        parameters=shown["input_schema"],
-        repeatable=repeatable,
-    )

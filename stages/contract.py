@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Stage(ABC):
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
+        self.copy = uuid.uuid4().hex[:8]  # by which this one is known among its like
 
     @property
     def ready(self) -> bool:

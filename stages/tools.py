@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 from ..schemas import codec
 from ..schemas.codec import DecodeError
-from ..schemas.errors import DeadlineExceeded, GenerationFailed, Refusal
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Refusal, Transient
 from ..schemas.events import (
-    FINAL,
     Accepted,
     Cancelled,
     Done,
@@ -25,7 +24,6 @@ from ..schemas.events import (
     Event,
     Expired,
     Failed,
-    Token,
     Turn,
     Usage,
 )
@@ -39,7 +37,7 @@ from ..streams.conversations import Conversations
 from ..streams.port import DEADLINE, SCHEMA, Delivery
 from ..streams.response_log import ResponseLog, Stored
 from ..streams.topology import EVENTS
-from .calls import Calls, Toolbox, address, count, for_model, list_item, listed, show, tell
+from .calls import Calls, Toolbox, address, answer_of, at_once, count, for_model, list_item, listed, show, tell, waits
 from .contract import Intake, Pipe, Stage
 from .endings import Address
 from .past import Past
@@ -69,34 +67,46 @@ class Tools(Stage):
         self._log = await ResponseLog.of(self.pipe.broker)
         self._conversations = await Conversations.of(self.pipe.broker)
         self._past = Past(self._log, self._conversations)
-        self._calls = Calls(self.pipe, self._toolbox, self._log)
+        self._calls = Calls(self.pipe, self._toolbox, self._log, self.copy)
         await intake.consume("TOOLS", self.name, self.pipe.subjects.tools_all())
 
     async def handle(self, delivery: Delivery) -> None:
-        message, again = delivery.message, delivery.attempt > 1
+        message = delivery.message
         match message.headers.get(SCHEMA):
             case codec.LOOP_JOB:
                 job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
-                await self._unless_cancelled(Address(job.id, job.tenant, job.bridge), self._begin(job, again))
+                response, work = address(job), self._begin(job)
             case codec.STEP:
                 step = codec.decode_model(Step, message.data, codec.STEP)
-                await self._unless_cancelled(Address(step.id, step.tenant, step.bridge), self._step(step, again))
+                response, work = Address(step.id, step.tenant, step.bridge), self._step(step)
             case other:
                 raise DecodeError(f"the stage tools does not read {other}")
+        try:
+            await self._unless_cancelled(response, work)
+        except (Refusal, Transient):
+            raise
+        except Exception:
+            stored = await self._log.read(response.tenant, response.request)
+            if stored is not None and delivery.attempt >= self.pipe.settings.max_attempts:
+                fault = GenerationFailed("The response failed in the stage tools and was given up.")
+                await self._end(stored, "failed", ErrorBody.of(fault))
+            raise
 
     async def _unless_cancelled(self, response: Address, work: Coroutine[Any, Any, None]) -> None:
         """Do the work; a response that is cancelled before or meanwhile ends so."""
         task = asyncio.create_task(work)
+        stopped = False
 
         def stop() -> None:
+            nonlocal stopped
+            stopped = True
             task.cancel()
 
         try:
             with self.pipe.cancellations.calling(response.request, stop):
                 await task
         except asyncio.CancelledError:
-            if not task.cancelled():  # it is we who must leave
-                task.cancel()
+            if not stopped:  # it is we who must leave
                 raise
             stored = await self._log.read(response.tenant, response.request)
             if stored is not None:
@@ -104,29 +114,38 @@ class Tools(Stage):
             else:
                 await tell(self.pipe, response, Cancelled(response.request, Usage(0, 0, 0)), "end")
 
-    async def _begin(self, job: LoopJob, again: bool) -> None:
+    async def _begin(self, job: LoopJob) -> None:
         stored = await self._log.read(job.tenant, job.id)
         if stored is None:
+            if await self._log.is_over(job.tenant, job.id):
+                return
             try:
                 async with asyncio.timeout(job.deadline - self.pipe.now()):
-                    stored = Stored(await self._prepare(job))
-            except TimeoutError:
-                raise DeadlineExceeded("The deadline passed while the tools were listed.") from None
-            await self._log.write(job.tenant, job.id, stored.begun)
+                    begun = await self._prepare(job)
+            except BaseException as error:
+                await self._log.drop_sealed(job.tenant, job.id)
+                if isinstance(error, TimeoutError):
+                    raise DeadlineExceeded("The deadline passed while the tools were listed.") from None
+                raise
+            stored = Stored(await self._log.write(job.tenant, job.id, begun))
         if not stored.turns:
-            await self._advance(stored, self._go_on(stored, again))
+            await self._advance(stored, self._go_on(stored))
 
-    async def _step(self, step: Step, again: bool) -> None:
+    async def _step(self, step: Step) -> None:
         turn, stored = TurnId.of(step.turn), await self._log.read(step.tenant, step.id)
         if turn is None or stored is None or turn.turn < len(stored.turns):
             return  # the response is forgotten, or further on
         if turn.turn > len(stored.turns) and stored.ended is None:
-            await self._advance(stored, self._take(stored, turn, again))
+            await self._advance(stored, self._take(stored, turn))
         else:
-            await self._advance(stored, self._go_on(stored, again))
+            await self._advance(stored, self._go_on(stored))
 
     async def _advance(self, stored: Stored, work: Coroutine[Any, Any, None]) -> None:
         """What goes wrong with a response that has begun is its end."""
+        if stored.is_unwanted and stored.ended is None:
+            work.close()
+            await self._end(stored, "cancelled")
+            return
         try:
             async with asyncio.timeout(stored.begun.job.deadline - self.pipe.now()):
                 await work
@@ -149,19 +168,13 @@ class Tools(Stage):
         chat_messages([*history, *input], request.instructions, before=len(history))  # it may refuse
         await tell(self.pipe, address(job), Accepted(job.id, request.model, int(job.created), 0), "accepted")
 
-        known = {
-            item["server_label"]: item for item in history if item["type"] == "mcp_list_tools" and not item.get("error")
-        }
         ids = [item_id("mcp_list_tools", TurnId(job.id, 0), number) for number in range(len(sources))]
         empty = [list_item(source.label, id) for source, id in zip(sources, ids, strict=True)]
         await show(self.pipe, job, 0, empty, finished=False)
-        async with asyncio.TaskGroup() as group:
-            listings = [
-                group.create_task(listed(self._toolbox, source, item, known.get(source.label)))
-                for source, item in zip(sources, empty, strict=True)
-            ]
-            items: Items = []
-            found: list[LoopTool] = []
+        items: Items = []
+        found: list[LoopTool] = []
+        works = (listed(self._toolbox, source, item) for source, item in zip(sources, empty, strict=True))
+        async with at_once(works) as listings:
             for listing in listings:
                 item, tools = await listing
                 await show(self.pipe, job, len(sources) + len(items), [item])
@@ -173,7 +186,7 @@ class Tools(Stage):
         begun = Begun(
             job=job.model_copy(update={"body": _unsealed(job.body)}),
             sources=tuple(source.model_copy(update={"sealed": None}) for source in sources),
-            tools=for_model(found, sources, [tool.name for tool in request.function_tools]),
+            tools=for_model(found, [tool.name for tool in request.function_tools]),
             history=history,
             input=input,
             items=items,
@@ -202,13 +215,13 @@ class Tools(Stage):
         items = await self._calls.make_all(begun, 0, [*begun.items, *calls], begun.index + len(calls))
         return begun.model_copy(update={"items": items, "index": begun.index + 2 * len(calls)})
 
-    async def _go_on(self, stored: Stored, again: bool) -> None:
+    async def _go_on(self, stored: Stored) -> None:
         """Ask for the next turn, or end the response."""
         request = parse_responses(stored.begun.job.body)
         last = stored.turns[-1] if stored.turns else None
         kinds = {item["type"] for item in last.items} if last else set()
         if stored.ended is not None:
-            await self._tell_end(stored, stored.ended)
+            await self._tell_end(stored)
         elif last is not None and last.reason == "deadline":
             await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed in a turn.")))
         elif last is not None and (last.reason == "length" or _spent(stored) >= (request.max_output_tokens or inf)):
@@ -216,9 +229,9 @@ class Tools(Stage):
         elif last is not None and ("mcp_call" not in kinds or kinds & {"function_call", "mcp_approval_request"}):
             await self._end(stored, "completed")
         else:
-            await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1), again)
+            await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1))
 
-    async def _ask(self, stored: Stored, turn: TurnId, again: bool) -> None:
+    async def _ask(self, stored: Stored, turn: TurnId) -> None:
         """Send the next turn's request into the pipeline, unless it was sent long ago."""
         begun, job, id = stored.begun, stored.begun.job, str(turn)
         request = parse_responses(job.body)
@@ -235,33 +248,31 @@ class Tools(Stage):
             spent=_spent(stored),
             tools_allowed=not is_last and count(stored.output) < (request.max_tool_calls or inf),
         )
-        if again and await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
+        if await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
             return
-        calls = {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in begun.tools}
         index = stored.index + turn.attempt
-        await tell(self.pipe, address(job), Turn(job.id, index, id, calls), str(index))
+        await tell(self.pipe, address(job), Turn(job.id, index, id, _callable(begun)), str(index))
         asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
         headers = {DEADLINE: f"{job.deadline:.3f}"}
         await self.pipe.store(
             self.pipe.subjects.jobs(job.priority, job.tenant), codec.encode(asked), id, codec.JOB, headers
         )
 
-    async def _take(self, stored: Stored, turn: TurnId, again: bool) -> None:
+    async def _take(self, stored: Stored, turn: TurnId) -> None:
         """Go on from a turn that has ended."""
         begun, job = stored.begun, stored.begun.job
-        tokens, final = await self._answer(job.tenant, str(turn))
+        tokens, final = await answer_of(self.pipe, job.tenant, str(turn))
         match final:
-            case Failed(error=error) if error.status in (429, 503) and turn.turn > 1:
+            case Failed(error=error) if error.status in (429, 503) and (turn.turn > 1 or count(begun.items)):
                 # The response has its place, and its turns wait for theirs.
                 await asyncio.sleep(min(error.retry_after or 1.0, LONGEST_PAUSE))
-                await self._ask(stored, turn._replace(attempt=turn.attempt + 1), again)
+                await self._ask(stored, turn._replace(attempt=turn.attempt + 1))
             case Failed(error=error) | Expired(error=error):
                 await self._end(stored, "failed", error)
             case Cancelled():
                 await self._end(stored, "cancelled")
             case Done(finish_reasons=(reason, *_), usage=usage):
-                calls = {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in begun.tools}
-                fold = TurnItems(str(turn), calls, logprobs=parse_responses(job.body).wants_logprobs)
+                fold = TurnItems(str(turn), _callable(begun), logprobs=parse_responses(job.body).wants_logprobs)
                 for token in tokens:
                     fold.feed(token)
                 fold.finish(reason)
@@ -272,32 +283,12 @@ class Tools(Stage):
                     items=items,
                     reason=reason,
                     usage=asdict(usage),
-                    index=index + count(items),
+                    index=index + sum(map(waits, fold.items)),
                 )
-                await self._log.write(job.tenant, job.id, turned)
-                await self._go_on(replace(stored, turns=(*stored.turns, turned)), again)
+                turned = await self._log.write(job.tenant, job.id, turned)
+                await self._go_on(replace(stored, turns=(*stored.turns, turned)))
             case _:
                 raise GenerationFailed("The broker has lost a turn's answer.")
-
-    async def _answer(self, tenant: str, request: str) -> tuple[list[Token], Event | None]:
-        """What a turn's model said, in order, and how it ended."""
-        tokens: list[Token] = []
-        final: Event | None = None
-        for message in await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(tenant, request)):
-            event = codec.decode_event(message.data)
-            if isinstance(event, Token):
-                tokens.append(event)
-            elif isinstance(event, FINAL):
-                final = event
-        said: list[Token] = []
-        place = 0
-        for token in sorted(tokens, key=lambda token: token.index):  # an outage may change their order, or repeat one
-            if token.index == place and not (said and said[-1].finish_reason):
-                said.append(token)
-                place += len(token.token_ids)
-        if isinstance(final, Done) and place != final.usage.completion_tokens:
-            final = None
-        return said, final
 
     async def _end(self, stored: Stored, status: Status, error: ErrorBody | None = None) -> None:
         """The response ends here: it is kept, its items go to its conversation, and whoever listens is told."""
@@ -309,11 +300,12 @@ class Tools(Stage):
             if conversation is not None and status in ("completed", "incomplete"):
                 items = [*stored.begun.input, *stored.output]
                 await self._conversations.add(job.tenant, conversation, job.id, items)
-            await self._log.write(job.tenant, job.id, ended)
-        await self._tell_end(stored, stored.ended or ended)
+            stored = replace(stored, ended=await self._log.write(job.tenant, job.id, ended))
+        await self._tell_end(stored)
 
-    async def _tell_end(self, stored: Stored, ended: Ended) -> None:
-        job = stored.begun.job
+    async def _tell_end(self, stored: Stored) -> None:
+        job, ended = stored.begun.job, stored.ended
+        assert ended is not None
         usages = [Usage(**turn.usage) for turn in stored.turns]
         usage = Usage(*map(sum, zip(*map(astuple, usages), strict=True))) if usages else Usage(0, 0, 0)
         error = ErrorBody(**ended.error) if ended.error else None
@@ -329,7 +321,12 @@ class Tools(Stage):
         # Its client heard a refusal, and never that it began.
         never_said = error is not None and error.status in REFUSED and not stored.output and not stored.turns
         if job.body.get("store") is False or never_said:
-            await self._log.delete(job.tenant, replace(stored, ended=ended))
+            await self._log.delete(job.tenant, stored)
+
+
+def _callable(begun: Begun) -> dict[str, dict[str, Any]]:
+    """What the model may call that is run here, by the names it knows."""
+    return {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in begun.tools}
 
 
 def _spent(stored: Stored) -> int:

@@ -18,6 +18,8 @@ from .objects import Objects
 from .port import Broker, Bucket
 from .topology import RESPONSES
 
+LOST = 60.0  # seconds after its deadline in which a response may still say how it ended
+
 Entry = TypeVar("Entry", Begun, Turned, Ended)
 
 
@@ -28,6 +30,11 @@ class Stored:
     begun: Begun
     turns: tuple[Turned, ...] = ()
     ended: Ended | None = None
+    is_unwanted: bool = False  # its client has said stop
+
+    def is_lost(self, now: float) -> bool:
+        """Whether it has not ended although its time is over: whoever had it gave up."""
+        return self.ended is None and now > self.begun.job.deadline + LOST
 
     @property
     def output(self) -> Items:
@@ -75,18 +82,20 @@ class ResponseLog:
 
     async def read(self, tenant: str, id: str) -> Stored | None:
         """None where it has not begun, or is kept no more."""
-        begun, ended = await asyncio.gather(
-            self._read(Begun, f"{tenant}.{id}.begun"), self._read(Ended, f"{tenant}.{id}.ended")
+        begun, ended, stop = await asyncio.gather(
+            self._read(Begun, f"{tenant}.{id}.begun"),
+            self._read(Ended, f"{tenant}.{id}.ended"),
+            self._ledger.get(f"{tenant}.{id}.stop"),
         )
         if begun is None:
             return None
         turns: list[Turned] = []
         while (turned := await self._read(Turned, f"{tenant}.{id}.turn-{len(turns) + 1}")) is not None:
             turns.append(turned)
-        return Stored(begun, tuple(turns), ended)
+        return Stored(begun, tuple(turns), ended, stop is not None)
 
-    async def write(self, tenant: str, id: str, entry: Begun | Turned | Ended) -> None:
-        """Add an entry, unless there is one in its place already."""
+    async def write(self, tenant: str, id: str, entry: Entry) -> Entry:
+        """Add an entry, unless there is one in its place already; returns the one that stands."""
         match entry:
             case Begun():
                 name = "begun"
@@ -98,16 +107,30 @@ class ResponseLog:
         async def data() -> AsyncIterator[bytes]:
             yield orjson.dumps(entry.model_dump())
 
-        await self._entries.put(f"{tenant}.{id}.{name}", data(), {})
+        if await self._entries.put(f"{tenant}.{id}.{name}", data(), {}) is not None:
+            return entry
+        return await self._read(type(entry), f"{tenant}.{id}.{name}") or entry
+
+    async def is_over(self, tenant: str, id: str) -> bool:
+        """Whether it has ended, also where it is forgotten."""
+        return await self._entries.info(f"{tenant}.{id}.ended") is not None
+
+    async def ask_to_stop(self, tenant: str, id: str) -> None:
+        """Whoever goes on with the response next ends it."""
+        await self._ledger.put(f"{tenant}.{id}.stop", b"{}")
 
     async def delete(self, tenant: str, stored: Stored) -> None:
-        """Forget a response; the beginning goes last, so that what is half deleted is deleted again."""
+        """Forget a response, but for the fact that it is over: late news of it must not begin it anew.
+
+        The beginning goes last, so that what is half deleted is deleted again.
+        """
         id = stored.begun.job.id
         for turn in range(len(stored.turns) + 1):
             for number in range(len(stored.turns[turn - 1].items if turn else stored.begun.items)):
                 await self._ledger.delete(Place(tenant, id, turn, number).key)
-        await self._ledger.delete(f"{tenant}.{id}.sealed")
-        for name in (*(f"turn-{turned.turn}" for turned in stored.turns), "ended", "begun"):
+        for name in ("sealed", "stop"):
+            await self._ledger.delete(f"{tenant}.{id}.{name}")
+        for name in (*(f"turn-{turned.turn}" for turned in stored.turns), "begun"):
             if (info := await self._entries.info(f"{tenant}.{id}.{name}")) is not None:
                 await self._entries.delete(info)
 

@@ -195,13 +195,11 @@ def topology(
         BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known again as soon as the broker is back
         BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
         BucketSpec(STATE, storage="file"),
+        BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + _GRACE, storage="file"),
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=LEASE_TTL),
         # Longer than a file's life: a batch may still need one whose time is over.
-        *(
-            BucketSpec(name, ttl=files_ttl + _GRACE, storage="file")
-            for name in (FILES, BATCH_STATES, BATCH_RESULTS, OBJECT_DATA)
-        ),
+        *(BucketSpec(name, ttl=files_ttl + _GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )
     return Topology((*work, *relays, dead), buckets)
 

@@ -129,6 +129,11 @@ class Office:
         assert answer.status == status, answer.body
         return answer.error
 
+    def kept(self) -> set[str]:
+        """What is kept of responses, but for the fact that they are over."""
+        bucket = self.run(self.broker.bucket("responses"))
+        return {entry.key for entry in self.run(bucket.entries()) if not entry.key.endswith(".ended")}
+
     def stored(self, id: str) -> dict[str, Any]:
         answer = self.ask("GET", f"/v1/responses/{id}", door=1)
         assert answer.status == 200, answer.body
@@ -384,11 +389,10 @@ def test_an_item_can_be_referred_to(office: Office) -> None:
 
 
 def test_nothing_is_kept_of_what_shall_not_be(office: Office) -> None:
-    bucket = office.run(office.broker.bucket("responses"))
-    before = {entry.key for entry in office.run(bucket.entries())}
+    before = office.kept()
     made = office.create(call("add", a=1, b=1), "2.", input="1 + 1?", tools=functions(), store=False)
     assert office.ask("GET", f"/v1/responses/{made['id']}").status == 404
-    assert {entry.key for entry in office.run(bucket.entries())} == before
+    assert office.kept() == before
     assert office.refused(400, input="?", previous_response_id=made["id"])["code"] == "previous_response_not_found"
 
 
@@ -397,8 +401,7 @@ def test_a_response_is_forgotten(office: Office) -> None:
     items = orjson.loads(office.ask("GET", f"/v1/responses/{made['id']}/input_items").body)
     assert [item["content"][0]["text"] for item in items["data"]] == ["1 + 1?"]
     assert orjson.loads(office.ask("DELETE", f"/v1/responses/{made['id']}").body)["deleted"] is True
-    bucket = office.run(office.broker.bucket("responses"))
-    assert not [entry for entry in office.run(bucket.entries()) if made["id"] in entry.key]
+    assert not [key for key in office.kept() if made["id"] in key]
     for method, path in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
         assert office.ask(method, f"/v1/responses/{made['id']}{path}").error["code"] == "response_not_found"
 
@@ -494,7 +497,7 @@ def test_a_call_whose_process_died_is_made_again_only_where_that_is_harmless(
         await log.claim(place, "elsewhere 999999")
         source = Source(label="functions")
         found = next(one for one in await office.toolbox.tools(source) if one.tool == name)
-        calls = Calls(office.pipeline.pipe, office.toolbox, log)
+        calls = Calls(office.pipeline.pipe, office.toolbox, log, "t0")
         return await calls._make(place, source, found, orjson.dumps(arguments).decode())
 
     result = office.run(main())
@@ -513,14 +516,13 @@ def test_without_the_stage_nothing_is_begun(office: Office) -> None:
 
 
 def test_the_deadline_ends_a_call(office: Office) -> None:
-    office.model.texts = [call("wait", name="it")]
-    error = office.refused(408, input="Go.", tools=functions(), timeout=1.5)
-    assert "deadline" in error["message"]
+    made = office.create(call("wait", name="it"), input="Go.", tools=functions(), timeout=1.5)
+    assert made["status"] == office.stored(made["id"])["status"] == "failed"
+    assert "deadline" in made["error"]["message"]
 
 
 def test_a_refusal_of_the_first_turn_has_its_status_and_leaves_nothing(office: Office) -> None:
-    bucket = office.run(office.broker.bucket("responses"))
-    before = {entry.key for entry in office.run(bucket.entries())}
+    before = office.kept()
     assert office.refused(400, input="x " * 9000)["code"] == "context_length_exceeded"
     assert office.refused(404, input="Hi.", model="none")["code"] == "model_not_found"
-    assert {entry.key for entry in office.run(bucket.entries())} == before
+    assert office.kept() == before

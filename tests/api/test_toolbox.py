@@ -11,7 +11,7 @@ from mcp_servers import McpServer, counting_socket, mcp_server
 
 from penstock.api import toolbox as toolbox_module
 from penstock.api.functions import tool
-from penstock.api.mcp_config import HttpServer, StdioServer
+from penstock.api.mcp_config import HttpServer
 from penstock.api.sealing import seal, unseal
 from penstock.api.toolbox import Toolbox, parse_arguments
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ToolFailed
@@ -82,7 +82,9 @@ async def test_calls_run_at_once_and_answer_in_order(toolbox: Toolbox, server: M
     names = ["slow", "fails", "add"]
     tools = {tool.name: tool for tool in await toolbox.tools(source)}
     server.go_after = len(names)
-    results = await toolbox.run((source, tools[name], '{"a": 1, "b": 2}' if name == "add" else "") for name in names)
+    results = await asyncio.gather(
+        *(toolbox.call(source, tools[name], '{"a": 1, "b": 2}' if name == "add" else "") for name in names)
+    )
     assert results == [ToolResult("at last"), ToolResult("out of paper", True), ToolResult("3")]
 
 
@@ -235,14 +237,17 @@ async def test_sealed_headers_are_sent_and_never_shown(toolbox: Toolbox, server:
         await toolbox.tools(source.model_copy(update={"sealed": None}))
 
 
-async def test_headers_of_a_request_go_before_the_configured(server: McpServer) -> None:
+async def test_headers_go_with_a_url_alone(server: McpServer) -> None:
+    """What the operator has configured is not for requests to add to."""
     server.token = SECRET
-    config = HttpServer(url=server.url, headers={"authorization": "Bearer of the house", "x-house": "1"})
-    toolbox = Toolbox({"desk": config}, unseal=opened)
+    config = HttpServer(url=server.url, headers={"authorization": "Bearer of the house"})
+    sealed = seal({"Authorization": SECRET}, KEY)
+    toolbox = Toolbox({"desk": config}, (), [server.url], opened)
+    with pytest.raises(InvalidRequest, match="the configuration's"):
+        toolbox.check(Source(label="desk", sealed=sealed))
     with pytest.raises(ToolFailed, match="401"):
         await toolbox.tools(Source(label="desk"))
-    assert await toolbox.tools(Source(label="desk", sealed=seal({"Authorization": SECRET}, KEY)))
-    assert server.requests[-1][1]["x-house"] == "1"
+    assert await toolbox.tools(Source(label="mine", url=server.url, sealed=sealed))
     await toolbox.close()
 
 
@@ -269,10 +274,6 @@ async def test_sealed_headers_that_cannot_be_opened_are_an_error(server: McpServ
     assert is_error and "sealed by another installation" in text
     text, is_error = await Toolbox({}, (), [server.url]).call(source, a_tool("add"), "{}")
     assert is_error and "takes no authorisation" in text
-    with pytest.raises(ToolFailed, match="no server that headers can be sent to"):
-        await Toolbox({"a": StdioServer(command="true")}, unseal=lambda text: {"A": "b"}).tools(
-            source.model_copy(update={"url": None})
-        )
     assert server.requests == []
 
 
