@@ -93,6 +93,7 @@ FIXES: dict[str, float] = {
     STYLE: 0.06,
     THOUGHT: 0.02,
 }
+CHOICES: dict[str, float] = FIXES | {"tools": 0.24, "choice": 0.40}
 
 
 @dataclass(frozen=True)
