@@ -10,6 +10,7 @@ What survives the death of a process is `/v1/responses`, not this: here the appl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,12 +143,13 @@ class ResponsesSession:
             answer = await self._model.acreate(self._body(tools, is_last=turn == self._max_turns))
             choice = answer["choices"][0]
             message = choice["message"]
-            calls = message.get("tool_calls") or []
+            # Of an answer that was cut, the last call has no end, and no request could hold it.
+            calls = [] if choice["finish_reason"] == "length" else message.get("tool_calls") or []
             said = {name: message[name] for name in ("content", "reasoning_content") if message.get(name)}
             self.messages.append(
                 {"role": "assistant", "content": "", **said} | ({"tool_calls": calls} if calls else {})
             )
-            if not calls or choice["finish_reason"] == "length":
+            if not calls:
                 break
             results = await asyncio.gather(*(self._called(tools, call["function"]) for call in calls))
             for call, result in zip(calls, results, strict=True):
@@ -206,7 +208,8 @@ class _Remote:
                 fault = _fault(response)
                 if response.status_code not in (408, 429, 500, 502, 503):
                     raise fault
-                pause = float(response.headers.get("retry-after", pause))
+                with contextlib.suppress(ValueError):  # it may also be a date
+                    pause = float(response.headers.get("retry-after", pause))
             if left:
                 await asyncio.sleep(min(pause, LONGEST_PAUSE))
         raise fault
