@@ -94,6 +94,7 @@ FIXES: dict[str, float] = {
     THOUGHT: 0.02,
 }
 CHOICES: dict[str, float] = FIXES | {"tools": 0.24, "choice": 0.40}
+SHORT: dict[str, float] = FIXES | {"tools": 0.20, "choice": 0.30, SINGLE: 0.15, PARALLEL: 0.08, UNFIT: 0.25}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from corpus import CHOICES, FIXES, LATE, MIX
+from corpus import CHOICES, FIXES, LATE, MIX, SHORT
 from network import Shape
 
 
@@ -61,6 +61,7 @@ RECIPES: dict[str, Recipe] = {
             *(Phase(650), Phase(1450, LATE, decay=450), Phase(1900, FIXES, peak=0.8, decay=200)),
             Phase(3300, FIXES, decay=500),
             Phase(3800, CHOICES, peak=0.8, decay=420),
+            Phase(4250, SHORT, peak=0.8, decay=390),
         )
     ),
 }
