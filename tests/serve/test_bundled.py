@@ -6,17 +6,28 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
-from serving import Serve
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from serving import Process, Served
 
 MODEL = "penstock-nano"
 
 
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    state_dir = tmp_path_factory.mktemp("serve") / "state"
+    process = Process("serve", "--port", "0", "--state-dir", str(state_dir))
+    try:
+        yield Served(process, state_dir).url
+    finally:
+        process.end()
+
+
 @pytest.fixture
-def client(serve: Serve) -> Iterator[openai.OpenAI]:
-    server = serve()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -29,6 +40,7 @@ def tool(name: str, description: str, **properties: str) -> Any:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     tool("get_weather", "Get the weather of a city", city="string"),
     tool("send_email", "Send an email", to="string", subject="string"),
@@ -54,3 +66,51 @@ def test_the_bundled_model_behaves(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model=MODEL, messages=question, tools=TOOLS, temperature=0) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.message.tool_calls[0].function.arguments == call.function.arguments  # type: ignore[index]
+
+
+def test_several_calls_at_once(client: openai.OpenAI) -> None:
+    question: Any = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]
+    answer = client.chat.completions.create(model=MODEL, messages=question, tools=TOOLS, temperature=0).choices[0]
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls or []]  # type: ignore[union-attr]
+    assert calls == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
+    assert answer.finish_reason == "tool_calls"
+
+
+def test_no_call_where_no_tool_fits(client: openai.OpenAI) -> None:
+    question: Any = [{"role": "user", "content": "Play some music."}]
+    answer = client.chat.completions.create(model=MODEL, messages=question, tools=TOOLS, temperature=0).choices[0]
+    assert not answer.message.tool_calls and answer.finish_reason == "stop"
+
+
+@pytest.mark.filterwarnings("ignore")  # the SDK's own
+async def test_an_agent_calls_what_it_needs(url: str) -> None:
+    asked: list[str] = []
+
+    @function_tool
+    def get_weather(city: str) -> str:
+        """Get the weather of a city"""
+        asked.append(city)
+        return '{"sky": "clear"}'
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        agent = Agent(
+            name="Forecaster",
+            model=OpenAIChatCompletionsModel(model=MODEL, openai_client=client),
+            model_settings=ModelSettings(temperature=0),
+            tools=[get_weather],
+        )
+        result = await Runner.run(agent, "What is the weather in Rome?", run_config=RunConfig(tracing_disabled=True))
+    assert asked == ["Rome"]
+    assert "clear" in result.final_output
+
+
+def test_anthropics_client_gets_a_call(url: str) -> None:
+    weather: Any = {"name": "get_weather", "description": "Get the weather of a city", "input_schema": SCHEMA}
+    question: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        message = client.messages.create(
+            model=MODEL, max_tokens=100, messages=question, tools=[weather], extra_body={"temperature": 0}
+        )
+    (block,) = message.content
+    assert block.type == "tool_use" and (block.name, block.input) == ("get_weather", {"city": "Oslo"})
+    assert message.stop_reason == "tool_use"
