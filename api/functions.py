@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import anyio
 from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import to_json
+from pydantic_core import to_jsonable_python
 
 from ..config.loading import load_named
 from ..schemas.errors import ConfigurationError
@@ -75,7 +76,7 @@ class Function:
                     value = await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
             if scope.cancelled_caught:
                 return ToolResult(f"{self.name} gave no answer within {self.timeout:g} seconds.", is_error=True)
-            return ToolResult(cut(value if isinstance(value, str) else to_json(value).decode()))
+            return ToolResult(cut(value if isinstance(value, str) else _text(value)))
         except (Exception, SystemExit) as error:  # whatever a user's function raises is for the model
             return ToolResult(cut(f"{self.name} failed: {type(error).__name__}: {error}"), is_error=True)
 
@@ -158,6 +159,11 @@ def _functions(value: object) -> Iterator[Function]:
             yield from _functions(each)
     else:
         raise TypeError(f"{value!r} is neither a function, a list of them, nor a module")
+
+
+def _text(value: object) -> str:
+    """JSON with the spaces that models have read it with."""
+    return json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
 class _Untitled(GenerateJsonSchema):

@@ -92,7 +92,7 @@ async def test_arguments_arrive_as_their_types() -> None:
 
 
 async def test_value_that_is_no_text_becomes_json() -> None:
-    assert await later.run({"day": "2026-01-02"}) == ToolResult('{"day":"2026-01-02"}')
+    assert await later.run({"day": "2026-01-02"}) == ToolResult('{"day": "2026-01-02"}')
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_response_that_was_cut_in_a_call_can_be_followed(client: openai.OpenAI
     function["parameters"] = {"type": "object", "properties": {"order_id": {"type": "string"}}}
     tools: Any = [FUNCTIONS | {"allowed_tools": ["get_price"]} if hosted else function]
     wish = "Get the price with order id 7302."
-    made = client.responses.create(input=wish, tools=tools, max_output_tokens=16, **ASKED)
+    made = client.responses.create(input=wish, tools=tools, tool_choice="required", max_output_tokens=16, **ASKED)
     assert made.incomplete_details is not None and made.incomplete_details.reason == "max_output_tokens"
     call: Any = made.output[-1]
     assert (call.type, call.status) == ("mcp_call" if hosted else "function_call", "incomplete")

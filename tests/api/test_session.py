@@ -126,7 +126,7 @@ async def test_an_answer_that_was_cut_calls_nothing_and_can_be_followed(engine: 
     def get_price(order_id: str) -> None:
         called.append(order_id)
 
-    parameters = {"temperature": 0, "max_tokens": most}
+    parameters = {"temperature": 0, "max_tokens": most, "tool_choice": "required"}
     async with ResponsesSession(engine, functions=[get_price], parameters=parameters) as session:
         result = await session.run("Get the price with order id 7302.")
         assert (result.turns, result.finish_reason, result.calls, called) == (1, "length", (), [])

@@ -21,7 +21,7 @@ async def test_a_worker_whose_engine_hangs_ends() -> None:
 
     pipeline.backend.step = hang  # type: ignore[method-assign]
     asking = asyncio.create_task(pipeline.events({"model": MODEL, "prompt": "Hello!", "max_tokens": 5}))
-    worker = pipeline._tasks[-2]
+    worker = pipeline._tasks[-3]
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(worker, 60)
     assert caught.group_contains(RuntimeError, match=r"no progress for 0\.3 s", depth=None)
@@ -36,7 +36,7 @@ async def test_a_worker_whose_engine_hangs_ends() -> None:
 async def test_an_idle_engine_is_not_a_hanging_one() -> None:
     pipeline = await Pipeline.start(stall_timeout=0.05, heartbeat_interval=0.01)
     events = await pipeline.events({"model": MODEL, "prompt": "Hello!", "max_tokens": 5})
-    worker = pipeline._tasks[-2]
+    worker = pipeline._tasks[-3]
     with pytest.raises(TimeoutError):  # many heartbeats later it still runs
         await asyncio.wait_for(asyncio.shield(worker), 0.5)
     assert events[-1].type == "done"
