@@ -210,7 +210,7 @@ def test_a_task_goes_on_after_a_kill_in_the_middle_of_a_call(
     )
     assert shop.calls.count(CALLS[ANN][0]) == shop.calls.count(CALLS[ANN][1]) == 1
     if again:
-        (told,) = [item.error for item in first.output if item.type == "mcp_call" and item.error is not None]
+        told, *_ = [item.error for item in first.output if item.type == "mcp_call" and item.error is not None]
         assert UNKNOWN.text in str(told)
         assert first.output[-1].type == "message"
     else:
@@ -248,7 +248,7 @@ def first_id(events: Sequence[ResponseStreamEvent]) -> str:
 def test_an_approval_outlives_everything(shop: Shop, bundled: Bundled) -> None:
     tools: Any = [FUNCTIONS | {"require_approval": "always", "allowed_tools": ["get_price"]}]
     wish = "Get the price with order id 7302."
-    asked = bundled.client.responses.create(model=MODEL, input=wish, temperature=0, tools=tools)
+    asked = bundled.client.responses.create(model=MODEL, input=wish, temperature=0, tools=tools, tool_choice="required")
     question = asked.output[-1]
     assert isinstance(question, McpApprovalRequest)
     assert (question.name, shop.calls) == ("get_price", [])
