@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..config.settings import Settings
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
-from ..schemas.events import Accepted, Done, ErrorBody, Event, Failed, Item, Queued, Turn
+from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Queued, Turn
 from ..schemas.loops import Ended, Items
 from ..schemas.responses import ResponsesRequest, parse_responses
 from ..streams.response_log import LOST, ResponseLog, Stored
@@ -70,11 +70,10 @@ class ResponseAnswer(EventStream):
     def _reached(self, events: list[Event]) -> bool:
         """A refusal of the first turn still gets its status; whatever the turn says itself shows that it was taken."""
         own = self._reading.request
+        told = [event for event in events if not isinstance(event, Turn | Failed | Expired | Cancelled)]
         if self._mode == "background":  # until a turn was taken, its log may not have begun
-            return any(event.request != own for event in events)
-        return self._begun or any(
-            not (isinstance(event, Turn) or (isinstance(event, Accepted) and event.request == own)) for event in events
-        )
+            return any(event.request != own for event in told)
+        return self._begun or any(not isinstance(event, Accepted) or event.request != own for event in told)
 
     def _refusal(self, event: Event) -> ErrorBody | None:
         return error_of(event) if event.request == self._reading.request and not self._begun else None

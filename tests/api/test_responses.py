@@ -523,6 +523,7 @@ def test_the_deadline_ends_a_call(office: Office) -> None:
 
 def test_a_refusal_of_the_first_turn_has_its_status_and_leaves_nothing(office: Office) -> None:
     before = office.kept()
-    assert office.refused(400, input="x " * 9000)["code"] == "context_length_exceeded"
+    for way in ({}, {"stream": True}, {"background": True}):
+        assert office.refused(400, input="x " * 9000, **way)["code"] == "context_length_exceeded"
     assert office.refused(404, input="Hi.", model="none")["code"] == "model_not_found"
     assert office.kept() == before
