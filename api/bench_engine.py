@@ -60,7 +60,7 @@ def bench_engine(
     with loading_bar(f"loading {config.model}") as loading:
         backend = load_backend(config, loading)
     with closing(backend), bench_report.bars() as bars:
-        bench = Bench(backend, config.dtype, lengths, max(batches), context, steps)
+        bench = Bench(backend, config, lengths, max(batches), context, steps)
         works = {f"prefill {length}": partial(bench.prefill, length) for length in lengths}
         works |= {f"decode {size}": partial(bench.decode, size) for size in batches}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in works}
@@ -81,10 +81,13 @@ def bench_engine(
 class Bench:
     """Measures one backend, and the machine's limits where the backend counts its bytes and operations."""
 
-    def __init__(self, backend: Backend, dtype: str, lengths: list[int], batch: int, context: int, steps: int) -> None:
+    def __init__(
+        self, backend: Backend, config: EngineConfig, lengths: list[int], batch: int, context: int, steps: int
+    ) -> None:
         """Runs all lengths and the largest batch unmeasured. Raises `StartupError` for what does not fit."""
         import torch  # only now: whoever looks at `--help` need not wait for it
 
+        from ..engine.loading import resolve_device
         from . import bench_limits
 
         self._backend, self._context, self._steps, self._random = backend, context, steps, Random(0)
@@ -99,8 +102,9 @@ class Bench:
         self.limits: Limits = []  # all that were measured; set by `_measure`
         self._costs: Any = backend if hasattr(backend, "flops") else None
         if self._costs:
-            numbers = backend.info.dtype or "float32" if dtype == "auto" else dtype
-            self._limit = partial(bench_limits.measure, bench_limits.prepare(getattr(torch, numbers)))
+            dtype = getattr(torch, backend.info.dtype or "float32" if config.dtype == "auto" else config.dtype)
+            ways = bench_limits.prepare(dtype, resolve_device(config.device))
+            self._limit = partial(bench_limits.measure, ways)
 
     def prefill(self, length: int) -> dict[str, float]:
         amounts = {"flops": self._costs.flops(length, 1, length * (length + 1) // 2)} if self._costs else {}

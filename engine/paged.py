@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoConfig
 
-from ..schemas.errors import ConfigurationError, Refusal
+from ..schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ..schemas.events import Delta
 from .backend import Capabilities, ProgressCallback
 from .blocks import KVBlocks
@@ -108,8 +108,18 @@ class PagedBackend:
         self._unread: _Unread | None = None  # set by `step`
         self._kv_cache_memory = config.kv_cache_memory
         self.info = replace(info, parameters=parameters, context_length=self._context(config, info.context_length))
-        if device.type == "cuda" and config.enable_cuda_graph is not False:
+        if self._runner.on_triton and config.enable_cuda_graph is not False:
+            self._record_graphs(config)
+
+    def _record_graphs(self, config: EngineConfig) -> None:
+        try:
             self._runner.record_graphs(self.info.context_length, config.max_batch_size)
+        except RuntimeError as error:
+            if config.enable_cuda_graph:
+                raise ModelLoadError(
+                    f"{config.model} cannot be recorded as CUDA graphs ({error}); leave enable_cuda_graph out"
+                ) from error
+            _log.warning("%s decodes without CUDA graphs: it cannot be recorded (%s)", config.model, error)
 
     @staticmethod
     def _steady_length(config: EngineConfig, directory: Path, length: int) -> int:

@@ -11,8 +11,9 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..schemas.errors import ModelLoadError
 from .attention import MatmulAttention, Rules, attend_alone
 from .decoder import Decoder
-from .graphs import DecodeGraphs
 from .kernels import Kernels
 from .kv_cache import LayerSpec, Pool
 from .linear import Applied, Linear, Unfused, fused_weight, release
 from .native import NativeDecoder, Places
 from .packing import Group, Segment, Step, pack
-from .varlen import VarlenAttention
+
+if TYPE_CHECKING:  # they need Triton
+    from .graphs import DecodeGraphs
+    from .paged_attention import PagedAttention
 
 ATTENTION = "penstock"
 """The name under which transformers knows our attention function."""
@@ -80,7 +83,7 @@ class Runner:
         self.attention_flops = 0  # for each key that a query sees, all layers together; set by `_look`
         self.specs = self._look()
         self._attention: Any = self._choose_attention(block_size)
-        self.block_size = self._attention.block_size
+        self.block_size = block_size
         self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
         self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
@@ -88,6 +91,11 @@ class Runner:
         self._take_over(make_linear)
         if kernels is not None and self._decoder is not None:
             self._compile(self._decoder, kernels)
+
+    @property
+    def on_triton(self) -> bool:
+        """Whether attention is Triton's kernels, which CUDA graphs can record."""
+        return self._device.type == "cuda" and find_spec("triton") is not None
 
     @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int]) -> None:
@@ -126,11 +134,13 @@ class Runner:
         logits = self._graphs(step) if self._graphs is not None else None
         return self._forward(step) if logits is None else logits, step.sampled
 
+    @torch.inference_mode()
     def record_graphs(self, context_length: int, max_batch_size: int) -> None:
-        """Decode by CUDA graphs from now on, where the attention can be recorded."""
-        if isinstance(self._attention, VarlenAttention):
-            arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self._device
-            self._graphs = DecodeGraphs(self._forward, *arguments)
+        """Decode by CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
+        from .graphs import DecodeGraphs
+
+        arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self._device
+        self._graphs = DecodeGraphs(self._forward, *arguments)
 
     def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Step:
         native = self._native
@@ -161,10 +171,12 @@ class Runner:
             return mixed
         return mixed.view(len(mixed), -1, spec.size)[..., : spec.value_dim].flatten(1)
 
-    def _choose_attention(self, block_size: int) -> MatmulAttention | VarlenAttention:
-        if self._device.type == "cuda" and VarlenAttention.serves(self.dtype, self.specs, self._rules):
-            return VarlenAttention(self.dtype, self._device)
-        return MatmulAttention(block_size, self.dtype, self._device)
+    def _choose_attention(self, block_size: int) -> MatmulAttention | PagedAttention:
+        if not self.on_triton:
+            return MatmulAttention(block_size, self.dtype, self._device)
+        from .paged_attention import PagedAttention
+
+        return PagedAttention(block_size, max(spec.size for spec in self.specs), self.dtype, self._device)
 
     def _run(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         """The model's own forward, [T] → [len(keep), V]."""

@@ -1,12 +1,11 @@
-"""What runs on CUDA, as far as a machine without a GPU can tell: the same code, with torch's kernel and its graphs
-replaced by plain references that obey the same contract.
+"""What runs on CUDA, as far as a machine without a GPU can tell: the same code, its kernels in Triton's
+interpreter, its graphs replaced by what obeys the same contract.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,61 +13,31 @@ from pydantic import ByteSize
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.engine import EngineConfig, EngineRequest, GenerationParams, paged
+from penstock.engine import EngineConfig, EngineRequest, GenerationParams, paged, paged_attention
 from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.linear import PlainLinear
 from penstock.engine.packing import Segment
 from penstock.engine.runner import ATTENTION, Runner
 from penstock.engine.sequence import Sequence
-from penstock.engine.varlen import VarlenAttention
 
 CPU = torch.device("cpu")
-CONTEXT = 600
-
-
-def reference_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: Tensor,
-    block_table: Tensor,
-) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` by its documentation, one sequence and one query after the other."""
-    assert enable_gqa and cu_seq_k is None and window_size[1] == 0
-    assert all(t.dtype == torch.int32 for t in (cu_seq_q, seqused_k, block_table))
-    page = key.shape[1]
-    assert page % 256 == 0, "the page sizes of the kernel's second generation"
-    group = query.shape[1] // key.shape[2]
-    out = torch.empty_like(query)
-    for row, (begin, end) in enumerate(zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True)):
-        length = int(seqused_k[row])
-        assert end - begin <= max_q and length <= max_k
-        pages = block_table[row, : -(-length // page)].long()
-        keys, values = (pool[pages].flatten(0, 1)[:length].repeat_interleave(group, 1) for pool in (key, value))
-        for place in range(begin, end):
-            position = length - (end - place)  # queries are the sequence's last tokens
-            first = 0 if window_size[0] < 0 else max(0, position - window_size[0])
-            scores = torch.einsum("hd,lhd->hl", query[place], keys[first : position + 1]) * scale
-            out[place] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[first : position + 1])
-    return out
+CONTEXT = 160
+NUM_BLOCKS = 48
 
 
 class CudaLike(Runner):
-    """A runner that believes in CUDA's attention."""
+    """A runner that believes in CUDA."""
 
-    def _choose_attention(self, block_size: int) -> Any:
-        return VarlenAttention(self.dtype, CPU, reference_kernel)
+    on_triton = True
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen3", "cohere"])
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the interpreter a millisecond."""
+    monkeypatch.setattr(paged_attention, "_PROGRAMS", 8)
+
+
+@pytest.fixture(params=["mistral", "qwen3"])
 def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Path]) -> tuple[Runner, Runner]:
     """The same model with the attention of CPUs and with that of CUDA, in float32."""
 
@@ -77,14 +46,14 @@ def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Pat
             model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
         )
         runner = kind(model, 16, PlainLinear)
-        runner.allocate([256 if runner.block_size == 16 else 16] * len(runner.groups))
+        runner.allocate([NUM_BLOCKS] * len(runner.groups))
         return runner
 
     return load(Runner), load(CudaLike)
 
 
 def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[Tensor]:
-    """Play steps of (sequence, tokens, start) on a runner, each sequence in 600 tokens of blocks of its own, backwards;
+    """Play steps of (sequence, tokens, start) on a runner, each sequence in 160 tokens of blocks of its own, backwards;
     every segment's logits, in order."""
     num_blocks = -(-CONTEXT // runner.block_size)
     found = []
@@ -103,11 +72,11 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 STEPS = [
-    [(0, ids(300, 0), 0), (1, ids(20, 1), 0)],
-    [(0, [7], 300), (1, ids(5, 2), 20), (2, [9], 0), (3, ids(5, 5), 0)],
-    [(0, [8], 301), (1, [3], 25), (2, [4], 1), (3, [6], 5)],
+    [(0, ids(70, 0), 0), (1, ids(20, 1), 0)],
+    [(0, [7], 70), (1, ids(5, 2), 20), (2, [9], 0), (3, ids(5, 5), 0)],
+    [(0, [8], 71), (1, [3], 25), (2, [4], 1), (3, [6], 5)],
     [(3, ids(30, 3), 0)],  # another request in the same blocks
-    [(2, [5], 2), (0, [6], 302), (1, [11], 26)],
+    [(2, [5], 2), (0, [6], 72), (1, [11], 26)],
     [(3, [12], 30)],
 ]
 
@@ -134,6 +103,7 @@ class Capture:
         return replay, result
 
 
+@torch.inference_mode()
 def record(runner: Runner) -> Capture:
     """Decode up to four rows by graphs from now on."""
     capture = Capture()
@@ -146,7 +116,7 @@ def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner])
     """Fewer rows than were recorded leave everybody else's blocks alone, whoever used the rows before."""
     runner = runners[1]
     plain = run(runner, STEPS)
-    runner.allocate([16] * len(runner.groups))
+    runner.allocate([NUM_BLOCKS] * len(runner.groups))
     capture = record(runner)
     recorded = run(runner, STEPS)
     assert capture.replays == 3, "the two steps with prompts are not for a graph"
@@ -170,15 +140,15 @@ def test_recorded_steps_launched_ahead_change_no_answer(
 
     def play(backend: paged.PagedBackend) -> list[Sequence]:
         rows = []
-        for number in range(6):
+        for number in range(4):
             params = GenerationParams(
-                temperature=number % 2, max_tokens=6 + 3 * number, logprobs=1, stop_token_ids=tuple(ids(40, number))
+                temperature=number % 2, max_tokens=3 + 2 * number, logprobs=1, stop_token_ids=tuple(ids(40, number))
             )
             request = EngineRequest(str(number), tuple(ids(5 * number + 1, number)), params, seed=number)
             rows.append(Sequence(request, 0, backend.tokenizer, backend.info))
             told[id(rows[-1])] = []
             backend.add(rows[-1])
-            for _ in range(3):
+            for _ in range(2):
                 step(backend, rows)
         while backend.delay() <= 0:
             step(backend, rows)
@@ -195,7 +165,7 @@ def test_recorded_steps_launched_ahead_change_no_answer(
     backend = paged.PagedBackend(config, ahead=True)
     capture = record(backend._runner)
     rows = play(backend)
-    assert capture.replays > 10
+    assert capture.replays > 5
     for one, other in zip(rows, expected, strict=True):
         assert (one.tokens, one.finish) == (other.tokens, other.finish)
         assert told[id(one)] == pytest.approx(told[id(other)], abs=1e-4) and len(one.tokens) == len(told[id(one)])

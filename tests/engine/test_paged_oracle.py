@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ from penstock.engine.sequence import Sequence as Choice
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 
 BACKEND = "paged"
+DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cpu")
 
 BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
@@ -123,7 +125,7 @@ def oracle(model_directory: Callable[[str], Path]) -> Oracle:
 def config_of(model_directory: Callable[[str], Path]) -> Callable[..., EngineConfig]:
     def make(shape: str, **changes: Any) -> EngineConfig:
         model = str(model_directory(shape))
-        return EngineConfig(model=model, backend=BACKEND, dtype="float32", device="cpu", **changes)
+        return EngineConfig(model=model, backend=BACKEND, dtype="float32", device=DEVICE, **changes)
 
     return make
 

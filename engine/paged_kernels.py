@@ -1,0 +1,208 @@
+"""The Triton kernels of `PagedAttention`, which says what their arguments are; scores are kept as exponents of 2."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST_KEYS = tl.constexpr(128)  # of a split
+
+
+@triton.jit
+def store(given, head_stride, token_stride, slots, pool, values, heads, size, rows: tl.constexpr, padded: tl.constexpr):
+    """One token's keys and values into its slot."""
+    token = tl.program_id(0)
+    row, place = tl.arange(0, rows)[:, None], tl.arange(0, padded)[None, :]
+    inside = (row < 2 * heads) & (place < size)
+    numbers = tl.load(given + row * head_stride + token * token_stride + place, mask=inside)
+    to = tl.load(slots + token) * (heads * size) + (row % heads) * size + place
+    tl.store(tl.where(row < heads, pool + to, values + to), numbers, mask=inside)
+
+
+@triton.jit
+def _read(memory, slot, head, place, inside, heads: tl.constexpr, size: tl.constexpr):
+    """Numbers `place` of a head's keys or values in some slots."""
+    return tl.load(memory + slot * (heads * size) + head * size + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def _bounded(scores, softcap: tl.constexpr):
+    """Scores as exponents of 2, `softcap` · tanh(score / softcap) if there is one."""
+    if softcap is not None:
+        scores = (2 * tl.sigmoid(scores * (2 / (softcap * LOG2_E))) - 1) * (softcap * LOG2_E)
+    return scores
+
+
+@triton.jit
+def _split(length, window: tl.constexpr, splits: tl.constexpr):
+    """The first key that a decoding row sees, and how many keys each of its splits has."""
+    first = length * 0 if window is None else tl.maximum(length - window, 0)
+    return first, tl.maximum(tl.cdiv(length - first, splits), LEAST_KEYS)
+
+
+@triton.jit
+def decode(
+    query,
+    head_stride,
+    token_stride,
+    keys,
+    values,
+    lengths,
+    tables,
+    width,
+    mixed,
+    sinks,
+    scaling,
+    softcap: tl.constexpr,
+    window: tl.constexpr,
+    parts,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """The queries of one token that share a head's keys, over one split of these; its result, or its part of it."""
+    token, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + token)
+    first, count = _split(length, window, splits)
+    start = first + split * count
+    stop = tl.minimum(start + count, length)
+    row, place = tl.arange(0, rows), tl.arange(0, padded)
+    of_query = (row < group)[:, None] & (place < size)[None, :]
+    number = head * group + row
+    q = tl.load(query + number[:, None] * head_stride + token * token_stride + place[None, :], mask=of_query, other=0.0)
+    most = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    sums = tl.zeros((rows, padded), tl.float32)
+    for at in range(start, stop, columns):
+        key = at + tl.arange(0, columns)
+        page = tl.load(tables + token * width + key // block, mask=key < stop, other=0).to(tl.int64)
+        slot = page * block + key % block
+        inside = (key < stop)[:, None] & (place < size)[None, :]
+        k = _read(keys, slot[:, None], head, place[None, :], inside, heads, size)
+        scores = _bounded(tl.dot(q, tl.trans(k), input_precision="ieee") * scaling, softcap)
+        scores = tl.where((key < stop)[None, :], scores, float("-inf"))
+        greatest = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp2(most - greatest)
+        weights = tl.exp2(scores - greatest[:, None])
+        v = _read(values, slot[:, None], head, place[None, :], inside, heads, size)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        most = greatest
+    if splits == 1:
+        if sinks is not None:
+            total += tl.exp2(tl.load(sinks + number, mask=row < group, other=0.0).to(tl.float32) * LOG2_E - most)
+        to = mixed + (token * heads * group + number[:, None]) * size + place[None, :]
+        tl.store(to, (sums / total[:, None]).to(mixed.dtype.element_ty), mask=of_query)
+    elif start < length:
+        to = parts + ((token * heads * group + number) * splits + split) * (padded + 2)
+        tl.store(to[:, None] + place[None, :], sums, mask=of_query)
+        tl.store(to + padded, most, mask=row < group)
+        tl.store(to + padded + 1, total, mask=row < group)
+
+
+@triton.jit
+def combine(
+    parts, lengths, mixed, sinks, window: tl.constexpr, size: tl.constexpr, padded: tl.constexpr, splits: tl.constexpr
+):
+    """One query's result from those of its splits."""
+    token, number = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + token)
+    first, count = _split(length, window, splits)
+    split, place = tl.arange(0, splits), tl.arange(0, padded)
+    used = first + split * count < length
+    query = token * tl.num_programs(1) + number
+    begin = parts + (query * splits + split) * (padded + 2)
+    most = tl.load(begin + padded, mask=used, other=float("-inf"))
+    greatest = tl.max(most, 0)
+    shares = tl.exp2(most - greatest)
+    total = tl.sum(tl.load(begin + padded + 1, mask=used, other=0.0) * shares, 0)
+    inside = used[:, None] & (place < size)[None, :]
+    sums = tl.sum(tl.load(begin[:, None] + place[None, :], mask=inside, other=0.0) * shares[:, None], 0)
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + number).to(tl.float32) * LOG2_E - greatest)
+    tl.store(mixed + query * size + place, (sums / total).to(mixed.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
+def prefill(
+    query,
+    head_stride,
+    token_stride,
+    keys,
+    values,
+    lengths,
+    tables,
+    width,
+    mixed,
+    sinks,
+    scaling,
+    softcap: tl.constexpr,
+    window: tl.constexpr,
+    bounds,
+    tiles,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """A tile of one sequence's queries, of one head. Only the tiles of keys on the diagonal are masked."""
+    tile, number = tl.program_id(0), tl.program_id(1)
+    head = number // group
+    sequence, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    end, length = tl.load(bounds + sequence + 1), tl.load(lengths + sequence)
+    token, place = begin + tl.arange(0, rows), tl.arange(0, padded)
+    of_query = (token < end)[:, None] & (place < size)[None, :]
+    at = query + number * head_stride + token.to(tl.int64)[:, None] * token_stride + place[None, :]
+    q = tl.load(at, mask=of_query, other=0.0)
+    position = length - end + token
+    earliest = length - end + begin
+    stop = tl.minimum(earliest + rows, length)
+    most = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    sums = tl.zeros((rows, padded), tl.float32)
+    start = earliest * 0 if window is None else tl.maximum(earliest - window + 1, 0) // columns * columns
+    plain = start if window is not None else earliest // columns * columns  # before it every query sees every key
+    for at in range(start, plain, columns):
+        key = at + tl.arange(0, columns)
+        slot = tl.load(tables + sequence * width + key // block).to(tl.int64) * block + key % block
+        inside = (place < size)[None, :] & (key >= 0)[:, None]
+        k = _read(keys, slot[:, None], head, place[None, :], inside, heads, size)
+        scores = _bounded(tl.dot(q, tl.trans(k), input_precision="ieee") * scaling, softcap)
+        greatest = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp2(most - greatest)
+        weights = tl.exp2(scores - greatest[:, None])
+        v = _read(values, slot[:, None], head, place[None, :], inside, heads, size)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        most = greatest
+    for at in range(plain, stop, columns):
+        key = at + tl.arange(0, columns)
+        page = tl.load(tables + sequence * width + key // block, mask=key < stop, other=0).to(tl.int64)
+        slot = page * block + key % block
+        inside = (place < size)[None, :] & (key < stop)[:, None]
+        k = _read(keys, slot[:, None], head, place[None, :], inside, heads, size)
+        scores = _bounded(tl.dot(q, tl.trans(k), input_precision="ieee") * scaling, softcap)
+        seen = key[None, :] <= position[:, None]
+        if window is not None:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        greatest = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(greatest == float("-inf"), 0.0, greatest)  # a query that sees nothing of this tile
+        shrink = tl.exp2(most - base)
+        weights = tl.exp2(scores - base[:, None])
+        v = _read(values, slot[:, None], head, place[None, :], inside, heads, size)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        most = greatest
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + number).to(tl.float32) * LOG2_E - most)
+    total = tl.where(token < end, total, 1)  # what lies behind the tile may have seen nothing
+    to = mixed + (token.to(tl.int64)[:, None] * heads * group + number) * size + place[None, :]
+    tl.store(to, (sums / total[:, None]).to(mixed.dtype.element_ty), mask=of_query)
