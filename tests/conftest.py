@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from serving import Process, Serve, Served, Start
 from templates import HERMES
+
+if not torch.cuda.is_available():  # Triton, which others import too, reads it once
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parents[1]
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, InferenceEngine
-
-if not torch.cuda.is_available():  # read once, when the kernels are imported
-    os.environ["TRITON_INTERPRET"] = "1"
 
 MakeModel = Callable[[str], Path]
 MakeEngine = Callable[[str], InferenceEngine]
