@@ -44,8 +44,11 @@ class PagedAttention:
 
     def __init__(self, block_size: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block_size, self._dtype, self._device = block_size, dtype, device
-        self._wide = dtype == torch.float32 or size > 128  # tiles must fit into shared memory
-        self._tile = 32 if dtype == torch.float32 else 64 if size > 128 else 128
+        # Tiles must fit into the shared memory of a small GPU, 99 KiB.
+        wide = (dtype == torch.float32) + (size > 128)
+        self._tile = 32 if dtype == torch.float32 else 64 if size > 128 else 128  # of queries
+        self._columns = 64 >> wide  # keys
+        self._warps = 4 if wide else 8
 
     def pool(self, spec: LayerSpec, num_blocks: int) -> PagePool:
         return PagePool(spec, num_blocks, self.block_size, self._dtype, self._device)
@@ -65,17 +68,14 @@ class PagedAttention:
         if count := step.num_decoding:
             splits = min(32, _power_of_2(-(-_PROGRAMS // (count * num_heads))))
             parts = query.new_empty((count, num_queries, splits, padded + 2), dtype=torch.float32)
-            sizes = splits, max(16, _power_of_2(num_queries // num_heads)), 32 if self._wide else 64
+            sizes = splits, max(16, _power_of_2(num_queries // num_heads)), self._columns
             kernels.decode[(count, num_heads, splits)](*given, *rule, parts, *shape, *sizes)
             if splits > 1:
                 combined = parts, step.lengths, mixed, sinks, window
                 kernels.combine[(count, num_queries)](*combined, size, padded, splits, num_warps=1)
         if len(step.tiles):
-            tile, columns, warps = (self._tile, 32, 4) if self._wide else (self._tile, 64, 8)
-            tiles = step.bounds, step.tiles
-            kernels.prefill[(len(step.tiles), num_queries)](
-                *given, *rule, *tiles, *shape, tile, columns, num_warps=warps
-            )
+            tiles, tile = (step.bounds, step.tiles), (self._tile, self._columns)
+            kernels.prefill[(len(step.tiles), num_queries)](*given, *rule, *tiles, *shape, *tile, num_warps=self._warps)
         return mixed.flatten(1)
 
     def pack_group(self, packed: Sequence[Segment], tables: Sequence[Ints], slots: Ints, group: Group) -> PagedStep:

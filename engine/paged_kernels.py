@@ -19,17 +19,39 @@ def store(given, head_stride, token_stride, slots, pool, values, heads, size, ro
 
 
 @triton.jit
-def _read(memory, slot, head, place, inside, heads: tl.constexpr, size: tl.constexpr):
-    """Numbers `place` of a head's keys or values in some slots."""
-    return tl.load(memory + slot * (heads * size) + head * size + place, mask=inside, other=0.0)
-
-
-@triton.jit
-def _bounded(scores, softcap: tl.constexpr):
-    """Scores as exponents of 2, `softcap` · tanh(score / softcap) if there is one."""
-    if softcap is not None:
+def _attend(
+    q,
+    pools,
+    slot,
+    head,
+    place,
+    scaling,
+    softcap: tl.constexpr,
+    there,
+    seen,
+    most,
+    total,
+    sums,
+    heads: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Add the keys and values in some slots, those that are `there`, to what queries [R, D] have seen so far: the
+    greatest score [R], the sum of weights [R], that of weighted values [R, D]. `seen` [R, K] may hide some."""
+    at = slot[:, None] * (heads * size) + head * size + place[None, :]
+    inside = (place < size)[None, :] if there is None else there[:, None] & (place < size)[None, :]
+    k = tl.load(pools[0] + at, mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+    if softcap is not None:  # softcap · tanh(score / softcap)
         scores = (2 * tl.sigmoid(scores * (2 / (softcap * LOG2_E))) - 1) * (softcap * LOG2_E)
-    return scores
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    greatest = tl.maximum(most, tl.max(scores, 1))
+    base = tl.where(greatest == float("-inf"), 0.0, greatest)  # of a query that has seen nothing yet
+    shrink = tl.exp2(most - base)
+    weights = tl.exp2(scores - base[:, None])
+    v = tl.load(pools[1] + at, mask=inside, other=0.0)
+    sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return greatest, total * shrink + tl.sum(weights, 1), sums
 
 
 @triton.jit
@@ -39,7 +61,7 @@ def _split(length, window: tl.constexpr, splits: tl.constexpr):
     return first, tl.maximum(tl.cdiv(length - first, splits), LEAST_KEYS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])  # else a longer table might be compiled for
 def decode(
     query,
     head_stride,
@@ -81,17 +103,23 @@ def decode(
         key = at + tl.arange(0, columns)
         page = tl.load(tables + token * width + key // block, mask=key < stop, other=0).to(tl.int64)
         slot = page * block + key % block
-        inside = (key < stop)[:, None] & (place < size)[None, :]
-        k = _read(keys, slot[:, None], head, place[None, :], inside, heads, size)
-        scores = _bounded(tl.dot(q, tl.trans(k), input_precision="ieee") * scaling, softcap)
-        scores = tl.where((key < stop)[None, :], scores, float("-inf"))
-        greatest = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp2(most - greatest)
-        weights = tl.exp2(scores - greatest[:, None])
-        v = _read(values, slot[:, None], head, place[None, :], inside, heads, size)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        most = greatest
+        there = key < stop
+        most, total, sums = _attend(
+            q,
+            (keys, values),
+            slot,
+            head,
+            place,
+            scaling,
+            softcap,
+            there,
+            there[None, :],
+            most,
+            total,
+            sums,
+            heads,
+            size,
+        )
     if splits == 1:
         if sinks is not None:
             total += tl.exp2(tl.load(sinks + number, mask=row < group, other=0.0).to(tl.float32) * LOG2_E - most)
@@ -127,7 +155,7 @@ def combine(
     tl.store(mixed + query * size + place, (sums / total).to(mixed.dtype.element_ty), mask=place < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])  # else a longer table might be compiled for
 def prefill(
     query,
     head_stride,
@@ -172,35 +200,19 @@ def prefill(
     for at in range(start, plain, columns):
         key = at + tl.arange(0, columns)
         slot = tl.load(tables + sequence * width + key // block).to(tl.int64) * block + key % block
-        inside = (place < size)[None, :] & (key >= 0)[:, None]
-        k = _read(keys, slot[:, None], head, place[None, :], inside, heads, size)
-        scores = _bounded(tl.dot(q, tl.trans(k), input_precision="ieee") * scaling, softcap)
-        greatest = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp2(most - greatest)
-        weights = tl.exp2(scores - greatest[:, None])
-        v = _read(values, slot[:, None], head, place[None, :], inside, heads, size)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        most = greatest
+        most, total, sums = _attend(
+            q, (keys, values), slot, head, place, scaling, softcap, None, None, most, total, sums, heads, size
+        )
     for at in range(plain, stop, columns):
         key = at + tl.arange(0, columns)
         page = tl.load(tables + sequence * width + key // block, mask=key < stop, other=0).to(tl.int64)
         slot = page * block + key % block
-        inside = (place < size)[None, :] & (key < stop)[:, None]
-        k = _read(keys, slot[:, None], head, place[None, :], inside, heads, size)
-        scores = _bounded(tl.dot(q, tl.trans(k), input_precision="ieee") * scaling, softcap)
         seen = key[None, :] <= position[:, None]
         if window is not None:
             seen = seen & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        greatest = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(greatest == float("-inf"), 0.0, greatest)  # a query that sees nothing of this tile
-        shrink = tl.exp2(most - base)
-        weights = tl.exp2(scores - base[:, None])
-        v = _read(values, slot[:, None], head, place[None, :], inside, heads, size)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        most = greatest
+        most, total, sums = _attend(
+            q, (keys, values), slot, head, place, scaling, softcap, key < stop, seen, most, total, sums, heads, size
+        )
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + number).to(tl.float32) * LOG2_E - most)
     total = tl.where(token < end, total, 1)  # what lies behind the tile may have seen nothing

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,3 +81,34 @@ def test_attention_by_block_table(
     keys_values = torch.cat(new, dim=1).transpose(1, 2).flatten(0, 1)  # [2 H, T, D], not contiguous
     mixed = attention.attend(step.groups[0], pool, torch.cat(query).transpose(0, 1), keys_values, rules)
     torch.testing.assert_close(mixed, torch.cat(want).float(), rtol=1e-4, atol=1e-5)
+
+
+COMPILE = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+sys.path.insert(0, sys.argv[1])
+import paged_kernels as kernels
+
+P, I = "*" + sys.argv[3], "*i32"
+FIXED = {"sinks": None, "softcap": None, "window": None, "heads": 8, "group": 4, "size": 128, "padded": 128}
+TYPES = {"query": P, "keys": P, "values": P, "mixed": P, "parts": "*fp32", "lengths": I, "tables": I, "bounds": I}
+TYPES |= {"tiles": I, "scaling": "fp32", "given": P, "pool": P, "slots": "*i64"}
+FIXED |= {"block": 16, "splits": 32, "rows": 32, "columns": 32}
+for kernel in (kernels.store, kernels.decode, kernels.combine, kernels.prefill):
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in FIXED else TYPES.get(name, "i64") for name in names}
+    fixed = {(names.index(name),): FIXED[name] for name in names if name in FIXED}
+    compiled = compile(ASTSource(kernel, types, fixed), GPUTarget("cuda", int(sys.argv[2]), 32))
+    assert compiled.asm["cubin"] and compiled.metadata.shared < 99 << 10
+"""
+
+
+@pytest.mark.parametrize(("capability", "numbers"), [("80", "bf16"), ("90", "bf16"), ("90", "fp32")])
+def test_the_kernels_compile_for_gpus_that_are_not_here(capability: str, numbers: str) -> None:
+    folder = Path(paged_attention.__file__).parent
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    words = [sys.executable, "-c", COMPILE, str(folder), capability, numbers]
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
