@@ -23,7 +23,7 @@ from .api.cli import app
 from .api.keys import Keys
 from .api.options import with_settings
 from .api.server import serve_http
-from .api.supervisor import Supervisor, announce, base_url, broker_url, listen
+from .api.supervisor import Supervisor, announce, base_url, connected, listen
 from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
@@ -39,7 +39,6 @@ from .stages import Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_stage, installed
 from .stages.tools import Tools
-from .streams.jetstream import JetStreamBroker
 from .streams.registry import Registry
 from .streams.topology import Subjects, topology
 
@@ -127,12 +126,12 @@ def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening so
 
 async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: socket.socket | None) -> None:
     """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
-    stopping = _stop_signal()
     async with (
         _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe,
         contextlib.AsyncExitStack() as ending,
         asyncio.TaskGroup() as group,
     ):
+        stopping = _stop_signal()  # not before: what waits for the broker may simply be killed
         toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
         parts = [Tools(pipe, toolbox) if toolbox and kind is Tools else kind(pipe) for kind in stages]
         runners = [Runner(part, pipe) for part in parts]
@@ -160,7 +159,6 @@ async def _worker(settings: Settings, name: str) -> None:
     prepare_worker(settings.threads or _threads(settings))
     log.info("loading", model=config.model, backend=config.backend)
     engine = await asyncio.to_thread(InferenceEngine, config)
-    stopping = _stop_signal()  # not before: what loads may simply be killed
     try:
         source = settings.model or "echo"
         card = WorkerCard(
@@ -180,6 +178,7 @@ async def _worker(settings: Settings, name: str) -> None:
             host=socket.gethostname(),
         )
         async with _pipe(settings, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
+            stopping = _stop_signal()  # not before: what loads, or waits for the broker, may simply be killed
             runner = Runner(Infer(pipe, engine, card), pipe)
             running = group.create_task(runner.run())
             log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend)
@@ -214,14 +213,7 @@ async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio
 @contextlib.asynccontextmanager
 async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
     """A connected broker with its topology in place, and what the parts share around it."""
-    broker = await JetStreamBroker.connect(
-        broker_url(settings),
-        namespace=settings.namespace,
-        timeout=settings.nats_timeout,
-        name=f"penstock-{name}",
-        replicas=settings.nats_replicas,
-    )
-    try:
+    async with connected(settings, name, patient=True) as broker:
         streams, buckets = topology(
             settings.namespace,
             settings.job_stages,
@@ -241,8 +233,6 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
         registry = Registry(broker, interval=settings.heartbeat_interval)
         await registry.refresh()  # a copy that starts under load must know the models before its first job
         yield Pipe(broker, subjects, settings, registry, cancellations)
-    finally:
-        await broker.close()
 
 
 async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:

@@ -127,8 +127,8 @@ class Answer(EventStream):
         *,
         streaming: bool,
         keepalive: float,
-        progress: Progress | None,
-        status: bool,
+        progress: Progress | None = None,
+        status: bool = False,
     ) -> None:
         super().__init__(reading, keepalive=keepalive, progress=progress)
         self._renderer = renderer

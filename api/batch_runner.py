@@ -59,21 +59,47 @@ class BatchRunner:
         self.settings = settings
         self.now = now
         self.patience = patience
+        self._room = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
         """Take batches until cancelled; then those in hand go back at once, and their requests go on meanwhile."""
-        spec = ConsumerSpec(
-            BATCHES, "batches", self.bridge.subjects.batches_all(), ack_wait=self.settings.lease, max_deliver=0
-        )
-        consumer = await self.bridge.broker.consume(spec, prefetch=1)
-        free = asyncio.Semaphore(AT_ONCE)
+        lanes: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep())
+            while True:
+                try:
+                    held = await self.bridge.broker.held(BATCHES)
+                except Transient as error:
+                    log.warning("new batches cannot be seen", reason=str(error))
+                else:
+                    tenants = {subject.rpartition(".")[2] for subject in held.by_subject}
+                    for tenant in lanes.keys() - tenants:
+                        lanes.pop(tenant).cancel()
+                    for tenant in tenants:
+                        if tenant not in lanes or lanes[tenant].done():
+                            lanes[tenant] = group.create_task(self._lane(tenant, group))
+                await asyncio.sleep(self.settings.lease / 3)
+
+    async def _lane(self, tenant: str, group: asyncio.TaskGroup) -> None:
+        """Begin a tenant's batches. It waits for room with one at a time, behind the others': so tenants take turns."""
+        lease, subject = self.settings.lease, self.bridge.subjects.batches(tenant)
+        spec = ConsumerSpec(BATCHES, f"batches-{tenant}", subject, ack_wait=lease, max_deliver=0)
         try:
-            async with asyncio.TaskGroup() as group:
-                sweeping = group.create_task(self._sweep())
-                while await free.acquire() and (deliveries := await consumer.take(1)):
+            consumer = await self.bridge.broker.consume(spec, prefetch=1)
+        except PenstockError as error:
+            log.warning("the batches of a tenant wait", tenant=tenant, reason=str(error))
+            return
+        try:
+            while deliveries := await consumer.take(1):
+                try:
+                    await asyncio.wait_for(self._room.acquire(), lease / 2)
+                except (TimeoutError, asyncio.CancelledError) as error:
+                    await deliveries[0].nak()  # another bridge may have room
+                    if not isinstance(error, TimeoutError):
+                        raise
+                else:
                     settling = group.create_task(self._settle(deliveries[0]))
-                    settling.add_done_callback(lambda _: free.release())
-                sweeping.cancel()
+                    settling.add_done_callback(lambda _: self._room.release())
         finally:
             await consumer.close()
 

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
 
 from ..schemas.batches import WINDOW, Batch, BatchRequest
 from ..schemas.errors import InvalidRequest, Overloaded, StreamFull, StreamNotFound
 from ..schemas.jobs import TOKEN_PATTERN
-from ..schemas.openai import refusal
 from ..streams.port import Broker
 from ..streams.topology import BATCH_STATES
-from .door import Door, read_object, tenant_of
+from .door import Door, parsed, read_object, tenant_of
 from .files import find_file, page
 from .openapi import body_of, refusals
 
@@ -30,10 +28,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
     )
     async def create(request: Request) -> Any:
         """Run the requests of a file, within a day and behind everybody else's."""
-        try:
-            asked = BatchRequest.model_validate(await read_object(request, door.settings))
-        except ValidationError as error:
-            raise refusal(error) from None
+        asked = parsed(BatchRequest, await read_object(request, door.settings))
         tenant, now, lifetime = tenant_of(request), int(time.time()), door.settings.files_ttl
         if (expires := asked.output_expires_after) is not None:
             if expires.seconds > lifetime:

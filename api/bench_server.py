@@ -39,7 +39,7 @@ async def running(
         stack.push_async_callback(server.stop)
         keeper = Keeper(settings.drain_timeout, most_delay=LEAST_DELAY, output=output)
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.callback(group.create_task(keep_broker(server, keeper)).cancel)
+        stack.callback(group.create_task(keep_broker(server)).cancel)
         stack.callback(keeper.stopping.set)
         stack.callback(keeper.at_once.set)
         environment = child_environment(settings.model_copy(update={"state_dir": state}), server.url)

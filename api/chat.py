@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from ..config.sources import load
-from .chat_client import ChatError, ask, models
-from .options import fatal_errors
+from .chat_client import ChatError, ask, models, server_at
+from .options import ApiKey, ServerUrl, fatal_errors
 
 PROMPT, MORE = "\001\033[1;36m\002> \001\033[0m\002", ". "
 HELP = '''/reset forgets the conversation, and Ctrl-D leaves it. Ctrl-C stops an answer, and keeps what it has said.
@@ -24,10 +24,10 @@ Between """ a question may have several lines.'''
 
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Ask this alone, and end with the answer.")] = None,
-    url: Annotated[str | None, typer.Option(help="The server.", show_default="where `serve` listens")] = None,
+    url: ServerUrl = None,
     model: Annotated[str | None, typer.Option(help="Name of the model.", show_default="the first served")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="If the server asks for one.")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk to a model, of Penstock or of any server with OpenAI's API.
 
@@ -40,19 +40,15 @@ def chat(
     """
     with fatal_errors():
         settings = load().settings
-    base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
-    base = base if re.search("://[^/]+/", base) else f"{base}/v1"
     if not sys.stdin.isatty():
         prompt = "\n\n".join(part for part in (prompt, sys.stdin.read().strip()) if part)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # Penstock says something every 15 seconds.
-    with fatal_errors(1), httpx.Client(base_url=base, headers=headers, timeout=60.0) as server:
+    with fatal_errors(1), server_at(url, api_key, settings) as server:
         served = models(server)
         if not served:
-            raise ChatError(f"{base} serves no model yet; try again in a moment.")
+            raise ChatError(f"{server.base_url} serves no model yet; try again in a moment.")
         if model not in (None, *served):
-            raise ChatError(f"{base} does not serve {model}, but: {', '.join(served)}.")
-        talk = Talk(server, model or served[0], system)
+            raise ChatError(f"{server.base_url} does not serve {model}, but: {', '.join(served)}.")
+        talk = Talk(server, model or next(iter(served)), system)
         if prompt is not None:
             talk.ask(prompt)
         else:

@@ -1,8 +1,9 @@
-"""Asks for a chat answer over HTTP, and goes on where the connection broke, if the server has given the means."""
+"""Asks a server over HTTP, and goes on with an answer where the connection broke, if the server has given the means."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import orjson
 
+from ..config.settings import Settings
 from ..schemas.errors import Fatal
 
 ASKING = {"Penstock-Resumable": "true", "Penstock-Events": "true"}
@@ -21,13 +23,21 @@ class ChatError(Fatal):
     """`str(error)` says what went wrong and what to do."""
 
 
-def models(server: httpx.Client) -> list[str]:
-    """What is served. Raises `ChatError`."""
+def server_at(url: str | None, api_key: str | None, settings: Settings) -> httpx.Client:
+    """A client of the API at `url`; without one, of that which `serve` listens for under these settings."""
+    base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
+    base = base if re.search("://[^/]+/", base) else f"{base}/v1"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(base_url=base, headers=headers, timeout=60.0)  # Penstock says something every 15 seconds
+
+
+def models(server: httpx.Client) -> dict[str, dict[str, Any]]:
+    """What is served, by name. Raises `ChatError`."""
     try:
         response = server.get("models")
         if response.is_error:
             raise _refused(response)
-        return [str(model["id"]) for model in response.json()["data"]]
+        return {str(model["id"]): model for model in response.json()["data"]}
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise _silent(server, error) from None
 

@@ -8,7 +8,6 @@ import sys
 import uuid
 from typing import Annotated, Literal
 
-import httpx
 import orjson
 import typer
 from rich.console import Console
@@ -29,9 +28,11 @@ from .bench_pipeline import pipeline
 from .bench_serve import bench_serve
 from .bridge import Bridge
 from .chat import chat
+from .chat_client import models as served_by
+from .chat_client import server_at
 from .dead import dead
 from .keys import make_key
-from .options import with_settings
+from .options import ApiKey, ServerUrl, with_settings
 from .supervisor import connected
 
 app = typer.Typer(
@@ -109,16 +110,12 @@ def schema(
 
 @app.command(rich_help_panel="Look")
 @with_settings
-def models(loaded: Loaded, url: Annotated[str | None, typer.Option(help="Where Penstock serves.")] = None) -> None:
-    """List the models that a running Penstock serves."""
-    base = url or f"http://{loaded.settings.host}:{loaded.settings.port}"
-    try:
-        answer = httpx.get(f"{base}/v1/models", timeout=10.0).raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise StartupError(f"no Penstock answers at {base}: {error}; name another with --url") from None
+def models(loaded: Loaded, url: ServerUrl = None, api_key: ApiKey = None) -> None:
+    """List the models of a server, of Penstock or of any with OpenAI's API."""
     table = Table("model", "context", box=None, pad_edge=False)
-    for model in answer["data"]:
-        table.add_row(model["id"], f"{model.get('max_model_len', '')}")
+    with server_at(url, api_key, loaded.settings) as server:
+        for name, model in served_by(server).items():
+            table.add_row(name, f"{model.get('max_model_len', '')}")
     Console().print(table)
 
 

@@ -15,8 +15,8 @@ from ..schemas.errors import StreamNotFound
 from ..schemas.items import InputItem, input_items
 from ..streams.conversations import Conversation, Conversations
 from .door import Door, parsed, read_object, tenant_of
+from .files import page
 from .openapi import body_of, refusals
-from .responses import page
 
 MOST_ITEMS = 20  # that one request adds
 
@@ -84,7 +84,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
     async def items(id: str, request: Request) -> Any:
         """Its items, in pages."""
         store, found = await _find(id, request)
-        return page(await store.items(tenant_of(request), found), request)
+        return page(request, await store.items(tenant_of(request), found), default=20, most=100)
 
     @app.get(f"{path}/items/{{item}}", tags=["openai"], responses=_FAULTS)
     async def item(id: str, item: str, request: Request) -> Any:

@@ -20,11 +20,4 @@ def add_embeddings(app: FastAPI, door: Door) -> None:
         opened = await open_request(request, door, "/v1/embeddings", body, PREFIX["/v1/embeddings"])
         encoded = body.get("encoding_format") == "base64"
         renderer = Embeddings(opened.reading.request, str(body.get("model")), encoded=encoded)
-        return Answer(
-            opened.reading,
-            renderer,
-            streaming=False,
-            keepalive=door.settings.keepalive_interval,
-            progress=None,
-            status=False,
-        )
+        return Answer(opened.reading, renderer, streaming=False, keepalive=door.settings.keepalive_interval)

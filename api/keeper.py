@@ -9,7 +9,6 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from dataclasses import dataclass
-from math import inf
 from typing import IO
 
 import structlog
@@ -47,7 +46,6 @@ class Keeper:
         self.at_once = asyncio.Event()  # set by whoever will not wait for the drain
         self.fatal: Fatal | None = None  # why no start would help; set by `keep`
         self.running: dict[str, Process] = {}  # by part, the dead too until their successors start; set by `keep`
-        self.broker_since = -inf  # loop time from which on the broker has run, inf while it is away; set by keep_broker
         self._drain, self._most_delay, self._output = drain, most_delay, output
 
     async def keep(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> None:
@@ -71,7 +69,7 @@ class Keeper:
                 return
             if status != FATAL_EXIT:
                 is_first = False
-            elif is_first and self.broker_since < born:  # else it may be the broker that was missing
+            elif is_first:
                 # The child has said why.
                 self.fatal = StartupError(f"{part.name} cannot run")
                 self.stopping.set()
@@ -106,15 +104,13 @@ class Keeper:
                     child.kill()
 
 
-async def keep_broker(server: EmbeddedServer, keeper: Keeper) -> None:
-    """Start the broker again whenever it dies, until cancelled, and tell the keeper of those who need it."""
+async def keep_broker(server: EmbeddedServer) -> None:
+    """Start the broker again whenever it dies, until cancelled."""
     while True:
         status = await server.wait()
-        keeper.broker_since = inf
         log.error("the broker died and is started again", status=status)
         try:
             await server.restart()
-            keeper.broker_since = asyncio.get_running_loop().time()
         except StartupError as error:
             log.error("the broker cannot be started", reason=str(error), delay=MOST_DELAY)
             await asyncio.sleep(MOST_DELAY)

@@ -60,8 +60,6 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
             MessageRenderer(reading.request, asked.model, asked.stop_sequences or []),
             streaming=asked.stream is True,
             keepalive=door.settings.keepalive_interval,
-            progress=None,
-            status=False,
         )
 
     @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)

@@ -16,6 +16,9 @@ from ..config.settings import Settings
 from ..config.sources import flag, load, variable
 from ..schemas.errors import ConfigurationError, Fatal
 
+ServerUrl = Annotated[str | None, typer.Option("--url", help="The server.", show_default="where `serve` listens")]
+ApiKey = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="If the server asks for one.")]
+
 # Panels of `--help`, each by the first of its settings.
 _PANELS = {"host": "Serving", "nats_url": "Broker", "pipeline": "Pipeline", "backend": "Engine"}
 

@@ -15,14 +15,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import structlog
 from rich.console import Console
 
 from ..config.settings import Settings
-from ..schemas.errors import StartupError
+from ..schemas.errors import BrokerAway, StartupError
 from ..streams.jetstream import JetStreamBroker
 from ..streams.server import EmbeddedServer
-from .keeper import Keeper, Part, child_environment, keep_broker
+from .keeper import LEAST_DELAY, Keeper, Part, child_environment, keep_broker
 
+log = structlog.get_logger(__name__)
+
+BROKER_DELAY = 5.0  # seconds between two attempts to connect at the most
 URL_FILE = "nats-url"  # in the state directory: how parts and clients on this machine find the broker
 
 
@@ -88,7 +92,7 @@ class Supervisor:
         settings = self._settings
         server = await EmbeddedServer.start(settings.state_dir, settings.nats_server, settings.nats_sync_interval)
         stack.push_async_callback(server.stop)
-        watching = asyncio.create_task(keep_broker(server, self._keeper))
+        watching = asyncio.create_task(keep_broker(server))
         stack.callback(watching.cancel)
         path = settings.state_dir / URL_FILE
         path.unlink(missing_ok=True)
@@ -116,14 +120,28 @@ async def announce(url: str, workers: int = 1) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: Settings, command: str) -> AsyncIterator[JetStreamBroker]:
-    """The broker of `broker_url`, for the length of a command."""
-    broker = await JetStreamBroker.connect(
-        broker_url(settings),
-        namespace=settings.namespace,
-        timeout=settings.nats_timeout,
-        name=f"penstock-{command}",
-    )
+async def connected(settings: Settings, name: str, *, patient: bool = False) -> AsyncIterator[JetStreamBroker]:
+    """The broker of `broker_url`, connected under a `name` of ours.
+
+    One that is away raises `BrokerAway`; if `patient`, it is waited for, and the log says so at each attempt.
+    """
+    delay = LEAST_DELAY
+    while True:
+        try:
+            broker = await JetStreamBroker.connect(
+                broker_url(settings),
+                namespace=settings.namespace,
+                timeout=settings.nats_timeout,
+                name=f"penstock-{name}",
+                replicas=settings.nats_replicas,
+            )
+            break
+        except BrokerAway as error:
+            if not patient:
+                raise
+            log.warning("waiting for the broker", reason=str(error), delay=delay)
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, BROKER_DELAY)
     try:
         yield broker
     finally:

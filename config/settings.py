@@ -19,6 +19,7 @@ from ..schemas.jobs import TOKEN_PATTERN, SubjectToken
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+_is_server = re.compile(r"((nats|tls)://)?(.*@)?([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?").fullmatch
 RESERVED = ("jobs", "events", "tools", "batches", "dead", "control")  # what else stands in a stage's place in subjects
 
 
@@ -81,6 +82,7 @@ class Settings(BaseSettings):
         None, description="Web pages that may ask from a browser, such as https://chat.example.org, or *."
     )
     file_limit: ByteSize = Field(ByteSize(512 << 20), gt=0, description="Largest file that may be uploaded.")
+    files_quota: ByteSize = Field(ByteSize(10 << 30), gt=0, description="What one tenant's files may hold together.")
     files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are kept.")
     responses_ttl: float = Field(30 * 86400.0, ge=60, description="How long responses and conversations are kept.")
     events_ttl: float = Field(
@@ -207,6 +209,13 @@ class Settings(BaseSettings):
     )
     reasoning_format: str = Field("auto", min_length=1, description="The same for its thoughts; none: all is content.")
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
+
+    @field_validator("nats_url")
+    @classmethod
+    def _servers(cls, value: str | None) -> str | None:
+        if value is not None and not all(map(_is_server, value.split(","))):
+            raise ValueError("must be nats://HOST:PORT or tls://HOST:PORT, or several with commas between")
+        return value
 
     @field_validator("pipeline")
     @classmethod

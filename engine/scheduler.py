@@ -153,9 +153,7 @@ class Scheduler:
         shares: dict[Row, int] = {}
         blocked: list[Row] = []
         for row in merge(prefills, self._entrants(blocked), key=_place):
-            if shares and row.priority != next(reversed(shares)).priority:
-                left = self._spread(shares, left)
-            if left <= 0:
+            if left <= 0 or (shares and row.priority != next(iter(shares)).priority):
                 break
             if row.running:
                 count = self._count(row.num_tokens - row.num_computed, left, not shares)
@@ -256,16 +254,15 @@ class Scheduler:
             raise RuntimeError(f"{count} tokens in a step, more than the pools were laid out for")
         return True
 
-    def _spread(self, shares: dict[Row, int], left: int) -> int:
-        """Give what is left of the budget to prompts, the first in line first; what nobody can use."""
+    def _spread(self, shares: dict[Row, int], left: int) -> None:
+        """Give what is left of the budget to prompts, the first in line first."""
         if self._share is None:
-            return left
+            return
         for row in sorted(shares, key=_place):
             more = min(row.num_tokens - row.num_computed - shares[row], left)
             if self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
                 shares[row] += more
                 left -= more
-        return left
 
     def _lacking_blocks(self, row: Row) -> int:
         return -(-row.num_tokens // self._blocks.block_size) - len(row.tables.blocks[0])

@@ -20,6 +20,7 @@ PenstockError
     ├── ConfigurationError  every fault of the configuration, one a line
     ├── ModelLoadError      the model's files are missing, broken or unsupported
     └── StartupError        a port, directory, binary or broker that cannot be had
+        └── BrokerAway      no broker answers yet: what serves waits for one, a command ends
 """
 
 from __future__ import annotations
@@ -152,4 +153,8 @@ class ModelLoadError(Fatal):
 
 
 class StartupError(Fatal):
+    pass
+
+
+class BrokerAway(StartupError):
     pass

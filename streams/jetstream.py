@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from ..schemas.errors import BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull
+from ..schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull
 from .buckets import JetStreamBucket
 from .direct import stored_messages
 from .link import Link
@@ -60,14 +60,14 @@ class JetStreamBroker:
     ) -> JetStreamBroker:
         """Connect to the server at `url`, or to one of several with commas between; later losses repair themselves.
 
-        Raises `StartupError` if none answers, if it refuses our credentials, or if it runs without JetStream.
+        Raises `BrokerAway` if none answers, or if it runs without JetStream, and `StartupError` if it refuses us.
         """
         link = await Link.connect(url, name=name, timeout=timeout)
         try:
             await call(link, "INFO")
         except BrokerUnavailable as error:
             await link.close()
-            raise StartupError(
+            raise BrokerAway(
                 f"the NATS server at {link.address} offers no JetStream: {error}; start it with -js"
             ) from error
         return cls(link, namespace=namespace, replicas=replicas)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error, OutboundBufferLimitError
 
-from ..schemas.errors import BrokerUnavailable, PenstockError, StartupError
+from ..schemas.errors import BrokerAway, BrokerUnavailable, PenstockError, StartupError
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class Link:
     async def connect(cls, url: str, *, name: str, timeout: float) -> Link:  # noqa: ASYNC109  (of exchanges, not of this)
         """Connect to the first of the servers in `url` that answers; `timeout` bounds every exchange, in seconds.
 
-        Raises `StartupError` once each server has failed once. Later losses are repaired for ever.
+        Raises `BrokerAway` once each server has failed once, and `StartupError` where the last one will not have us.
+        Later losses are repaired for ever.
         """
         link = cls(public_address(url), timeout)
         await link._connect(url.split(","), name)
@@ -123,8 +125,12 @@ class Link:
                 raise failed.result()
             await connecting
         except (OSError, Error, TimeoutError) as error:
-            raise StartupError(
-                f"no NATS server answers at {self.address}: {error or type(error).__name__}; "
+            reason = str(error) or type(error).__name__
+            refused = isinstance(error, Error) and "Auth" in reason  # a violation, or what has expired: all say so
+            if refused or not failed.done() or isinstance(error, ssl.SSLCertVerificationError):
+                raise StartupError(f"NATS at {self.address}: {reason}; correct --nats-url") from error
+            raise BrokerAway(
+                f"no NATS server answers at {self.address}: {reason}; "
                 "start one or leave --nats-url out to use the built-in one"
             ) from error
         finally:

@@ -21,13 +21,14 @@ from serving import Serve, Served
 
 from penstock.api.app import create_app
 from penstock.api.batch_input import check_lines, read_line
-from penstock.api.batch_runner import BatchRunner
+from penstock.api.batch_runner import AT_ONCE, BatchRunner
 from penstock.api.bridge import Bridge
 from penstock.config.settings import Settings
 from penstock.schemas.batches import Batch as Kept
-from penstock.schemas.codec import decode_outputs
+from penstock.schemas.codec import decode_model, decode_outputs
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.events import Accepted, Delta, Done, ErrorBody, Event, Failed, Token, Usage
+from penstock.schemas.jobs import Job
 from penstock.streams.memory import MemoryBroker
 from penstock.streams.objects import Objects
 from penstock.streams.port import ConsumerSpec, Message
@@ -503,7 +504,7 @@ async def test_what_was_begun_and_says_nothing_is_begun_anew(script: Script) -> 
         created = await submit(api, [line("a")])
         first = await script.job()
         held = await script.broker.consume(
-            ConsumerSpec(BATCHES, "batches", script.subjects.batches_all(), takeover=True), prefetch=1
+            ConsumerSpec(BATCHES, "batches-default", script.subjects.batches("default"), takeover=True), prefetch=1
         )
         (delivery,) = await held.take(1)  # as if its runner had died
         await held.close()
@@ -517,6 +518,31 @@ async def test_what_was_begun_and_says_nothing_is_begun_anew(script: Script) -> 
         await script.tell(ANSWER, job)
         batch = await end_of(api, created.id)
         assert (batch.status, counts(batch)) == ("completed", (1, 1, 0))
+        runner.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await runner
+
+
+async def test_tenants_take_turns() -> None:
+    script = await Script.start(api_keys=["one=key-of-one", "two=key-of-two"])
+    async with client(script.app, "key-of-one") as one, client(script.app, "key-of-two") as two:
+        ids = [(await submit(one, [line("a")])).id for _ in range(2 * AT_ONCE)]
+        ids += [(await submit(two, [line("a")])).id for _ in range(2)]
+        patient = SETTINGS.model_copy(update={"lease": 30.0})
+        runner = asyncio.create_task(BatchRunner(script.bridge, patient).run())
+        begun: list[int] = []
+        for ended in range(len(ids)):
+
+            async def all_begin(ended: int = ended) -> bool:
+                return len(script.jobs) == min(ended + AT_ONCE, len(ids))
+
+            await eventually(all_begin)
+            job = decode_model(Job, script.jobs[ended].data, None)
+            begun.append(ids.index(str(job.id).removesuffix("-0")))
+            await script.tell(ANSWER, job, "one" if begun[-1] < 2 * AT_ONCE else "two")
+        assert sorted(begun) == list(range(len(ids)))
+        assert [place for place in begun if place < 2 * AT_ONCE] == list(range(2 * AT_ONCE))
+        assert {2 * AT_ONCE, 2 * AT_ONCE + 1} <= set(begun[: AT_ONCE + 3]), begun
         runner.cancel()
         with pytest.raises(asyncio.CancelledError):
             await runner

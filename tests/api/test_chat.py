@@ -258,7 +258,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Other
 
     def do_GET(self) -> None:
-        self._send(200, {}, b'{"data": [{"id": "first"}, {"id": "second"}]}')
+        if self.headers["Authorization"] in (None, "Bearer sk-1"):
+            self._send(200, {}, b'{"data": [{"id": "first", "max_model_len": 4096}, {"id": "second"}]}')
+        else:
+            self._send(401, {}, b'{"error": {"message": "Incorrect API key."}}')
 
     def do_POST(self) -> None:
         body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -327,6 +330,15 @@ def test_a_key_is_sent_and_asked_for(other: Other) -> None:
     done = piped("--url", other.url, "--api-key", "sk-1", "Hello")
     assert "--api-key" in done.stderr and done.exit_code == 1
     assert other.asked[0][0]["Authorization"] == "Bearer sk-1"
+
+
+def test_models_are_listed_with_the_key(other: Other) -> None:
+    command, key = ["models", "--url", other.url], {"PENSTOCK_API_KEY": "sk-2"}
+    done = CliRunner().invoke(app, [*command, "--api-key", "sk-1"], env=key)
+    assert [line.split() for line in done.stdout.splitlines()[1:]] == [["first", "4096"], ["second"]]
+    done = CliRunner().invoke(app, command, env=key)
+    assert done.exit_code == 2
+    assert "Incorrect API key. Give a key with --api-key, or in PENSTOCK_API_KEY." in done.stderr
 
 
 def test_a_broken_answer_without_ids_is_an_error(other: Other) -> None:

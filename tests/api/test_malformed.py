@@ -151,6 +151,7 @@ PARAMETERS = [
     wrong("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "not for the chat template"),
     Row(TEXT, text(logprobs=21), 400, "less than or equal to 20", "logprobs"),
     Row(TEXT, text(prompt=["a"] * 65, n=2), 400, "above 128", "n"),
+    Row(TEXT, text(echo=True, logprobs=0), 400, "leave out echo or logprobs", "echo", "unsupported_parameter"),
 ]
 MESSAGE_FAULTS = [
     wrong("messages", [], "at least 1 item"),

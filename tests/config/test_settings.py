@@ -66,6 +66,9 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         return custom.map(lambda names: (first, *names, *last))
     if name == "cors_origins":
         return st.lists(TOKENS.map("https://{}".format), min_size=1, max_size=3).map(tuple)
+    if name == "nats_url":
+        servers = st.tuples(st.sampled_from(["", "nats://", "tls://"]), TOKENS, st.sampled_from(["", ":1"]))
+        return st.lists(servers.map("".join), min_size=1, max_size=3).map(",".join)
     if name in ("mcp_allowed_urls", "tool_functions"):
         return st.lists(TOKENS, max_size=3).map(tuple)
     if name == "secret_key":
@@ -96,6 +99,8 @@ def _faults(name: str) -> list[str]:
         return ["short"]
     if name == "cors_origins":
         return ["short", "https://a/b"]
+    if name == "nats_url":
+        return ["", "http://a:1", "ws://a", "nats://", "nats://a:b", "a,,b", "nats://[::1", "a b"]
     if get_origin(kind) is Literal:
         return ["nonsense", ""]
     if kind is bool:

@@ -377,15 +377,16 @@ def test_a_large_one_is_passed_by_32_others_and_by_no_more() -> None:
     machine.finish()
 
 
-def test_an_urgent_prompt_has_the_step_before_those_that_began_earlier() -> None:
+def test_an_urgent_prompt_has_steps_of_its_own_before_those_that_began_earlier() -> None:
     machine = Machine(FULL)
     low, normal, late = (sequence(LETTERS[place : place + 40], priority=2 - place) for place in (0, 1, 2))
     machine.add(low, normal)
     assert machine.step() == {normal: 16}
     machine.add(late)
-    assert [machine.step() for _ in range(3)] == [{late: 16}, {late: 16}, {late: 8, normal: 8}]
+    assert [machine.step() for _ in range(3)] == [{late: 16}, {late: 16}, {late: 8}]
     assert late.tokens and not normal.tokens and not low.tokens
     assert machine.step() == {late: 1, normal: 15}
+    assert machine.step() == {late: 1, normal: 9}
     assert machine.step() == {late: 1, normal: 1, low: 14}
     machine.finish()
 

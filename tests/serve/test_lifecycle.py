@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from math import inf
 from pathlib import Path
 from threading import Barrier
 
@@ -18,7 +17,7 @@ import psutil
 import pytest
 from serving import Serve, Start
 
-from penstock.api.keeper import FATAL_EXIT, Keeper, Part, child_environment, keep_broker
+from penstock.api.keeper import Keeper, Part, child_environment, keep_broker
 from penstock.config.settings import Settings
 from penstock.streams.server import EmbeddedServer
 
@@ -130,14 +129,13 @@ async def test_a_part_that_finds_no_broker_while_it_restarts_waits_for_it(tmp_pa
     await server.wait()
     with (tmp_path / "output").open("w+b") as output:
         keeper, over = Keeper(5.0, most_delay=0.1, output=output), asyncio.Event()
-        keeper.broker_since = inf
         settings = Settings(state_dir=tmp_path / "state")
         part = Part("stage", ("stage", "validate"))
         keeping = asyncio.create_task(keeper.keep(part, child_environment(settings, server.url), over))
-        await until(lambda: "stage" in keeper.running and keeper.running["stage"].returncode == FATAL_EXIT)
-        broker = asyncio.create_task(keep_broker(server, keeper))  # finds it dead
+        await until(lambda: b"waiting for the broker" in (tmp_path / "output").read_bytes())
+        broker = asyncio.create_task(keep_broker(server))  # finds it dead
         await until(lambda: b'"running"' in (tmp_path / "output").read_bytes())
-        assert keeper.fatal is None and keeper.broker_since < inf
+        assert keeper.fatal is None
         over.set()
         await keeping
     broker.cancel()
@@ -199,7 +197,8 @@ def test_a_state_directory_in_use_is_told_at_once(serve: Serve, start: Start) ->
         (["serve", "--backend", "nonsense"], "unknown backend 'nonsense'"),
         (["serve", "--backend", "echo", "--api-keys-file", "nowhere.txt"], "nowhere.txt"),
         (["serve", "--backend", "echo", "--tool-format", "nonsense"], "nonsense"),
-        (["serve", "--backend", "echo", "--nats-url", "nats://127.0.0.1:1"], "127.0.0.1:1"),
+        (["serve", "--backend", "echo", "--nats-url", "http://127.0.0.1:4222"], "must be nats://HOST:PORT"),
+        (["submit", "hello", "--nats-url", "127.0.0.1:1"], "no NATS server answers at nats://127.0.0.1:1"),
         (["serve", "--backend", "echo", "--nats-server", "/no/such/binary"], "--nats-server"),
         (["worker", "--backend", "echo"], "no broker"),
         (["stage", "nonsense"], "no stage is called nonsense"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,52 @@ async def nats_url(tmp_path: Path) -> AsyncIterator[str]:
     server = await EmbeddedServer.start(tmp_path / "nats")
     yield server.url
     await server.stop()
+
+
+PARTS = {
+    ("stage", "validate"): "running",
+    ("worker", "--backend", "echo"): "worker ready",
+    ("bridge", "--port", "0"): "running",
+    ("serve", "--backend", "echo", "--port", "0"): "penstock ready",
+}
+
+
+async def test_a_broker_that_comes_late_is_waited_for(start: Start, tmp_path: Path) -> None:
+    server = await EmbeddedServer.start(tmp_path / "nats")
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+    parts = {}
+    for name, arguments in enumerate(PARTS):
+        environment = {"PENSTOCK_NATS_URL": server.url, "PENSTOCK_NAMESPACE": f"n{name}"}
+        parts[arguments] = start(*arguments, environment=environment)
+    address = server.url.rpartition("@")[2]
+    for part in parts.values():
+        part.wait_for(f"waiting for the broker.*no NATS server answers at nats://{address}")
+    await server.restart()
+    for arguments, part in parts.items():
+        part.wait_for(PARTS[arguments])
+        part.send(signal.SIGTERM)  # so that nothing is left that looks for the broker
+    for part in parts.values():
+        assert part.wait() == 0
+    await server.stop()
+
+
+@pytest.mark.parametrize("arguments", PARTS)
+def test_ctrl_c_ends_the_waiting(start: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    part = start(*arguments, environment={"PENSTOCK_NATS_URL": "127.0.0.1:1", "PENSTOCK_DRAIN_TIMEOUT": "1000"})
+    for delay in ("0.5", "1.0"):
+        part.wait_for(f"waiting for the broker.*delay={delay}")
+    part.send(signal.SIGINT)
+    assert part.wait() == (0 if "serve" in arguments else 130)
+    assert "Traceback" not in part.output
+
+
+@pytest.mark.parametrize("arguments", PARTS)
+def test_a_broker_that_refuses_is_told_at_once(start: Start, nats_url: str, arguments: tuple[str, ...]) -> None:
+    part = start(*arguments, environment={"PENSTOCK_NATS_URL": nats_url.replace("nats://", "nats://not")})
+    assert part.wait() == 2
+    assert "'Authorization Violation'; correct --nats-url" in part.output
+    assert "waiting" not in part.output and "Traceback" not in part.output
 
 
 class Parts:
