@@ -136,27 +136,29 @@ def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
     """Apply bias, grammars, min_tokens and penalties in place, [R, W], one scatter a kind."""
     flat, width = scores.view(-1), scores.shape[-1]
     each = [(row * width, s, s.request.params) for row, s in enumerate(rows)]  # (where its row starts in `flat`, …)
-    asked = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in each]
-    repetition, frequency, presence = np.array(asked, np.float32).T
 
     def cells(parts: list[tuple[int, Rows[int]]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         # 12 µs per 1,000 tokens. An id without a logit is left out: its place in `flat` would be in the next row.
         ids = [(start, np.fromiter(tokens, np.int64, len(tokens))) for start, tokens in parts]
-        return np.concatenate([tokens[tokens < width] + start for start, tokens in ids] or [np.empty(0, np.int64)])
+        return np.concatenate([tokens[tokens < width] + start for start, tokens in ids])
 
-    bias = {start + token: by for start, _, p in each for token, by in p.logit_bias.items() if token < width}
-    flat[_put([*bias], flat)] += _put([*bias.values()], flat, flat.dtype)
+    # Only what is asked for: each scatter takes 30 µs of a step, even if it is empty.
+    if bias := {start + token: by for start, _, p in each for token, by in p.logit_bias.items() if token < width}:
+        flat[_put([*bias], flat)] += _put([*bias.values()], flat, flat.dtype)
     _forbid(scores, {row: s.matcher for row, s in enumerate(rows) if s.matcher is not None})
-    ends = cells([(start, [*s.end_token_ids]) for start, s, p in each if s.index < p.min_tokens])
-    flat[_put(ends, flat)] = -torch.inf
+    if ends := [(start, [*s.end_token_ids]) for start, s, p in each if s.index < p.min_tokens]:
+        flat[_put(cells(ends), flat)] = -torch.inf
+    asked = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in each]
+    repetition, frequency, presence = np.array(asked, np.float32).T
     # https://arxiv.org/abs/1909.05858, section 4.1; a token seen twice is written twice, the same
-    seen = cells([(start, [*s.prompt, *s.tokens]) for start, s, p in each if p.repetition_penalty != 1])
-    at, factor = _put(seen, flat), _put(repetition[seen // width], flat, flat.dtype)
-    values = flat[at]
-    flat[at] = torch.where(values > 0, values / factor, values * factor)
-    said = cells([(start, s.tokens) for start, s, p in each if p.frequency_penalty or p.presence_penalty])
-    said, times = np.unique(said, return_counts=True)
-    flat[_put(said, flat)] -= _put(frequency[said // width] * times + presence[said // width], flat, flat.dtype)
+    if repeated := [(start, [*s.prompt, *s.tokens]) for start, s, p in each if p.repetition_penalty != 1]:
+        seen = cells(repeated)
+        at, factor = _put(seen, flat), _put(repetition[seen // width], flat, flat.dtype)
+        values = flat[at]
+        flat[at] = torch.where(values > 0, values / factor, values * factor)
+    if counted := [(start, s.tokens) for start, s, p in each if p.frequency_penalty or p.presence_penalty]:
+        said, times = np.unique(cells(counted), return_counts=True)
+        flat[_put(said, flat)] -= _put(frequency[said // width] * times + presence[said // width], flat, flat.dtype)
 
 
 def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
