@@ -137,7 +137,7 @@ def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
     flat, width = scores.view(-1), scores.shape[-1]
     each = [(row * width, s, s.request.params) for row, s in enumerate(rows)]  # (where its row starts in `flat`, …)
 
-    def cells(parts: list[tuple[int, Rows[int]]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def cells(parts: Rows[tuple[int, Rows[int]]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         # 12 µs per 1,000 tokens. An id without a logit is left out: its place in `flat` would be in the next row.
         ids = [(start, np.fromiter(tokens, np.int64, len(tokens))) for start, tokens in parts]
         return np.concatenate([tokens[tokens < width] + start for start, tokens in ids])
