@@ -14,14 +14,19 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..config.settings import Settings
+from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Queued, Turn
-from ..schemas.loops import Ended, Items
+from ..schemas.items import input_items as items_of
+from ..schemas.loops import Begun, Ended, LoopJob, is_response
 from ..schemas.responses import ResponsesRequest, parse_responses
+from ..streams.port import MESSAGE_ID
 from ..streams.response_log import LOST, ResponseLog, Stored
+from ..streams.topology import EVENTS, TOOLS
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .chain import Chain
 from .door import Door, open_request, read_object, tenant_of
+from .files import page
 from .openapi import STREAMED, documented, refusals
 from .responses_rendering import ResponseRenderer, response_object
 from .sealing import seal
@@ -29,7 +34,6 @@ from .sealing import seal
 PREFIX = "resp_"
 LOOK = 0.1  # seconds between two looks whether a response has stopped
 STOPPING = 100  # looks, after which it may still stop, but nobody waits for it
-MOST = 100  # items of a page
 
 Mode = Literal["stream", "whole", "background"]
 
@@ -148,14 +152,28 @@ def add_responses(app: FastAPI, door: Door) -> None:
     @app.get(f"{path}/input_items", tags=["openai"], responses=refusals(400, 404, 503))
     async def input_items(id: str, request: Request) -> Any:
         """What the response was asked, in pages."""
-        return page((await _find(id, request)).begun.input, request)
+        return page(request, (await _find(id, request)).begun.input, default=20, most=100)
 
     async def _find(id: str, request: Request) -> Stored:
-        log = await ResponseLog.of(door.broker)
-        stored = await log.read(tenant_of(request), id) if re.fullmatch("resp_[0-9a-f]{32}", id) else None
-        if stored is None:
-            raise StreamNotFound(f"There is no response {id[:100]!r}.", code="response_not_found", param="response_id")
-        return stored
+        log, tenant = await ResponseLog.of(door.broker), tenant_of(request)
+        if is_response(id):
+            # What has left the queue between two looks is in the log.
+            for look in (log.read, _preparing, log.read):
+                if (stored := await look(tenant, id)) is not None:
+                    return stored
+        raise StreamNotFound(f"There is no response {id[:100]!r}.", code="response_not_found", param="response_id")
+
+    async def _preparing(tenant: str, id: str) -> Stored | None:
+        """A response that was accepted and whose tools are still being listed: no log has it, but the stage's queue."""
+        subjects = door.bridge.subjects
+        if not await door.broker.replay(EVENTS, subjects.events_at(tenant, id)):
+            return None
+        for message in await door.broker.replay(TOOLS, subjects.tools(tenant)):
+            if message.headers.get(MESSAGE_ID) == id:
+                job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
+                input = items_of(parse_responses(job.body).input, id)
+                return Stored(Begun(job=job, sources=(), tools=(), history=[], input=input, items=[], index=0))
+        return None
 
     async def _stopped(stored: Stored) -> Stored:
         """Have it end. Whoever goes on with it sees the wish, now or later."""
@@ -184,30 +202,6 @@ def shown(stored: Stored) -> dict[str, Any]:
         lost = DeadlineExceeded("The deadline passed, and nobody has said how the response ended.")
         ended = Ended(status="failed", at=deadline, error=asdict(ErrorBody.of(lost)))
     return response_object(stored.begun, stored.turns, ended)
-
-
-def page(items: Items, request: Request) -> dict[str, Any]:
-    """A page of items, as `limit`, `order` and `after` ask for it. Raises `InvalidRequest`."""
-    query = request.query_params
-    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
-    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= MOST):
-        raise InvalidRequest(f"limit is a number from 1 to {MOST}.", param="limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order is asc or desc.", param="order")
-    found = items if order == "asc" else items[::-1]
-    if after is not None:
-        places = [place for place, item in enumerate(found, 1) if item["id"] == after]
-        if not places:
-            raise InvalidRequest(f"after: there is no item {after[:100]!r}.", param="after")
-        found = found[places[0] :]
-    some = found[: int(limit)]
-    return {
-        "object": "list",
-        "data": some,
-        "first_id": some[0]["id"] if some else None,
-        "last_id": some[-1]["id"] if some else None,
-        "has_more": len(found) > len(some),
-    }
 
 
 def _sealed(body: dict[str, Any], settings: Settings) -> dict[str, Any]:

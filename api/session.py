@@ -28,8 +28,9 @@ from .mcp_config import FUNCTIONS, HttpServer, ServerConfig
 from .toolbox import Toolbox
 
 MAX_TURNS = 10
-TRIES = 4  # of a request to a URL that has no room, or cannot be reached
-LONGEST_PAUSE = 30.0  # seconds between two tries
+TRIES = 5  # of a request to a URL that has no room, or cannot be reached
+PAUSE = 1.0  # seconds before the second try, and twice as many before each one after: a front starts again meanwhile
+LONGEST_PAUSE = 30.0  # seconds before a try that the server has asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +194,8 @@ class _Remote:
         # With the key a request that is sent again is the same request.
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         fault: InvalidRequest | GenerationFailed
-        for left in reversed(range(TRIES)):
-            pause = 1.0
+        for attempt in range(TRIES):
+            pause = PAUSE * 2**attempt
             try:
                 response = await self._http.post(
                     "chat/completions", json={"model": self._name, **body}, headers=headers
@@ -203,19 +204,26 @@ class _Remote:
                 fault = GenerationFailed(f"No answer from {self._http.base_url} ({type(error).__name__}).")
             else:
                 if response.is_success:
-                    answer: dict[str, Any] = response.json()
-                    return answer
+                    return _completion(response)
                 fault = _fault(response)
                 if response.status_code not in (408, 429, 500, 502, 503):
                     raise fault
                 with contextlib.suppress(ValueError):  # it may also be a date
                     pause = float(response.headers.get("retry-after", pause))
-            if left:
+            if attempt + 1 < TRIES:
                 await asyncio.sleep(min(pause, LONGEST_PAUSE))
         raise fault
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _completion(response: httpx.Response) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        answer: dict[str, Any] = response.json()
+        if {"message", "finish_reason"} <= answer["choices"][0].keys():
+            return answer
+    raise GenerationFailed(f"{response.url} answered {response.status_code}, but with no chat completion.")
 
 
 def _fault(response: httpx.Response) -> InvalidRequest | GenerationFailed:

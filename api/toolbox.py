@@ -59,7 +59,10 @@ class Toolbox:
         if source.url is not None:
             place = _place(source.url)
             if not any(place.origin == one.origin and place.path[: len(one.path)] == one.path for one in self._allowed):
-                _refuse(f"The server_url of {source.label} is not among those that this installation allows.")
+                _refuse(
+                    f"The server_url of {source.label} is not among those that this installation allows; the setting "
+                    "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names them."
+                )
         elif source.sealed is not None:
             _refuse(f"Headers go with a server_url; those of {source.label} are the configuration's.")
         elif source.label == FUNCTIONS:

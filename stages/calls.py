@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from ..schemas import codec
-from ..schemas.errors import ToolFailed, Transient
+from ..schemas.errors import InvalidRequest, ToolFailed, Transient
 from ..schemas.events import FINAL, Done, Event, Token
 from ..schemas.events import Item as Shown
 from ..schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
@@ -75,6 +75,18 @@ async def listed(toolbox: Toolbox, source: Source, item: Item) -> tuple[Item, li
         for tool in tools
     ]
     return {**item, "tools": shown}, tools
+
+
+@contextlib.contextmanager
+def unlisted_told(items: Items) -> Iterator[None]:
+    """Where a choice names what no server has, say also which of them could not be asked."""
+    try:
+        yield
+    except InvalidRequest as refusal:
+        faults = [item["error"] for item in items if item["type"] == "mcp_list_tools" and item["error"]]
+        if refusal.param != "tool_choice" or not faults:
+            raise
+        raise InvalidRequest(" ".join([str(refusal), *faults]), code=refusal.code, param=refusal.param) from None
 
 
 def for_model(tools: Sequence[LoopTool], taken: Sequence[str]) -> tuple[LoopTool, ...]:

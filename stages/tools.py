@@ -16,17 +16,7 @@ from typing import Any, Literal
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Refusal, Transient
-from ..schemas.events import (
-    Accepted,
-    Cancelled,
-    Done,
-    ErrorBody,
-    Event,
-    Expired,
-    Failed,
-    Turn,
-    Usage,
-)
+from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Turn, Usage
 from ..schemas.item_messages import chat_messages
 from ..schemas.items import Approval, approved_calls
 from ..schemas.jobs import Job
@@ -37,7 +27,21 @@ from ..streams.conversations import Conversations
 from ..streams.port import DEADLINE, SCHEMA, Delivery
 from ..streams.response_log import ResponseLog, Stored
 from ..streams.topology import EVENTS
-from .calls import Calls, Toolbox, address, answer_of, at_once, count, for_model, list_item, listed, show, tell, waits
+from .calls import (
+    Calls,
+    Toolbox,
+    address,
+    answer_of,
+    at_once,
+    count,
+    for_model,
+    list_item,
+    listed,
+    show,
+    tell,
+    unlisted_told,
+    waits,
+)
 from .contract import Intake, Pipe, Stage
 from .endings import Address
 from .past import Past
@@ -72,17 +76,18 @@ class Tools(Stage):
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
+        job: LoopJob | None
         match message.headers.get(SCHEMA):
             case codec.LOOP_JOB:
                 job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
                 response, work = address(job), self._begin(job)
             case codec.STEP:
-                step = codec.decode_model(Step, message.data, codec.STEP)
+                step, job = codec.decode_model(Step, message.data, codec.STEP), None
                 response, work = Address(step.id, step.tenant, step.bridge), self._step(step)
             case other:
                 raise DecodeError(f"the stage tools does not read {other}")
         try:
-            await self._unless_cancelled(response, work)
+            await self._cancellable(response, work, job)
         except (Refusal, Transient):
             raise
         except Exception:
@@ -92,8 +97,8 @@ class Tools(Stage):
                 await self._end(stored, "failed", ErrorBody.of(fault))
             raise
 
-    async def _unless_cancelled(self, response: Address, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work; a response that is cancelled before or meanwhile ends so."""
+    async def _cancellable(self, response: Address, work: Coroutine[Any, Any, None], job: LoopJob | None) -> None:
+        """Do the work; a response that is cancelled before or meanwhile ends so, and is kept with what `job` asked."""
         task = asyncio.create_task(work)
         stopped = False
 
@@ -109,10 +114,12 @@ class Tools(Stage):
             if not stopped:  # it is we who must leave
                 raise
             stored = await self._log.read(response.tenant, response.request)
+            if stored is None and job is not None and not await self._log.is_over(job.tenant, job.id):
+                history, input = await self._past.items(job, parse_responses(job.body))
+                begun = Begun(job=_unsealed(job), sources=(), tools=(), history=history, input=input, items=[], index=0)
+                stored = Stored(await self._log.write(job.tenant, job.id, begun))
             if stored is not None:
                 await self._end(stored, "cancelled")
-            else:
-                await tell(self.pipe, response, Cancelled(response.request, Usage(0, 0, 0)), "end")
 
     async def _begin(self, job: LoopJob) -> None:
         stored = await self._log.read(job.tenant, job.id)
@@ -184,7 +191,7 @@ class Tools(Stage):
         if sealed:
             await self._log.keep_sealed(job.tenant, job.id, sealed)
         begun = Begun(
-            job=job.model_copy(update={"body": _unsealed(job.body)}),
+            job=_unsealed(job),
             sources=tuple(source.model_copy(update={"sealed": None}) for source in sources),
             tools=for_model(found, [tool.name for tool in request.function_tools]),
             history=history,
@@ -229,20 +236,17 @@ class Tools(Stage):
         elif last is not None and ("mcp_call" not in kinds or kinds & {"function_call", "mcp_approval_request"}):
             await self._end(stored, "completed")
         else:
-            await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1))
+            with unlisted_told(stored.begun.items):
+                await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1))
 
     async def _ask(self, stored: Stored, turn: TurnId) -> None:
         """Send the next turn's request into the pipeline, unless it was sent long ago."""
         begun, job, id = stored.begun, stored.begun.job, str(turn)
         request = parse_responses(job.body)
         is_last = turn.turn >= (request.max_turns or MAX_TURNS)
+        items = [*begun.history, *begun.input, *stored.output]
         body = request.chat_body(
-            chat_messages(
-                [*begun.history, *begun.input, *stored.output],
-                request.instructions,
-                tools=begun.tools,
-                before=len(begun.history),
-            ),
+            chat_messages(items, request.instructions, tools=begun.tools, before=len(begun.history)),
             begun.tools,
             first=turn.turn == 1 and not count(begun.items),
             spent=_spent(stored),
@@ -334,7 +338,7 @@ def _spent(stored: Stored) -> int:
     return sum(turn.usage["completion_tokens"] for turn in stored.turns)
 
 
-def _unsealed(body: dict[str, Any]) -> dict[str, Any]:
-    """A request without what was sealed in it."""
-    tools = [{name: value for name, value in tool.items() if name != "sealed"} for tool in body.get("tools") or ()]
-    return {**body, "tools": tools} if tools else body
+def _unsealed(job: LoopJob) -> LoopJob:
+    """A job without what was sealed in its request."""
+    tools = [{name: value for name, value in tool.items() if name != "sealed"} for tool in job.body.get("tools") or ()]
+    return job.model_copy(update={"body": {**job.body, "tools": tools}}) if tools else job

@@ -1,11 +1,15 @@
-"""A real MCP server on loopback, in the test's own event loop, in either era of the protocol."""
+"""Real MCP servers on loopback: one in the test's own event loop, in either era of the protocol, and public ones."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import mcp_types as types
@@ -39,6 +43,8 @@ TOOLS = [
     types.Tool(name="tells", description="Repeats the authorisation.", input_schema=NOTHING),
 ]
 PAGE = 3  # tools
+CLOCK = str(Path(sys.executable).with_name("mcp-server-time"))
+_EVERYTHING = "deploy/examples/node_modules/@modelcontextprotocol/server-everything/dist/index.js"
 _PDF = types.BlobResourceContents(uri="file:///b", blob="AAAA", mime_type="application/pdf")
 
 
@@ -161,6 +167,36 @@ class McpServer:
 
 def _text(text: str) -> types.CallToolResult:
     return types.CallToolResult(content=[types.TextContent(text=text)])
+
+
+class Everything:
+    """npm's reference server, over HTTP."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/mcp"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        program = Path(__file__).parents[1] / _EVERYTHING
+        assert program.is_file(), "run `npm ci --prefix deploy/examples` first; `make test` does"
+        self._process = subprocess.Popen(
+            ["node", str(program), "streamableHttp"],
+            env=os.environ | {"PORT": str(self._port)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stderr is not None
+        assert any("listening on port" in line for line in iter(self._process.stderr.readline, ""))
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
 
 @asynccontextmanager

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import mcp_types as types
+import psutil
 import pytest
-from mcp_servers import PAGE, TOOLS, Era, McpServer, counting_socket, mcp_server
+from mcp_servers import CLOCK, PAGE, TOOLS, Era, Everything, McpServer, counting_socket, mcp_server
 
 from penstock.api.mcp_client import McpClient
 from penstock.api.mcp_config import HttpServer, StdioServer
@@ -22,8 +19,6 @@ from penstock.api.tool_text import MAX_TEXT, mcp_tool, openai_tools, result_text
 from penstock.schemas.errors import ToolFailed
 from penstock.schemas.loops import ToolResult
 
-ROOT = Path(__file__).parents[2]
-EVERYTHING = ROOT / "deploy/examples/node_modules/@modelcontextprotocol/server-everything/dist/index.js"
 SECRET = "Bearer correct-horse-battery"
 
 
@@ -248,17 +243,42 @@ async def test_stdio_server_is_a_child_with_its_own_environment() -> None:
     clock = StdioServer(
         command="sh",
         args=["-c", 'exec "$PROGRAM" --local-timezone "$ZONE"'],
-        env={"PROGRAM": str(Path(sys.executable).with_name("mcp-server-time")), "ZONE": "Asia/Kabul"},
+        env={"PROGRAM": CLOCK, "ZONE": "Asia/Kabul"},
     )
-    async with McpClient(clock) as client:
+    async with McpClient(clock, name="clock") as client:
         tools = await client.list_tools()
         assert [tool.name for tool in tools] == ["get_current_time", "convert_time"]
         assert "Use 'Asia/Kabul' as local timezone" in str(tools[0].input_schema)
         result = await client.call("get_current_time", {"timezone": "Asia/Tokyo"})
         assert not result.is_error and '"timezone": "Asia/Tokyo"' in result.text
-        result = await client.call("get_current_time", {"timezone": "Mars/Base"})
-        assert result.is_error and "Mars/Base" in result.text
-        assert (await client.call("nope", {})).is_error
+
+
+async def test_what_goes_wrong_with_a_stdio_server() -> None:
+    tokyo = {"timezone": "Asia/Tokyo"}
+
+    def child() -> psutil.Process:
+        (found,) = [one for one in psutil.Process().children() if CLOCK in one.cmdline()]
+        return found
+
+    async with McpClient(StdioServer(command=CLOCK), name="clock") as client:
+        for tool, arguments, said in [
+            ("get_current_time", {"timezone": "Mars/Base"}, "Mars/Base"),
+            ("get_current_time", {}, "Field required"),
+            ("convert_time", {"source_timezone": "UTC", "time": "99:99", "target_timezone": "UTC"}, "HH:MM"),
+            ("nope", {}, "clock could not run nope: Unknown tool: nope"),
+        ]:
+            text, is_error = await client.call(tool, arguments)
+            assert is_error and said in text
+        child().suspend()
+        client.server = client.server.model_copy(update={"timeout": 0.05})
+        text, is_error = await client.call("get_current_time", tokyo)
+        assert is_error and text == "clock could not run get_current_time: no answer within 0.05 seconds"
+        client.server = client.server.model_copy(update={"timeout": 30.0})
+        during = asyncio.create_task(client.call("get_current_time", tokyo))
+        child().kill()
+        text, is_error = await during
+        assert is_error and "the connection broke; whether the server has done its work is unknown" in text
+        assert not (await client.call("get_current_time", tokyo)).is_error
 
 
 @pytest.mark.parametrize("command", ["/no/such/program", "/bin/true"])
@@ -268,51 +288,45 @@ async def test_stdio_server_that_does_not_start_is_an_error(command: str) -> Non
         assert is_error and text.startswith("clock could not run get_current_time: it cannot be reached")
 
 
-class _Everything:
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        assert EVERYTHING.is_file(), "run `npm ci --prefix deploy/examples` first; `make test` does"
-        self.process = subprocess.Popen(
-            ["node", str(EVERYTHING), "streamableHttp"],
-            env=os.environ | {"PORT": str(self.port)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        assert any("listening on port" in line for line in iter(self.process.stderr.readline, ""))
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-
-
 @pytest.fixture
-def everything() -> Iterator[_Everything]:
-    server = _Everything()
+def everything() -> Iterator[Everything]:
+    server = Everything()
     server.start()
     yield server
     server.kill()
 
 
-async def test_reference_server_of_npm(everything: _Everything) -> None:
-    async with McpClient(f"http://127.0.0.1:{everything.port}/mcp", name="everything") as client:
+async def test_reference_server_of_npm(everything: Everything) -> None:
+    async with McpClient(everything.url, name="everything") as client:
         assert {"echo", "get-sum", "get-tiny-image"} <= {tool.name for tool in await client.list_tools()}
         assert await client.call("get-sum", {"a": 2, "b": 3}) == ToolResult("The sum of 2 and 3 is 5.")
         assert "[image of type image/png, not shown]" in (await client.call("get-tiny-image", {})).text
         weather = await client.call("get-structured-content", {"location": "New York"})
         assert weather.text.startswith("{") and weather.text.count("temperature") == 1
-        assert "expected number" in (await client.call("get-sum", {"a": "x", "b": 1})).text
-        unknown = await client.call("nope", {})
-        assert unknown.is_error and "nope not found" in unknown.text
-        everything.kill()
-        assert (await client.call("echo", {"message": "anyone?"})).is_error
+
+
+async def test_what_goes_wrong_with_the_reference_server(everything: Everything) -> None:
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("get-sum", {"a": "x", "b": 1}, "expected number"),
+        ("get-sum", {}, "expected number, received undefined"),
+        ("get-resource-reference", {"resourceId": -1}, "Invalid resourceId: -1"),
+        ("nope", {}, "Tool nope not found"),
+    ]
+    async with McpClient(everything.url, name="everything") as client:
+        for tool, arguments, said in wrong:
+            text, is_error = await client.call(tool, arguments)
+            assert is_error and said in text
+        client.server = client.server.model_copy(update={"timeout": 0.05})
+        slow = {"duration": 600, "steps": 1}
+        text, is_error = await client.call("trigger-long-running-operation", slow)
+        assert is_error and text.endswith("-operation: no answer within 0.05 seconds")
+        client.server = client.server.model_copy(update={"timeout": 30.0})
+        assert await client.call("echo", {"message": "still"}) == ToolResult("Echo: still")
+        during = asyncio.create_task(client.call("trigger-long-running-operation", slow))
+        await asyncio.to_thread(everything.kill)
+        assert (await during).is_error
+        text, is_error = await client.call("echo", {"message": "anyone?"})
+        assert is_error and text == "everything could not run echo: it cannot be reached (ConnectError)"
         everything.start()
         assert await client.call("echo", {"message": "back"}) == ToolResult("Echo: back")
         everything.kill()

@@ -12,17 +12,19 @@ from typing import Any
 import orjson
 import pytest
 from asgi import Response, ask
+from mcp_servers import Everything
 from memory_pipeline import FragileEcho, Pipeline
 from responses_rules import check_responses, read_events
 
 from penstock.api.app import create_app
 from penstock.api.bridge import Bridge
 from penstock.api.functions import tool
+from penstock.api.mcp_config import HttpServer
 from penstock.api.sealing import unseal
 from penstock.api.toolbox import Toolbox
 from penstock.engine.models import BUNDLED, resolve_model
 from penstock.schemas import codec
-from penstock.schemas.events import Cancelled
+from penstock.schemas.events import Accepted, Cancelled
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
 from penstock.schemas.params import GenerationParams
 from penstock.stages.calls import UNKNOWN, Calls
@@ -61,7 +63,13 @@ class Office:
         self.goes = asyncio.Event()
         self.waiting = asyncio.Semaphore(0)
         source = str(resolve_model(BUNDLED))
-        self.toolbox = Toolbox({}, self._functions(), ["http://127.0.0.1:9/mcp"], self._unseal)
+        self.everything = Everything()
+        self.silent = socket.create_server(("127.0.0.1", 0))
+        servers = {
+            "everything": HttpServer(url=self.everything.url),
+            "silent": HttpServer(url=f"http://127.0.0.1:{self.silent.getsockname()[1]}/mcp"),
+        }
+        self.toolbox = Toolbox(servers, self._functions(), ["http://127.0.0.1:9/mcp"], self._unseal)
         self.pipeline = runner.run(
             Pipeline.start(
                 kind=Scripted,
@@ -153,6 +161,8 @@ def whole(runner: asyncio.Runner) -> Iterator[Office]:
     yield office
     runner.run(office.pipeline.stop())
     runner.run(office.toolbox.close())
+    office.everything.kill()
+    office.silent.close()
 
 
 @pytest.fixture
@@ -169,7 +179,17 @@ def call(tool: str, /, **arguments: Any) -> str:
 
 
 def functions(**more: Any) -> list[dict[str, Any]]:
-    return [{"type": "mcp", "server_label": "functions", "require_approval": "never", **more}]
+    return server("functions", **more)
+
+
+def server(label: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"type": "mcp", "server_label": label, "require_approval": "never", **more}]
+
+
+def results(response: dict[str, Any]) -> list[tuple[str | None, str | None]]:
+    """Output and error of each of its calls."""
+    calls = [item for item in response["output"] if item["type"] == "mcp_call"]
+    return [(one["output"], one["error"] and one["error"]["content"][0]["text"]) for one in calls]
 
 
 def kinds(response: dict[str, Any]) -> list[str]:
@@ -298,6 +318,17 @@ def test_a_call_that_was_not_approved_is_told_to_the_model(office: Office) -> No
     assert "did not approve" in office.model.asked[-1] and "Too dear." in office.model.asked[-1]
 
 
+def test_a_tool_that_is_gone_when_its_call_is_approved(office: Office) -> None:
+    tools = functions(require_approval="always")
+    made = office.create(call("add", a=1, b=2), input="1 + 2?", tools=tools)
+    id = made["output"][1]["id"]
+    answer = {"type": "mcp_approval_response", "approval_request_id": id, "approve": True}
+    fewer = functions(allowed_tools=["look"])
+    more = office.create("A pity.", input=[answer], previous_response_id=made["id"], tools=fewer, stream=True)
+    assert results(more) == [(None, "There is no tool add of functions any more.")]
+    assert office.done == [] and "no tool add" in office.model.asked[-1]
+
+
 def test_the_last_turn_may_call_nothing(office: Office) -> None:
     one = call("add", a=1, b=1)
     made = office.create(one, one, "Enough.", input="Go.", tools=functions(), max_turns=3)
@@ -316,6 +347,75 @@ def test_what_goes_wrong_with_a_call_is_told_to_the_model(office: Office) -> Non
     assert wrong["status"] == "failed" and "unlucky" in part["text"] and wrong["output"] is None
     assert len(big["output"]) < 1200 and "cut" in big["output"][-200:]
     assert part["text"][:40] in office.model.asked[1]
+
+
+def test_what_goes_wrong_with_the_reference_server_of_npm(office: Office) -> None:
+    names = ["echo", "get-resource-reference", "trigger-long-running-operation"]
+    echo, resource, slow = names
+    everything = server("everything", allowed_tools=names)
+    asked: dict[str, Any] = {"input": "Go.", "tools": everything, "stream": True}
+    hello = call(echo, message="hi")
+    office.everything.start()
+    first = office.create(hello + call(resource, resourceId=-1), "I see.", **asked)
+    wrong = "Invalid resourceId: -1. Must be a finite positive integer."
+    assert results(first) == [("Echo: hi", None), (None, wrong)]
+    assert wrong in office.model.asked[-1]
+    client = office.run(office.toolbox._client(Source(label="everything")))
+    patience, client.server = client.server, client.server.model_copy(update={"timeout": 0.05})
+    late = f"everything could not run {slow}: no answer within 0.05 seconds"
+    assert results(office.create(call(slow, duration=600, steps=1), "A pity.", **asked)) == [(None, late)]
+    assert late in office.model.asked[-1]
+    client.server = patience
+    office.everything.kill()
+    second = office.create(hello, "It is gone.", previous_response_id=first["id"], **asked)
+    ((output, gone),) = results(second)
+    assert output is None and gone is not None and "everything could not run echo" in gone
+    office.everything.start()
+    third = office.create(hello, "It is back.", previous_response_id=second["id"], **asked)
+    assert results(third) == [("Echo: hi", None)]
+    assert "It is gone." in office.model.asked[-1] and gone in office.model.asked[-1]
+
+
+@pytest.mark.parametrize("choice", [{}, {"server_label": "x"}, {"server_label": "x", "name": "add"}])
+def test_a_choice_of_a_server_that_is_away_says_so(office: Office, choice: dict[str, str]) -> None:
+    tools = server("x", server_url="http://127.0.0.1:9/mcp")
+    for forced in ({"type": "mcp", **choice}, {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}):
+        error = office.refused(400, input="Go.", tools=tools, tool_choice=forced)
+        assert error["param"] == "tool_choice"
+        assert "The tools of x cannot be listed: it cannot be reached (ConnectError)." in error["message"]
+
+
+def test_a_response_whose_tools_are_still_being_listed(office: Office) -> None:
+    """It is there from the moment its client hears of it, and can be cancelled."""
+    begun: asyncio.Queue[str] = asyncio.Queue()
+    body = {"model": "echo", "input": "Go.", "tools": server("silent"), "metadata": {"a": "b"}, "stream": True}
+
+    def hear(message: Message) -> None:
+        event = codec.decode_event(message.data)
+        if isinstance(event, Accepted) and is_response(event.request):
+            begun.put_nowait(event.request)
+
+    async def create() -> tuple[str, asyncio.Task[Response]]:
+        await office.broker.listen(f"{office.pipeline.pipe.subjects.root}.events.>", hear)
+        asking = asyncio.create_task(ask(office.apps[0], "POST", "/v1/responses", body))
+        async with asyncio.timeout(30):
+            return await begun.get(), asking
+
+    id, asking = office.run(create())
+    listing = office.stored(id)
+    assert (listing["status"], listing["metadata"], listing["output"]) == ("in_progress", {"a": "b"}, [])
+    items = orjson.loads(office.ask("GET", f"/v1/responses/{id}/input_items", door=1).body)
+    assert [item["content"][0]["text"] for item in items["data"]] == ["Go."]
+    cancelled = orjson.loads(office.ask("POST", f"/v1/responses/{id}/cancel", door=1).body)
+    assert cancelled["status"] == office.stored(id)["status"] == "cancelled"
+    assert check_responses(office.run(answered(asking)).body)["status"] == "cancelled"
+    assert office.model.asked == []
+    assert office.ask("DELETE", f"/v1/responses/{id}").status == 200
+    assert office.ask("GET", f"/v1/responses/{id}").error["code"] == "response_not_found"
+
+
+async def answered(asking: asyncio.Task[Response]) -> Response:
+    return await asking
 
 
 def test_a_tool_that_is_not_allowed_is_not_offered(office: Office) -> None:

@@ -9,16 +9,20 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psutil
 import pytest
 import uvicorn
-from mcp_servers import mcp_server
+from mcp_servers import CLOCK, mcp_server
 from shop import CALLS, WISH
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.api import session as session_module
 from penstock.api.adapter import OpenAIAdapter
 from penstock.api.functions import tool
-from penstock.api.session import ResponsesSession
+from penstock.api.mcp_config import StdioServer
+from penstock.api.session import TRIES, ResponsesSession
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.schemas.errors import GenerationFailed, InvalidRequest, ToolFailed
 
@@ -240,10 +244,29 @@ async def test_a_server_that_goes_away_is_told_to_the_model() -> None:
         assert call.is_error and "desk could not run add" in call.result
 
 
+async def test_what_goes_wrong_with_the_time_server_of_pypi() -> None:
+    tokyo, mars = (("get_current_time", {"timezone": name}) for name in ("Asia/Tokyo", "Mars/Base"))
+    first = calling(tokyo, mars, ("get_current_time", {}), ("set_time", {}))
+    model = Scripted(first, saying("I see."), calling(tokyo), calling(tokyo), saying("Well."))
+    async with ResponsesSession(model, servers={"clock": StdioServer(command=CLOCK)}) as session:
+        told = (await session.run("Go.")).calls
+        assert model.offered == ["get_current_time", "convert_time"]
+        assert [call.is_error for call in told] == [False, True, True, True]
+        for call, said in zip(
+            told, ['"timezone": "Asia/Tokyo"', "Mars/Base", "'timezone' is a required", "no tool set_time"], strict=True
+        ):
+            assert said in call.result
+        (child,) = [one for one in psutil.Process().children() if CLOCK in one.cmdline()]
+        child.kill()
+        gone, back = (await session.run("And now?")).calls
+    assert gone.is_error and "clock could not run get_current_time: the connection broke" in gone.result
+    assert not back.is_error and "Asia/Tokyo" in back.result
+
+
 class Remote:
     """A server that gives one answer after another and remembers the requests."""
 
-    def __init__(self, *answers: JSONResponse) -> None:
+    def __init__(self, *answers: ASGIApp) -> None:
         self.answers = list(answers)
         self.keys: list[str | None] = []
         self.bodies: list[Any] = []
@@ -256,8 +279,13 @@ class Remote:
         await self.answers.pop(0)(scope, receive, send)
 
 
+async def half(scope: Scope, receive: Receive, send: Send) -> None:
+    """An answer that breaks off."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+
+
 @asynccontextmanager
-async def remote(*answers: JSONResponse) -> AsyncIterator[Remote]:
+async def remote(*answers: ASGIApp) -> AsyncIterator[Remote]:
     app = Remote(*answers)
     listener = socket.create_server(("127.0.0.1", 0))
     app.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -276,16 +304,23 @@ def refusal(status: int, message: str, **headers: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "code": "x", "param": "y"}}, status, headers)
 
 
-async def test_a_server_without_room_is_asked_again() -> None:
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits before it is tried again."""
+    monkeypatch.setattr(session_module, "PAUSE", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_server_that_breaks_off_or_has_no_room_is_asked_again() -> None:
     busy = refusal(503, "Too much.", **{"Retry-After": "0"})
     later = refusal(429, "Too much.", **{"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"})
     async with (
-        remote(busy, later, JSONResponse(answer(saying("Here I am.")))) as server,
+        remote(half, busy, later, JSONResponse(answer(saying("Here I am.")))) as server,
         ResponsesSession(server.url, name="m", parameters={"seed": 1}) as session,
     ):
         result = await session.run("Are you there?")
     assert result.text == "Here I am."
-    assert len(server.keys) == 3 and len(set(server.keys)) == 1 and server.keys[0]
+    assert len(server.keys) == 4 and len(set(server.keys)) == 1 and server.keys[0]
     assert server.bodies[0]["model"] == "m" and server.bodies[0]["seed"] == 1
 
 
@@ -294,7 +329,7 @@ async def test_a_server_that_never_has_room_is_told() -> None:
         async with ResponsesSession(f"{server.url}/v1/", name="m") as session:
             with pytest.raises(GenerationFailed, match=r"No room\."):
                 await session.run("Are you there?")
-        assert len(server.keys) == 4
+        assert len(server.keys) == TRIES
 
 
 async def test_a_refusal_is_told_at_once() -> None:
@@ -310,6 +345,19 @@ async def test_a_refusal_is_told_at_once() -> None:
         ResponsesSession(server.url)
 
 
+@pytest.mark.parametrize(
+    "page",
+    [HTMLResponse("<html>Welcome!"), JSONResponse({"choices": []}), JSONResponse([1]), Response(status_code=204)],
+)
+async def test_an_answer_that_is_no_completion_is_told_at_once(page: Response) -> None:
+    async with remote(page) as server, ResponsesSession(server.url, name="m") as session:
+        with pytest.raises(
+            GenerationFailed, match=rf"{server.url}/v1/chat/completions answered 20[04], but with no chat"
+        ):
+            await session.run("Are you there?")
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_a_server_that_is_away_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"

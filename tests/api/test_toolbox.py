@@ -210,7 +210,9 @@ async def test_no_request_leaves_for_a_refused_url() -> None:
         with pytest.raises(InvalidRequest):
             await toolbox.tools(source)
         result = await toolbox.call(source, a_tool("add"), "{}")
-        assert result == ToolResult("The server_url of a is not among those that this installation allows.", True)
+        told = "The server_url of a is not among those that this installation allows; the setting "
+        told += "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names them."
+        assert result == ToolResult(told, True)
         assert connections == []
         allowed = source.model_copy(update={"url": f"{url}/allowed"})
         assert (await toolbox.call(allowed, a_tool("add"), "{}")).is_error

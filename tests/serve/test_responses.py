@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
 import openai
 import orjson
 import pytest
-from agents import Agent, HostedMCPTool, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool
+from agents import (
+    Agent,
+    HostedMCPTool,
+    ModelSettings,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    RunResult,
+    function_tool,
+)
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp_servers import McpServer
 from openai.types.responses import (
@@ -25,8 +36,8 @@ from openai.types.responses.response_output_item import McpApprovalRequest, McpC
 from responses_rules import check_responses
 from shop import CALLS, FUNCTIONS, MODEL, WISH, Bundled, Shop
 
-from penstock.api.functions import tool
-from penstock.api.session import ResponsesSession
+from penstock.api.functions import Function, tool
+from penstock.api.session import ConversationResult, ResponsesSession
 from penstock.stages.calls import UNKNOWN
 
 ANN, PAUL = CALLS
@@ -118,75 +129,86 @@ def test_three_dependent_calls_in_four_turns(shop: Shop, bundled: Bundled) -> No
     assert judged(followed(bundled.client, made.id)).output == made.output
 
 
-@pytest.mark.filterwarnings("ignore")  # the SDK's own
-@pytest.mark.parametrize("where", ["there", "here"])
-async def test_an_agent_completes_the_task(shop: Shop, bundled: Bundled, where: str) -> None:
-    """With the tools of the server, in one response; and with its own, in a response for every turn."""
-    called: list[tuple[str, str]] = []
+class Clerk:
+    """The shop's tools in the client's own process; the second waits until it `may_go`."""
 
-    @function_tool
-    def find_customer(email: str) -> str:
+    def __init__(self, may_go: asyncio.Event) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.is_waiting = asyncio.Event()
+        self.may_go = may_go
+
+    @property
+    def tools(self) -> list[Callable[[str], Awaitable[str]]]:
+        return [self.find_customer, self.get_order, self.get_price]
+
+    async def find_customer(self, email: str) -> str:
         "Find a customer"
-        called.append(("find_customer", email))
+        self.calls.append(("find_customer", email))
         return '{"customer_id": "C-481"}'
 
-    @function_tool
-    def get_order(customer_id: str) -> str:
+    async def get_order(self, customer_id: str) -> str:
         "Get an order"
-        called.append(("get_order", customer_id))
+        self.calls.append(("get_order", customer_id))
+        self.is_waiting.set()
+        await self.may_go.wait()
         return '{"order_id": "7302"}'
 
-    @function_tool
-    def get_price(order_id: str) -> str:
+    async def get_price(self, order_id: str) -> str:
         "Get a price"
-        called.append(("get_price", order_id))
+        self.calls.append(("get_price", order_id))
         return '{"price": 12.5}'
 
-    own: list[Any] = [find_customer, get_order, get_price]
-    url = f"{bundled.served.url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", _strict_response_validation=True) as client:
+
+async def ask_an_agent(url: str, tools: list[Any], headers: dict[str, str] | None = None) -> RunResult:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", _strict_response_validation=True) as client:
         agent = Agent(
             name="Clerk",
             model=OpenAIResponsesModel(model=MODEL, openai_client=client),
-            model_settings=ModelSettings(temperature=0),
-            tools=[HostedMCPTool(tool_config=FUNCTIONS)] if where == "there" else own,
+            model_settings=ModelSettings(temperature=0, extra_headers=headers),
+            tools=tools,
         )
-        result = await Runner.run(agent, WISH.format(ANN), run_config=UNTRACED)
-    assert (shop.calls if where == "there" else called) == CALLS[ANN]
-    assert len(result.raw_responses) == (1 if where == "there" else 4)
-    assert "12.5" in result.final_output
+        return await Runner.run(agent, WISH.format(ANN), run_config=UNTRACED)
 
 
-async def test_a_session_completes_the_task(bundled: Bundled) -> None:
-    called: list[tuple[str, str]] = []
+async def ask_a_session(url: str, functions: list[Function]) -> ConversationResult:
+    async with ResponsesSession(url, name=MODEL, functions=functions, parameters={"temperature": 0}) as session:
+        return await session.run(WISH.format(ANN))
 
-    @tool
-    def find_customer(email: str) -> dict[str, str]:
-        "Find a customer"
-        called.append(("find_customer", email))
-        return {"customer_id": "C-481"}
 
-    @tool
-    async def get_order(customer_id: str) -> dict[str, str]:
-        "Get an order"
-        called.append(("get_order", customer_id))
-        return {"order_id": "7302"}
+@pytest.mark.filterwarnings("ignore")  # the SDK's own
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_agents_and_sessions_complete_the_task(shop: Shop, bundled: Bundled, is_killed: bool) -> None:
+    """An agent with the tools of the server, in one response; one with its own, in a response for every turn; and a
+    session. The worker dies while each is in a call, the front when two of them wait for their next turn."""
+    url, loop, may_go = bundled.served.url, asyncio.get_running_loop(), asyncio.Event()
+    one, other = Clerk(may_go), Clerk(may_go)
+    key = {"Idempotency-Key": uuid4().hex}  # so that the SDK, when it asks again, asks for the same
 
-    @tool
-    def get_price(order_id: str) -> dict[str, float]:
-        "Get a price"
-        called.append(("get_price", order_id))
-        return {"price": 12.5}
+    def kill() -> None:
+        with shop.held("7302"):
+            bundled.kill("worker")
+            loop.call_soon_threadsafe(may_go.set)
+            bundled.kill("front")
 
-    functions = [find_customer, get_order, get_price]
-    parameters = {"temperature": 0}
-    url = bundled.served.url
-    async with ResponsesSession(url, name=MODEL, functions=functions, parameters=parameters) as session:
-        result = await session.run(WISH.format(ANN))
-    assert called == CALLS[ANN]
+    if is_killed:
+        shop.hold("7302")
+    async with asyncio.TaskGroup() as group:
+        hosted = group.create_task(ask_an_agent(url, [HostedMCPTool(tool_config=FUNCTIONS)], key))
+        agent = group.create_task(ask_an_agent(url, [function_tool(each) for each in one.tools]))
+        session = group.create_task(ask_a_session(url, [tool(each) for each in other.tools]))
+        if is_killed:
+            await one.is_waiting.wait()
+            await other.is_waiting.wait()
+            await asyncio.to_thread(kill)
+        may_go.set()
+    assert shop.calls == CALLS[ANN] + CALLS[ANN][-1:] * is_killed  # which may be made again
+    assert one.calls == other.calls == CALLS[ANN]
+    assert [len(run.result().raw_responses) for run in (hosted, agent)] == [1, 4]
+    result = session.result()
     assert [call.name for call in result.calls] == [name for name, _ in CALLS[ANN]]
     assert (result.turns, result.finish_reason) == (4, "stop")
-    assert "12.5" in result.text
+    for text in (hosted.result().final_output, agent.result().final_output, result.text):
+        assert "12.5" in text
 
 
 @pytest.mark.parametrize("victim", ["worker", "nats-server", "front"])
