@@ -110,6 +110,8 @@ class PagedBackend:
         self.info = replace(info, parameters=parameters, context_length=self._context(config, info.context_length))
         if self._runner.on_triton and config.enable_cuda_graph is not False:
             self._record_graphs(config)
+        elif config.enable_cuda_graph:
+            raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
 
     def _record_graphs(self, config: EngineConfig) -> None:
         try:
