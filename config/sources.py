@@ -65,7 +65,9 @@ def load(command_line: Mapping[str, Any] | None = None, *, config: Path | None =
         for fault in error.errors(include_url=False, include_context=False):
             field = str(fault["loc"][0]) if fault["loc"] else ""
             given = "" if field in SECRET else f", got {fault['input']!r}"
-            faults.append(f"{field} ({origins.get(field, 'default')}): {fault['msg']}{given}")
+            faults.append(
+                f"{field} ({origins.get(field, 'default')}): {fault['msg'].removeprefix('Value error, ')}{given}"
+            )
     if settings is None or faults:
         raise ConfigurationError(faults)
     return Loaded(settings, origins)

@@ -242,6 +242,13 @@ def test_invalid_configuration_names_every_fault(file: Path, given: Given) -> No
             origin = _origin(source, name, file)
             assert any(re.match(rf"error: {name} ", line) and origin in line for line in lines), (name, lines)
     assert len(lines) == sum(map(len, given.values()))
+    assert "Value error" not in result.stderr  # a library's words before our own
+
+
+def test_an_order_of_stages_that_cannot_be_is_told_in_our_words(file: Path) -> None:
+    result = _invoke(app, file, {"file": {}, "variable": {}, "flag": {"pipeline": "foo"}}, "config")
+    told = "error: pipeline (--pipeline): must hold validate, queue, batch, infer, stream in this order, got 'foo'\n"
+    assert (result.exit_code, result.stderr) == (2, told)
 
 
 @pytest.mark.parametrize(
