@@ -5,17 +5,16 @@ xgrammar does the work; it is imported with the first grammar, since it takes se
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.params import GenerationParams, Grammar
-from .schema_facts import is_plain
+from .free_text import free_text
 from .tokenizer import Tokenizer
 from .tokenizer_port import TokenizerLike
 
@@ -44,8 +43,8 @@ class GrammarCompiler:
         self._made: Any = None
         self._texts: list[bytes] = []  # of each token; set by `_make`
         self._permitted = lru_cache(maxsize=16)(self._permit)
+        self._letters = lru_cache(maxsize=16)(self._spell)
         self._ends: Mask  # of the end tokens; set by `_make`
-        self._letters: Mask  # of the tokens that any free string of JSON may go on with; set by `_make`
 
     def matcher(self, params: GenerationParams) -> Matcher | None:
         """A fresh matcher for `params.grammar`, if there is one. Raises as `compile` does."""
@@ -96,8 +95,9 @@ class GrammarCompiler:
     def _begin(self, grammar: Grammar, compiled: CompiledGrammar, visible: frozenset[int]) -> Matcher:
         from xgrammar import GrammarMatcher
 
-        letters = self._letters if _is_plain(grammar) else None
-        return Matcher(GrammarMatcher(compiled), self._permitted(grammar.kind, visible), self._ends, letters)
+        free = free_text(grammar)
+        words = None if free is None else Words(self._texts, self._letters(free.openers), free.literals)
+        return Matcher(GrammarMatcher(compiled), self._permitted(grammar.kind, visible), self._ends, words)
 
     def _compiler(self) -> Any:
         with self._lock:
@@ -120,9 +120,7 @@ class GrammarCompiler:
             stop_token_ids=list(self._tokenizer.eos_token_ids),
         )
         self._texts = vocabulary.decoded_vocab
-        size, special = self._tokenizer.vocabulary_size, self._tokenizer.special_token_ids
-        letters = (token for token, text in enumerate(self._texts) if token not in special and _is_letters(text))
-        self._ends, self._letters = _bits(self._tokenizer.eos_token_ids, size), _bits(letters, size)
+        self._ends = _bits(self._tokenizer.eos_token_ids, self._tokenizer.vocabulary_size)
         return xgrammar.GrammarCompiler(
             vocabulary, max_threads=1, cache_enabled=self._cache_bytes > 0, cache_limit_bytes=self._cache_bytes
         )
@@ -134,26 +132,48 @@ class GrammarCompiler:
             forbidden |= {token for token, text in enumerate(self._texts) if unfit.search(text)}
         return ~_bits(forbidden, self._tokenizer.vocabulary_size) | self._ends
 
+    def _spell(self, openers: frozenset[str]) -> Mask:
+        """All tokens that are whole characters, printable and none of `openers`."""
+        special = self._tokenizer.special_token_ids
+        return _bits(
+            (token for token, text in enumerate(self._texts) if token not in special and _is_printable(text, openers)),
+            self._tokenizer.vocabulary_size,
+        )
+
+
+class Words(NamedTuple):
+    """What leaves free text as it is: tokens of `letters`, once one of them has shown that no literal is under way."""
+
+    texts: Sequence[bytes]  # of all tokens
+    letters: Mask
+    literals: tuple[str, ...]
+
+    def has(self, token: int) -> bool:
+        return bool(self.letters[token >> 5] >> (token & 31) & 1)
+
+    def settles(self, token: int) -> bool:
+        """Whether a token of `letters`, none of which begins a literal, is not the middle of one either."""
+        text = self.texts[token].decode()
+        return not any(text in literal for literal in self.literals)
+
 
 class Matcher:
     """Where one answer is in its grammar. Used by one thread at a time.
 
-    A mask of 150,000 tokens takes 0.17 ms within a string, where many tokens hold a quote and something behind it, and
-    0.05 to 0.1 elsewhere. A string's letters leave it as it is, in grammars of which that is certain.
+    A mask of 150,000 tokens takes 0.17 ms within free text, where many tokens hold what may end it and something behind
+    that, and 0.05 to 0.1 elsewhere. Words leave it as it is.
     """
 
-    def __init__(self, matcher: GrammarMatcher, permitted: Mask, ends: Mask, letters: Mask | None = None) -> None:
-        """`permitted` is a mask of what any place in the grammar may allow, `ends` one of the end tokens.
-
-        A place that allows all of `letters` is the same place after any of them.
-        """
+    def __init__(self, matcher: GrammarMatcher, permitted: Mask, ends: Mask, words: Words | None = None) -> None:
+        """`permitted` is a mask of what any place in the grammar may allow, `ends` one of the end tokens."""
         self._matcher = matcher
         self._permitted = permitted
         self._mask = permitted.copy()
         self._current = False  # whether `_mask` is of this place; set by `mask` and `accept`
         self._ends = ends
-        self._letters = letters
-        self._in_string = False  # whether `_mask` allows all of `_letters`; set by `mask`
+        self._words = words
+        self._free = False  # whether `_mask` is one of free text; set by `mask`
+        self._settled = False  # whether the latest tokens have left every literal behind
         self.cost = 0.0  # seconds of computing that the newest mask took; set by `mask`
 
     def mask(self) -> Mask:
@@ -163,7 +183,9 @@ class Matcher:
             self._matcher.fill_next_token_bitmask(self._mask)
             self.cost = time.thread_time() - begun
             self._mask &= self._permitted
-            self._in_string = self._letters is not None and not (self._letters & ~self._mask).any()
+            words = self._words
+            settled = words is not None and (self._settled or not words.literals)
+            self._free = words is not None and settled and not (words.letters & ~self._mask).any()
             self._current = True
         return self._mask
 
@@ -172,7 +194,10 @@ class Matcher:
 
         Raises `GenerationFailed` where the grammar has no such place, or is so ambiguous that others would wait for it.
         """
-        self._current = self._current and self._in_string and self._is_letter(token)
+        words = self._words
+        is_word = words is not None and words.has(token)
+        self._current = self._current and self._free and is_word
+        self._settled = words is not None and is_word and (self._settled or words.settles(token))
         if self.cost > _DEAREST:
             raise GenerationFailed(
                 f"the answer's grammar is too ambiguous: it takes {self.cost * 1000:.0f} ms a token; "
@@ -181,27 +206,16 @@ class Matcher:
         if not self._matcher.accept_token(token):
             raise GenerationFailed(f"token {token} does not fit into the answer's grammar")
 
-    def _is_letter(self, token: int) -> bool:
-        return self._letters is not None and bool(self._letters[token >> 5] >> (token & 31) & 1)
-
     @property
     def is_over(self) -> bool:
         """Whether the answer is whole and nothing can follow but its end."""
         return self._matcher.is_completed() and not (self.mask() & ~self._ends).any()
 
 
-@lru_cache(maxsize=256)
-def _is_plain(grammar: Grammar) -> bool:
+def _is_printable(text: bytes, but: Collection[str]) -> bool:
+    """Whether it is whole characters, all printable and none of `but`."""
     try:
-        return grammar.kind == "json_schema" and is_plain(json.loads(grammar.text))
-    except (ValueError, RecursionError):  # xgrammar reads more than JSON
-        return False
-
-
-def _is_letters(text: bytes) -> bool:
-    """Whether it is whole characters that mean nothing but themselves in a string of JSON."""
-    try:
-        return text.decode().isprintable() and not set(text) & set(b'"\\') and bool(text)
+        return text.decode().isprintable() and text != b"" and not set(text.decode()).intersection(but)
     except UnicodeDecodeError:
         return False
 

@@ -1,19 +1,11 @@
-"""What is certain about a normalised schema: which values it has, and in how many ways they can be read."""
+"""What is certain about a normalised schema: which values it has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from .schema_keywords import TYPES
-
 MOST_COMPARISONS = 20_000  # of branches, to show for a whole schema that they exclude each other
-
-_PLAIN = {  # keywords that count nothing within a string
-    *("$defs", "$ref", "type", "enum", "anyOf", "properties", "required", "additionalProperties"),
-    *("items", "prefixItems", "minItems", "maxItems", "multipleOf"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-}
 
 
 def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], budget: list[int], depth: int = 4) -> bool:
@@ -48,47 +40,6 @@ def ends(node: Any, finite: set[str]) -> bool:
     needed = [node["properties"][name] for name in node.get("required", ())]
     needed += prefix[:least] + ([node["items"]] if least > len(prefix) else [])
     return all(ends(one, finite) for one in needed)
-
-
-def is_plain(root: Any) -> bool:
-    """Whether the first character of a value tells which alternative it is, and all strings are fixed or free.
-
-    A document then has one reading at any place, and one more letter of a free string changes nothing about what may
-    follow it. False where that is not certain.
-    """
-    if not isinstance(root, Mapping):
-        return False
-    definitions = root.get("$defs", {})
-    return all(_is_plain(node, definitions) for node in (root, *definitions.values()))
-
-
-def _is_plain(node: Any, definitions: Mapping[str, Any]) -> bool:
-    if node is False:
-        return True
-    if not isinstance(node, Mapping) or node.keys() - _PLAIN or ("$ref" in node and target(node) not in definitions):
-        return False
-    if "properties" in node and node.get("additionalProperties") is not False:  # a free name may begin like a fixed one
-        return False
-    branches = node.get("anyOf", ())
-    inner = [*branches, *node.get("properties", {}).values(), *node.get("prefixItems", ())]
-    inner += [node[name] for name in ("items", "additionalProperties") if name in node]
-    if not all(_is_plain(one, definitions) for one in inner):
-        return False
-    begun = [kind for branch in branches for kind in _kinds(branch, definitions)]
-    return len(begun) == len(set(begun))
-
-
-def _kinds(node: Any, definitions: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> set[str]:
-    """The types of a node's values."""
-    if "$ref" in node:
-        name = target(node)
-        return set() if name in seen else _kinds(definitions[name], definitions, seen | {name})
-    if "anyOf" in node:
-        return {kind for branch in node["anyOf"] for kind in _kinds(branch, definitions, seen)}
-    if "enum" in node:
-        return {type_of(value) for value in node["enum"]}
-    asked = node.get("type", TYPES)
-    return {asked} if isinstance(asked, str) else {*asked}
 
 
 def target(node: Any) -> str:
