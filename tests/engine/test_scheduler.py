@@ -391,6 +391,24 @@ def test_an_urgent_prompt_has_steps_of_its_own_before_those_that_began_earlier()
     machine.finish()
 
 
+def test_less_urgent_streams_let_a_prompt_end_first_and_never_wait_twice_in_a_row() -> None:
+    machine = Machine(FULL)
+    low, equal = sequence(b"?", max_tokens=20, priority=1), sequence(b"!", max_tokens=20)
+    machine.add(low, equal)
+    while not low.tokens:
+        machine.step()
+    long, short = sequence(LETTERS[:20]), sequence(LETTERS[1:4])
+    machine.add(long)
+    assert machine.step() == {equal: 1, low: 1, long: 14}
+    assert machine.step() == {equal: 1, long: 6}
+    machine.add(short)
+    assert machine.step() == {equal: 1, long: 1, low: 1, short: 3}
+    less = sequence(LETTERS[2:5], priority=2)
+    machine.add(less)
+    assert machine.step() == {equal: 1, long: 1, short: 1, low: 1, less: 3}
+    machine.finish()
+
+
 def test_preemption_spares_the_urgent() -> None:
     machine = Machine([GroupSpec(8, None)], max_step_tokens=40)
     low = sequence(LETTERS[:14], max_tokens=12, priority=2)
