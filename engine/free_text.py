@@ -40,19 +40,12 @@ def free_text(grammar: Grammar) -> FreeText | None:
             literals = tuple(filter(None, _literals(json.loads(grammar.text)["format"])))
             if not any(one[0].isalnum() or one[0] == " " for one in literals):
                 return FreeText(frozenset('"\\').union(one[0] for one in literals), literals)
-    except (
-        _Ambiguous,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):  # xgrammar reads more than we write
-        pass
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass  # ambiguous, or nothing that we would write: xgrammar reads more
     return None
 
 
-class _Ambiguous(Exception):
+class _Ambiguous(ValueError):
     """Part of a grammar of which it is not certain that it has one reading."""
 
 

@@ -173,7 +173,7 @@ class Matcher:
         self._ends = ends
         self._words = words
         self._free = False  # whether `_mask` is one of free text; set by `mask`
-        self._settled = False  # whether the latest tokens have left every literal behind
+        self._settled = False  # whether no literal can be under way; set by `accept`
         self.cost = 0.0  # seconds of computing that the newest mask took; set by `mask`
 
     def mask(self) -> Mask:
@@ -212,12 +212,13 @@ class Matcher:
         return self._matcher.is_completed() and not (self.mask() & ~self._ends).any()
 
 
-def _is_printable(text: bytes, but: Collection[str]) -> bool:
+def _is_printable(raw: bytes, but: Collection[str]) -> bool:
     """Whether it is whole characters, all printable and none of `but`."""
     try:
-        return text.decode().isprintable() and text != b"" and not set(text.decode()).intersection(but)
+        text = raw.decode()
     except UnicodeDecodeError:
         return False
+    return text.isprintable() and text != "" and not any(character in text for character in but)
 
 
 def _bits(tokens: Iterable[int], size: int) -> Mask:

@@ -1,8 +1,8 @@
 """Which tokens the next step computes, and who holds blocks for them. Never sees a tensor, and runs nothing.
 
 All stand in one line, by priority and then by arrival. Rows that decode come first, one token each; what they leave of
-the step's budget goes to prompts in line order, begun or not, all of one priority. In the step that ends those, rows
-that decode in a lower priority wait, never twice in a row.
+the step's budget goes to prompts in line order, begun or not, all of one priority: half of it where a more urgent row
+decodes. In the step that ends those prompts, rows that decode in a lower priority wait, never twice in a row.
 
 Where blocks run out, the running row that is last in line gives back all of its own and waits at its old place to be
 computed again; what it had finished stays cached. The first in line always runs.
@@ -17,6 +17,7 @@ from bisect import insort
 from collections.abc import Iterator
 from heapq import merge
 from itertools import pairwise
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -153,11 +154,14 @@ class Scheduler:
             elif lacking and not row.sequence.is_complete and self._grow(row, row.num_computed + 1):
                 scheduled.append(Scheduled(row, 1, True))
         left = self._max_step_tokens - len(scheduled)
+        urgent = min((one.row.priority for one in scheduled), default=inf)
         shares: dict[Row, int] = {}
         blocked: list[Row] = []
         for row in merge(prefills, self._entrants(blocked), key=_place):
             if left <= 0 or (shares and row.priority != next(iter(shares)).priority):
                 break
+            if row.priority > urgent and self._share is not None:
+                left = min(left, self._share)
             if row.running:
                 count = self._count(row.num_tokens - row.num_computed, left, not shares)
                 is_in = count > 0 and self._grow(row, row.num_computed + count)
