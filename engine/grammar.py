@@ -43,7 +43,7 @@ class GrammarCompiler:
         self._made: Any = None
         self._texts: list[bytes] = []  # of each token; set by `_make`
         self._permitted = lru_cache(maxsize=16)(self._permit)
-        self._letters = lru_cache(maxsize=16)(self._spell)
+        self._words = lru_cache(maxsize=16)(self._find_words)
         self._ends: Mask  # of the end tokens; set by `_make`
 
     def matcher(self, params: GenerationParams) -> Matcher | None:
@@ -96,7 +96,7 @@ class GrammarCompiler:
         from xgrammar import GrammarMatcher
 
         free = free_text(grammar)
-        words = None if free is None else Words(self._texts, self._letters(free.openers), free.literals)
+        words = None if free is None else Words(self._texts, self._words(free.openers), free.literals)
         return Matcher(GrammarMatcher(compiled), self._permitted(grammar.kind, visible), self._ends, words)
 
     def _compiler(self) -> Any:
@@ -132,27 +132,25 @@ class GrammarCompiler:
             forbidden |= {token for token, text in enumerate(self._texts) if unfit.search(text)}
         return ~_bits(forbidden, self._tokenizer.vocabulary_size) | self._ends
 
-    def _spell(self, openers: frozenset[str]) -> Mask:
+    def _find_words(self, openers: frozenset[str]) -> Mask:
         """All tokens that are whole characters, printable and none of `openers`."""
         special = self._tokenizer.special_token_ids
-        return _bits(
-            (token for token, text in enumerate(self._texts) if token not in special and _is_printable(text, openers)),
-            self._tokenizer.vocabulary_size,
-        )
+        words = (one for one, text in enumerate(self._texts) if one not in special and _is_printable(text, openers))
+        return _bits(words, self._tokenizer.vocabulary_size) & ~self._ends
 
 
 class Words(NamedTuple):
-    """What leaves free text as it is: tokens of `letters`, once one of them has shown that no literal is under way."""
+    """What leaves free text as it is: tokens of `mask`, once one of them has shown that no literal is under way."""
 
     texts: Sequence[bytes]  # of all tokens
-    letters: Mask
+    mask: Mask
     literals: tuple[str, ...]
 
     def has(self, token: int) -> bool:
-        return bool(self.letters[token >> 5] >> (token & 31) & 1)
+        return bool(self.mask[token >> 5] >> (token & 31) & 1)
 
     def settles(self, token: int) -> bool:
-        """Whether a token of `letters`, none of which begins a literal, is not the middle of one either."""
+        """Whether a token of `mask`, none of which begins a literal, is not the middle of one either."""
         text = self.texts[token].decode()
         return not any(text in literal for literal in self.literals)
 
@@ -185,7 +183,7 @@ class Matcher:
             self._mask &= self._permitted
             words = self._words
             settled = words is not None and (self._settled or not words.literals)
-            self._free = words is not None and settled and not (words.letters & ~self._mask).any()
+            self._free = words is not None and settled and not (words.mask & ~self._mask).any()
             self._current = True
         return self._mask
 
@@ -194,10 +192,6 @@ class Matcher:
 
         Raises `GenerationFailed` where the grammar has no such place, or is so ambiguous that others would wait for it.
         """
-        words = self._words
-        is_word = words is not None and words.has(token)
-        self._current = self._current and self._free and is_word
-        self._settled = words is not None and is_word and (self._settled or words.settles(token))
         if self.cost > _DEAREST:
             raise GenerationFailed(
                 f"the answer's grammar is too ambiguous: it takes {self.cost * 1000:.0f} ms a token; "
@@ -205,6 +199,10 @@ class Matcher:
             )
         if not self._matcher.accept_token(token):
             raise GenerationFailed(f"token {token} does not fit into the answer's grammar")
+        words = self._words
+        is_word = words is not None and words.has(token)
+        self._current = self._current and self._free and is_word
+        self._settled = words is not None and is_word and (self._settled or words.settles(token))
 
     @property
     def is_over(self) -> bool:

@@ -1,8 +1,8 @@
 """Which tokens the next step computes, and who holds blocks for them. Never sees a tensor, and runs nothing.
 
 All stand in one line, by priority and then by arrival. Rows that decode come first, one token each; what they leave of
-the step's budget goes to prompts in line order, begun or not, all of one priority: half of it where a more urgent row
-decodes. In the step that ends those prompts, rows that decode in a lower priority wait, never twice in a row.
+the step's budget goes to prompts in line order, begun or not, all of one priority, and half a step at most where a more
+urgent row decodes. In the step that ends those prompts rows that decode in a lower priority wait, never twice in a row.
 
 Where blocks run out, the running row that is last in line gives back all of its own and waits at its old place to be
 computed again; what it had finished stays cached. The first in line always runs.
@@ -91,7 +91,7 @@ class Scheduler:
         self._blocks = blocks
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
-        self._share = max(max_step_tokens // 2, 1) if chunked else None  # tokens of one prompt, as long as others wait
+        self._share = max(max_step_tokens // 2, 1) if chunked else None  # of a prompt while others wait
         self._rows: dict[Sequence, Row] = {}
         self._arrivals = 0
         self._waiting: list[Row] = []  # both in line order
@@ -278,8 +278,11 @@ class Scheduler:
         Beside 16 others the first token of an urgent prompt of 120 would come a fifth later.
         """
         ends = all(row.num_computed + count == row.num_tokens for row, count in shares.items())
-        urgent = min((row.priority for row in shares), default=None) if ends and not self._has_waited else None
-        decoding = [one for one in scheduled if urgent is None or one.row.priority <= urgent]
+        if not shares or not ends or self._has_waited:
+            self._has_waited = False
+            return scheduled
+        priority = next(iter(shares)).priority
+        decoding = [one for one in scheduled if one.row.priority <= priority]
         self._has_waited = len(decoding) < len(scheduled)
         return decoding
 

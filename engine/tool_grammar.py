@@ -20,8 +20,6 @@ Format = dict[str, Any]
 MAX_WHITESPACE = 2  # characters in a row: without a bound a small model pads its JSON for ever
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANY_TEXT: Format = {"type": "any_text"}
-GAP: Format = {"type": "regex", "pattern": r"\n{0,2}"}
-"""Between a thought and what has to follow it."""
 
 
 def answer_grammar(
@@ -62,7 +60,7 @@ def answer_grammar(
     if form.reasoning_format is not None and not is_harmony:
         begin, end = REASONING_FORMATS[form.reasoning_format]
         thought = _enclosed("" if form.thinking else begin, _ANY_TEXT, end)
-        gap: list[Format] = [GAP] if must or said else []
+        gap: list[Format] = [{"type": "regex", "pattern": r"\n{0,2}"}] if must or said else []
         answer = _sequence([thought if form.thinking else _optional(thought), *gap, answer])
     return Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": answer}))
 
