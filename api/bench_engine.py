@@ -1,7 +1,8 @@
 """`penstock bench engine`: how fast the engine alone computes, and how much of what the machine can do that is.
 
 A prefill is judged by the rate of matrix products; a decoding step by the reading of memory too, for it reads all
-weights, and the keys and values of its rows. Each round measures limit, work, limit: its shares are of the two's mean.
+weights, and the keys and values of its rows. Each round measures the limits before, after and several times within its
+work: of both, all work by all time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from math import inf
 from random import Random
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -28,6 +30,7 @@ from . import bench_report
 from .options import with_settings
 
 PREFILLED = 1024  # tokens of a round, at the least: short prompts are repeated
+SLICE = 0.15  # seconds of work between two measurements of the limits
 UNITS = {"read_bytes": ("GB/s", 1e-9), "flops": ("TFLOP/s", 1e-12)}
 
 Limits = list[dict[str, float]]
@@ -104,7 +107,7 @@ class Bench:
         if self._costs:
             dtype = getattr(torch, backend.info.dtype or "float32" if config.dtype == "auto" else config.dtype)
             ways = bench_limits.prepare(dtype, resolve_device(config.device))
-            self._limit = partial(bench_limits.measure, ways)
+            self._limit, self._best = partial(bench_limits.measure, ways), bench_limits.limit
 
     def prefill(self, length: int) -> dict[str, float]:
         amounts = {"flops": self._costs.flops(length, 1, length * (length + 1) // 2)} if self._costs else {}
@@ -128,8 +131,13 @@ class Bench:
         self, run: Callable[[], object], passes: int, tokens: int, amounts: dict[str, Any]
     ) -> dict[str, float]:
         """`tokens`, and the bytes and operations in `amounts`, are those of one pass."""
-        before, seconds = self._limit() if amounts else {}, []
+        samples: list[dict[str, list[float]]] = []
+        seconds: list[float] = []
+        measured = -inf  # how much of the work was done when the limits were measured last
         for _ in range(passes):
+            if amounts and sum(seconds) - measured >= SLICE:
+                samples.append(self._limit())
+                measured = sum(seconds)
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
@@ -137,9 +145,10 @@ class Bench:
         found = {"passes": passes, "tokens": passes * tokens, "seconds": sum(seconds), "ms": 1000 * median(seconds)}
         found["tokens_per_second"] = tokens / mean
         if amounts:
-            self.limits += [before, self._limit()]
+            samples.append(self._limit())
+            self.limits += [{name: max(rates) for name, rates in sample.items()} for sample in samples]
         for name, amount in amounts.items():
-            rate, limit = amount / mean, fmean(one[name] for one in self.limits[-2:])
+            rate, limit = amount / mean, self._best(samples, name)
             found |= {name: amount, f"{name}_per_second": rate, f"{name}_limit": limit, f"{name}_share": rate / limit}
         return found
 

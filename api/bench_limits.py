@@ -1,14 +1,16 @@
 """What this machine can do at most at this moment: bytes read a second, operations of matrix products a second.
 
-Memory bandwidth of shared machines moves by tens of per cent within seconds: measure it before and after what is to be
-judged by it. A limit is the best of several ways, so that nothing looks good beside a way that happens to be slow here.
+Memory bandwidth of shared machines jumps by tens of per cent from one second to the next: measure it again and again
+beside what is to be judged by it. A limit is the best of several ways, so that nothing looks good beside a way that
+happens to be slow here; each way is taken by all of its work in all of its time, as the judged work is.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import harmonic_mean
 
 import torch
 from torch import Tensor
@@ -19,11 +21,11 @@ from ..engine.linear import PackedLinear
 _MEMORY = 512 << 20  # bytes read, or more: at most a quarter of them may lie in the last cache
 _COLUMNS = 4096
 _SHAPES = ((512, 4096, 4096), (1024, 1024, 1024))  # [M, K] x [K, N]
-_REPEATS = 2  # of each way, each time
 _CUDA_MEMORY = 2 << 30  # so much that a launch does not count
 _CUDA_SIDE = 8192
 
 Ways = list[tuple[int, Callable[[], Tensor]]]  # how much each reads or computes, and what does it
+Sample = dict[str, list[float]]
 
 
 @torch.inference_mode()
@@ -55,9 +57,14 @@ def _prepare_cuda(dtype: torch.dtype, device: torch.device) -> dict[str, Ways]:
 
 
 @torch.inference_mode()
-def measure(ways: dict[str, Ways]) -> dict[str, float]:
-    """The most of each a second, with torch's own number of threads."""
-    return {name: max(_rate(*way) for way in those * _REPEATS) for name, those in ways.items()}
+def measure(ways: dict[str, Ways]) -> Sample:
+    """How much of each a second in each way, with torch's own number of threads."""
+    return {name: [_rate(*way) for way in those] for name, those in ways.items()}
+
+
+def limit(samples: Sequence[Sample], name: str) -> float:
+    """The most of it a second: of the best way over all samples."""
+    return float(max(map(harmonic_mean, zip(*(sample[name] for sample in samples), strict=True))))
 
 
 def _products(m: int, k: int, n: int, dtype: torch.dtype) -> Ways:

@@ -7,7 +7,6 @@ product is 2.5 times as fast here as torch's flash kernel for CPUs (bf16, 256 qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .kv_cache import LayerSpec, SlicedPool
-from .packing import Group, Ints, Segment
+from .packing import Group, Ints, Packed
 from .transfer import upload
 
 _TILE = 128
@@ -79,34 +78,34 @@ class MatmulAttention:
         parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def pack_group(self, packed: Sequence[Segment], tables: Sequence[Ints], slots: Ints, group: Group) -> GroupStep:
-        num_decoding = sum(len(segment.tokens) == 1 for segment in packed)
+    def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> GroupStep:
+        ends = np.array([segment.end for segment in packed.segments])
+        widths = -(-ends // self.block_size)
+        num_decoding = sum(len(segment.tokens) == 1 for segment in packed.segments)
         buckets = []
         start = 0
         while start < num_decoding:
             stop = start + 1
-            while stop < num_decoding and 2 * len(tables[stop]) > len(tables[start]):
+            while stop < num_decoding and 2 * widths[stop] > widths[start]:
                 stop += 1
-            lengths = np.array([segment.end for segment in packed[start:stop]])
-            buckets.append(self._bucket(start, lengths, tables[start:stop], group))
+            buckets.append(self._bucket(start, ends[start:stop], tables[start:stop], group))
             start = stop
         prefills = []
-        for segment, table in zip(packed[num_decoding:], tables[num_decoding:], strict=True):
+        for row, segment in enumerate(packed.segments[num_decoding:], num_decoding):
             stop = start + len(segment.tokens)
             skipped = 0 if group.window is None else max(0, segment.start + 1 - group.window) // self.block_size
-            rows = self._rows(table[None, skipped:], group)
+            rows = self._rows(tables[row : row + 1, skipped : widths[row]], group)
             prefills.append(Prefill(start, stop, segment.start - skipped * self.block_size, rows))
             start = stop
         return GroupStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))
 
-    def _bucket(self, start: int, lengths: Ints, tables: Sequence[Ints], group: Group) -> Bucket:
+    def _bucket(self, start: int, lengths: Ints, tables: Ints, group: Group) -> Bucket:
         size = self.block_size
         firsts = np.zeros_like(lengths) if group.window is None else np.maximum(lengths - group.window, 0)
         skipped = firsts // size
-        width = max(len(table) - skip for table, skip in zip(tables, skipped, strict=True))
-        blocks = np.full((len(lengths), width), group.num_blocks - 1)  # padded with the one that nobody writes
-        for row, (table, skip) in enumerate(zip(tables, skipped, strict=True)):
-            blocks[row, : len(table) - skip] = table[skip:]
+        width = int((-(-lengths // size) - skipped).max())
+        places = skipped[:, None] + np.arange(width)  # a row that ends earlier is padded, at worst with its own blocks
+        blocks = np.take_along_axis(tables, np.minimum(places, tables.shape[1] - 1), 1)
         columns = np.arange(width * size) + skipped[:, None] * size
         hidden = (columns < firsts[:, None]) | (columns >= lengths[:, None])  # [B, L]
         mask = torch.zeros((len(lengths), 1, width * size), dtype=self._dtype, device=self._device)

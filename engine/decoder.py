@@ -68,7 +68,7 @@ class _Layer:
 class Decoder:
     def __init__(self, model: Any, make: MakeLinear) -> None:
         body = model.model
-        self._embedding: Tensor = body.embed_tokens.weight
+        self.embedding: Tensor = body.embed_tokens.weight
         self._rotary: nn.Module = body.rotary_emb
         self.layers = [_Layer(layer, make) for layer in body.layers]
         self.norm = _Norm(body.norm)
@@ -84,18 +84,18 @@ class Decoder:
 
     def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention) -> Tensor:
         """Logits [len(keep), V] after the packed tokens `keep` of `ids` [T] at `positions` [T]."""
-        x, cos, sin = self.begin(ids, positions)
+        x = functional.embedding(ids, self.embedding)
+        cos, sin = self.angles(positions)
         half = cos.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         for index, layer in enumerate(self.layers):
             x = _advance(layer, index, x, cos, sin, attention)
         return self._head(self.norm(x[keep]))
 
-    def begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The embedded tokens [T, E], the cosines and sines of their rotations [1, T, D]."""
-        x = functional.embedding(ids, self._embedding)
-        cos, sin = self._rotary(x[None], positions[None])
-        return x, cos, sin
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosines and sines of the rotations at `positions` [T], [1, T, D] each in the dtype of the embeddings."""
+        cos, sin = self._rotary(self.embedding[None, :1], positions[None])
+        return cos, sin
 
     def linears(self) -> list[Linear]:
         """All products in the order of their use."""

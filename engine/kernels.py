@@ -60,11 +60,10 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        library.step.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _POINTER]
+        library.step.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER]
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT]
         library.expand.argtypes = [_POINTER, _POINTER, _INT, _INT]
-        for function in (library.step, library.multiply_rows, library.expand):
-            function.restype = None
+        library.step.restype, library.multiply_rows.restype, library.expand.restype = _INT, None, None
 
     def multiply(self, product: Product, x: Tensor) -> Tensor:
         """[T, I] → [T, O]"""

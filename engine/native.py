@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +17,13 @@ from .attention import Rules
 from .decoder import Decoder
 from .kernels import MOST_ROWS, Kernels, Product
 from .kv_cache import Pool
-from .packing import Group, Ints, Segment, Step
+from .packing import Group, Ints, Packed, Segment, Step
 
 _MOST_KEYS = 1024
 """Of prefills: the kernel attends token by token, and behind more keys matrix products are faster. Measured for
 Qwen2-0.5B: 64, 128 and 256 tokens take 90, 173 and 350 ms behind 1,024 keys, and with `Decoder` 98, 174 and 327."""
+
+_FIRST_POSITIONS = 1024  # whose rotations are computed at first; twice as many whenever a step goes beyond
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -39,12 +40,13 @@ class _Layer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _INT) for name in ("half", "threads", "num_layers")),
+        *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
         *((name, _INT) for name in ("embedding", "queries", "keys", "size", "block_size")),
+        *((name, _POINTER) for name in ("embeddings", "cosines", "sines")),
         ("layers", _POINTER),
         ("norm", _POINTER),
         ("head", Product),
-        *((name, _POINTER) for name in ("input", "mixed", "gated", "qkv")),
+        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
         ("epsilon", _FLOAT),
     ]
 
@@ -64,11 +66,16 @@ class Places(NamedTuple):
 class NativeDecoder:
     """`attach` must be called before the first step."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, products: Sequence[Product], dtype: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, products: Sequence[Product], dtype: torch.dtype, context_length: int
+    ) -> None:
         """`products` are those of `decoder`, five of each layer and the head's."""
         self._decoder, self._kernels, self._products, self._dtype = decoder, kernels, products, dtype
         self._tensors: list[Tensor] = []  # whose addresses the structures hold, beside the products' own
         self._pools: Sequence[Pool] = ()
+        self._context_length = context_length
+        self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # fresh memory would cost a step 0.1 ms
+        self._angles = torch.empty((2, 0, 0), dtype=dtype)  # cosines and sines [2, P, D]; grown by `_reach`
         first, (_, output, gate, _, down), head = decoder.layers[0], products[:5], products[-1]
         self._layers = (_Layer * len(decoder.layers))()
         for index, (layer, to) in enumerate(zip(decoder.layers, self._layers, strict=True)):
@@ -81,10 +88,12 @@ class NativeDecoder:
             half=dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
             num_layers=len(self._layers),
+            vocabulary=len(decoder.embedding),
             embedding=output.outputs,
             queries=first.num_queries,
             keys=first.num_keys,
             size=output.inputs // first.num_queries,
+            embeddings=self._address(decoder.embedding.contiguous()),
             layers=ctypes.addressof(self._layers),
             norm=self._numbers(decoder.norm.weight),
             head=head,
@@ -94,10 +103,14 @@ class NativeDecoder:
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype))
             for size in (gate.inputs, output.inputs, down.inputs)
         )
-        model.qkv = self._address(torch.zeros((MOST_ROWS, products[0].outputs)))
+        model.stream, model.qkv, model.gates = (
+            self._address(torch.zeros((MOST_ROWS, one.outputs))) for one in (output, products[0], gate)
+        )
 
     @classmethod
-    def of(cls, decoder: Decoder, kernels: Kernels, rules: Sequence[Rules], dtype: torch.dtype) -> Self | None:
+    def of(
+        cls, decoder: Decoder, kernels: Kernels, rules: Sequence[Rules], dtype: torch.dtype, context_length: int
+    ) -> Self | None:
         """None for what the kernels do not know, or where a product of theirs is not torch's."""
         products = [linear.product for linear in decoder.linears()]
         known = [product for product in products if product is not None]
@@ -106,7 +119,7 @@ class NativeDecoder:
         plain = all(rule.softcap is None and rule.sinks is None for rule in rules)
         if len(known) < len(products) or len(shapes) > 1 or len(sizes) > 1 or not plain:
             return None
-        native = cls(decoder, kernels, known, dtype)
+        native = cls(decoder, kernels, known, dtype, context_length)
         for rule, layer in zip(rules, native._layers, strict=True):
             layer.scaling = rule.scaling
         return native
@@ -124,27 +137,32 @@ class NativeDecoder:
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
         return few and all(len(segment.tokens) == 1 or segment.end <= _MOST_KEYS for segment in segments)
 
-    def pack_group(self, packed: Sequence[Segment], tables: Sequence[Ints], slots: Ints, group: Group) -> Places:
-        counts = [len(segment.tokens) for segment in packed]
-        padded = np.zeros((len(packed), max(map(len, tables))), dtype=np.int64)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        lengths = np.concatenate([np.arange(segment.start, segment.end) for segment in packed]) + 1
-        return Places(slots, lengths, padded.repeat(counts, axis=0))
+    def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> Places:
+        return Places(slots, packed.positions + 1, tables[packed.rows])
 
     def __call__(self, step: Step) -> Tensor:
-        """Logits [K, V] of a step whose groups are `Places`."""
-        embedded, cosines, sines = self._decoder.begin(step.ids, step.positions)
-        x, cosines, sines = embedded.float(), cosines.float(), sines.float()
+        """Logits [K, V] in float32, until the next call, of a step whose groups are `Places`.
+
+        Raises `IndexError` for a token without an embedding.
+        """
         groups: Sequence[Places] = step.groups
+        self._reach(int(step.positions.numpy().max()) + 1)
         places = (_Places * len(groups))(
             *(_Places(*(array.ctypes.data for array in one), one.tables.shape[1]) for one in groups)
         )
-        logits = embedded.new_empty((len(step.keep), self._model.head.outputs))
-        angles, keep = (cosines.data_ptr(), sines.data_ptr()), (step.keep.data_ptr(), len(step.keep))
-        model = ctypes.byref(self._model)
-        self._kernels.library.step(model, x.data_ptr(), len(x), *angles, places, *keep, logits.data_ptr())
+        logits = self._logits[: len(step.keep)]
+        tokens = step.ids.data_ptr(), step.positions.data_ptr(), len(step.ids)
+        keep = step.keep.data_ptr(), len(step.keep)
+        if self._kernels.library.step(ctypes.byref(self._model), *tokens, places, *keep, logits.data_ptr()):
+            raise IndexError(f"a token is not among the model's {self._model.vocabulary}")
         return logits
+
+    def _reach(self, end: int) -> None:
+        """Know the rotations of all positions below `end`. None beyond the context: some models would turn all anew."""
+        if end > self._angles.shape[1]:
+            positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
+            self._angles = torch.cat(self._decoder.angles(positions)).contiguous()
+            self._model.cosines, self._model.sines = (one.data_ptr() for one in self._angles)
 
     def _numbers(self, tensor: Tensor) -> int:
         return self._address(tensor.detach().float().contiguous())

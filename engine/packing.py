@@ -50,8 +50,17 @@ class Step(NamedTuple):
     groups: Sequence[Any]
 
 
-PackGroup = Callable[[Sequence[Segment], Sequence[Ints], Ints, Group], Any]
-"""The segments in packed order, their blocks, the slots of their tokens [T]; what the group's attention needs of it."""
+class Packed(NamedTuple):
+    """Segments in packed order; each token's segment among them and its position [T]."""
+
+    segments: Sequence[Segment]
+    rows: Ints
+    positions: Ints
+
+
+PackGroup = Callable[[Packed, Ints, Ints, Group], Any]
+"""The segments' blocks [N, W], behind a shorter one's the block that is always zero; the slots of the tokens [T]. Makes
+of it what the group's attention needs."""
 
 
 def pack(
@@ -67,27 +76,28 @@ def pack(
     `chosen` on the device has the tokens ~k, -1 where there is none.
     """
     order = sorted(range(len(segments)), key=lambda i: (len(segments[i].tokens) > 1, -segments[i].end))
-    packed = [segments[index] for index in order]
-    ends = np.cumsum([len(segment.tokens) for segment in packed])
-    positions = np.concatenate([np.arange(segment.start, segment.end) for segment in packed])
-    sampling = [place for place, segment in enumerate(packed) if segment.samples]
+    ordered = [segments[index] for index in order]
+    counts = np.array([len(segment.tokens) for segment in ordered])
+    ends = counts.cumsum()
+    rows = np.arange(len(ordered)).repeat(counts)
+    firsts = np.array([segment.start for segment in ordered]) - ends + counts
+    packed = Packed(ordered, rows, firsts[rows] + np.arange(ends[-1]))
+    column, inside = np.divmod(packed.positions, block_size)
+    widths = [-(-segment.end // block_size) for segment in ordered]
     steps = []
     for index, group in enumerate(groups):
-        tables = [np.asarray(segment.tables[index][: -(-segment.end // block_size)]) for segment in packed]
-        slots = [_slots(segment, table, block_size) for segment, table in zip(packed, tables, strict=True)]
-        steps.append(pack_group(packed, tables, np.concatenate(slots), group))
-    ids = upload(torch.tensor([token for segment in packed for token in segment.tokens]), device)
+        tables = np.full((len(ordered), max(widths)), group.num_blocks - 1)
+        for row, segment, width in zip(tables, ordered, widths, strict=True):
+            row[:width] = segment.tables[index][:width]
+        steps.append(pack_group(packed, tables, tables[rows, column] * block_size + inside, group))
+    sampling = [place for place, segment in enumerate(ordered) if segment.samples]
+    ids = upload(torch.tensor([token for segment in ordered for token in segment.tokens]), device)
     if chosen is not None:
         ids = ids.where(ids >= 0, chosen.clamp(min=0)[(~ids).clamp(min=0)])
     return Step(
         ids=ids,
-        positions=upload(torch.from_numpy(positions), device),
+        positions=upload(torch.from_numpy(packed.positions), device),
         keep=upload(torch.from_numpy(ends[sampling] - 1), device),
         sampled=[order[place] for place in sampling],
         groups=steps,
     )
-
-
-def _slots(segment: Segment, table: Ints, block_size: int) -> Ints:
-    positions = np.arange(segment.start, segment.end)
-    return table[positions // block_size] * block_size + positions % block_size

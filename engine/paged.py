@@ -88,7 +88,7 @@ class PagedBackend:
         self.tokenizer = Tokenizer(directory)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
         model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
-        self._runner = Runner(model, _BLOCK_SIZE, make_linear, kernels)
+        self._runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels)
         chunked = config.enable_chunked_prefill is not False
         chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
         longest = min(chunk, info.context_length) if chunked else info.context_length

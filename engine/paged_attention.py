@@ -7,7 +7,6 @@ and sums are float32; torch's own kernel takes neither blocks below 256 tokens n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from . import paged_kernels as kernels
 from .attention import Rules
 from .kv_cache import LayerSpec, PagePool
-from .packing import Group, Ints, Segment
+from .packing import Group, Ints, Packed
 from .transfer import upload
 
 _PROGRAMS = 512  # that a decoding step is split into, about: several for each multiprocessor
@@ -78,23 +77,20 @@ class PagedAttention:
             kernels.prefill[(len(step.tiles), num_queries)](*given, *rule, *tiles, *shape, *tile, num_warps=self._warps)
         return mixed.flatten(1)
 
-    def pack_group(self, packed: Sequence[Segment], tables: Sequence[Ints], slots: Ints, group: Group) -> PagedStep:
-        padded = np.full((len(tables), max(map(len, tables))), group.num_blocks - 1, dtype=np.int32)
-        for row, table in enumerate(tables):
-            padded[row, : len(table)] = np.maximum(table, 0)  # behind a window nothing is read
-        counts = [len(segment.tokens) for segment in packed]
+    def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> PagedStep:
+        counts = [len(segment.tokens) for segment in packed.segments]
         bounds = [0, *np.cumsum(counts).tolist()]
         num_decoding = counts.count(1)
         tiles = [
             (row, first)
-            for row in range(num_decoding, len(packed))
+            for row in range(num_decoding, len(counts))
             for first in range(bounds[row], bounds[row + 1], self._tile)
         ]
         return PagedStep(
             slots=upload(torch.from_numpy(slots), self._device),
             bounds=self._put(bounds),
-            lengths=self._put([segment.end for segment in packed]),
-            tables=self._put(padded),
+            lengths=self._put([segment.end for segment in packed.segments]),
+            tables=self._put(np.maximum(tables, 0)),  # behind a window nothing is read
             tiles=self._put(np.reshape(tiles, (-1, 2))),
             num_decoding=num_decoding,
             window=group.window,

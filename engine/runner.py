@@ -63,7 +63,12 @@ class Runner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, block_size: int, make_linear: MakeLinear, kernels: Kernels | None = None
+        self,
+        model: PreTrainedModel,
+        block_size: int,
+        context_length: int,
+        make_linear: MakeLinear,
+        kernels: Kernels | None = None,
     ) -> None:
         """Takes the model over: its weights move into `make_linear`'s products one by one.
 
@@ -90,7 +95,7 @@ class Runner:
         self._check_packing()
         self._take_over(make_linear)
         if kernels is not None and self._decoder is not None:
-            self._compile(self._decoder, kernels)
+            self._compile(self._decoder, kernels, context_length)
 
     @property
     def on_triton(self) -> bool:
@@ -264,9 +269,9 @@ class Runner:
                     setattr(parent, name, Applied(self._fuse(make, [module])))
 
     @torch.inference_mode()
-    def _compile(self, decoder: Decoder, kernels: Kernels) -> None:
+    def _compile(self, decoder: Decoder, kernels: Kernels, context_length: int) -> None:
         """Use the compiled decoder where it says what `decoder` says."""
-        native = NativeDecoder.of(decoder, kernels, self._rules, self.dtype)
+        native = NativeDecoder.of(decoder, kernels, self._rules, self.dtype, context_length)
         if native is None:
             return
         expected = self._forward(self._probe_step())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence as Rows
 from hashlib import blake2b
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from .transfer import Download, upload
 _BLOCK = 64  # columns that are summed, or looked at, as one
 _BITS = torch.arange(1 << 16)[:, None] >> torch.arange(16) & 1  # of every half word of a mask
 _ADDENDS = torch.where(_BITS == 1, 0.0, -torch.inf)
+_FEW = 16  # rows whose best numpy finds sooner: 0.11 ms for bfloat16 [1, 151936] after a step, and as below 0.40
 _PREFIX = 256  # tokens among which a nucleus is looked for before all are sorted (to ask a GPU would cost more)
 
 
@@ -105,6 +107,10 @@ def _put(values: ArrayLike, like: Tensor, dtype: torch.dtype = torch.long) -> Te
 
 def _argmax(scores: Tensor, block: int = 128) -> Tensor:
     """Each row's best token, [R, V] → [R], or -1 where the best is not finite."""
+    if scores.device.type == "cpu" and len(scores) <= _FEW:
+        values = scores.float().numpy()
+        ids = values.argmax(-1).tolist()
+        return torch.tensor([id if isfinite(row[id]) else -1 for row, id in zip(values, ids, strict=True)])
     if scores.shape[-1] > block:  # only `amax` is vectorised: 0.4 ms for bfloat16 [32, 151936], `max` 1.6, `argmax` 9
         blocks = _blocks(scores, block)
         first = blocks.amax(-1).max(-1).indices

@@ -10,6 +10,8 @@ from torch import Tensor
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on `device`. From memory that is not pinned, the copy would wait for the whole stream."""
+    if device.type == "cpu":
+        return tensor
     if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

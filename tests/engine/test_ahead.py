@@ -169,7 +169,7 @@ class TestLateEnds:
         """The token that ends one has no numbers; only the step too many computes it, in a block that others get."""
         known = answer(load(ahead=False))
         backend = load(kv_cache_memory=ByteSize(2 * BLOCK_BYTES), compile_kernels=False)  # which read no padding
-        backend._runner._decoder._embedding.data[known[0]] = torch.nan  # type: ignore[union-attr]
+        backend._runner._decoder.embedding.data[known[0]] = torch.nan  # type: ignore[union-attr]
         first = add(backend, params=GREEDY.model_copy(update={"stop_token_ids": (known[0],), "max_tokens": 20}))
         backend.step()
         assert not backend.step()[0].error and first.finish == "stop" and first.tokens == known[:1]

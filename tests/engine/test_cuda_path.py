@@ -45,7 +45,7 @@ def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Pat
         model = AutoModelForCausalLM.from_pretrained(
             model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
         )
-        runner = kind(model, 16, PlainLinear)
+        runner = kind(model, 16, 256, PlainLinear)
         runner.allocate([NUM_BLOCKS] * len(runner.groups))
         return runner
 

@@ -155,11 +155,13 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
     """Both decoders say the same, and leave the same keys and values behind: the second step reads them."""
     found = []
     for offered in (kernels(), None):
-        runner = Runner(make_model(config, dtype), BLOCK, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner = Runner(
+            make_model(config, dtype), BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered
+        )
         assert (runner._native is not None) is (offered is not None)
         runner.allocate([12 * len(lengths)])
         steps = rounds([n for n, _ in lengths], [n for _, n in lengths])
-        logits = [runner.forward(step)[0] for step in steps]
+        logits = [runner.forward(step)[0].clone() for step in steps]
         found.append([*logits, *(pool.memory for pool in runner.pools(0))])
     bound = {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
     assert [distance(one, other) < bound for one, other in zip(*found, strict=True)] == [True] * len(found[0])
@@ -172,7 +174,7 @@ def test_long_prompts_are_left_to_products_of_many_rows() -> None:
     found = []
     for offered in (kernels(), None):
         model = make_model(config, torch.float32)
-        runner = Runner(model, BLOCK, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
         runner.allocate([100])
         prompts = [Segment([i % 170 for i in range(n)], 0, [list(range(at, at + 80))], True) for n, at in ((300, 0),)]
         if runner._native is not None:
@@ -183,6 +185,37 @@ def test_long_prompts_are_left_to_products_of_many_rows() -> None:
         runner.forward(prompts)
         found.append(runner.forward([Segment([9], 300, [list(range(80))], True)])[0])
     assert distance(*found) < 1e-4
+
+
+def test_a_token_without_an_embedding_is_an_error_and_no_reading_elsewhere() -> None:
+    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 48, "sliding_window": None}
+    for offered in (kernels(), None):
+        model = make_model(config, torch.float32)
+        vocabulary = model.config.vocab_size
+        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner.allocate([4])
+        for token in (vocabulary, -1, 1 << 40):
+            with pytest.raises(IndexError):
+                runner.forward([Segment([3, token], 0, [[0]], True)])
+        assert runner.forward([Segment([vocabulary - 1], 0, [[0]], True)])[0].isfinite().all()
+
+
+def test_rotations_are_known_wherever_a_context_ends() -> None:
+    """A long prompt's last token, and one far behind it: the table of rotations grows, and stops at the context."""
+    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 48, "sliding_window": None}
+    table = list(range(110))
+    found = []
+    for offered in (kernels(), None):
+        model = make_model(config, torch.float32)
+        runner = Runner(model, BLOCK, 1500, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner.allocate([110])
+        runner.forward([Segment([1] * 10, 0, [table], True)])
+        found.append(
+            [runner.forward([Segment([2], at, [table], True)])[0].clone() for at in (10, 1020, 1023, 1024, 1499)]
+        )
+    assert [distance(one, other) < 1e-4 for one, other in zip(*found, strict=True)] == [True] * 5
 
 
 class TestCompiling:

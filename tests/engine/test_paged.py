@@ -63,7 +63,7 @@ def poison(backend: PagedBackend) -> Any:
     def poisoned(step: Any) -> torch.Tensor:
         if not (step.ids == POISON).any():
             return run(step)
-        weight = backend._runner._decoder._embedding  # type: ignore[union-attr]
+        weight = backend._runner._decoder.embedding  # type: ignore[union-attr]
         saved = weight[POISON].clone()
         weight[POISON] = torch.nan
         try:
