@@ -117,7 +117,9 @@ async def test_a_lease_that_ran_out_in_the_buffer_is_not_handed_out(
     await delivery.ack()
     waiting = asyncio.create_task(take(idle, 1))
     await put(broker, f"{namespace}.queue.a", "m2", "m3")
-    assert names(await waiting) != ["m1"]
+    (given,) = await waiting
+    # Where even the second lease ran out before its ack came, there is a third one, which is good.
+    assert names([given]) != ["m1"] or given.attempt > delivery.attempt
 
 
 async def test_is_not_delivered_again_after_an_ack(broker: Broker, namespace: str, queue: Spec) -> None:
