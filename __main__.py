@@ -28,10 +28,9 @@ from .config.logging import configure_logging
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
-from .engine.cpu import available_cores, prepare_worker
+from .engine.cpu import prepare_process, stand_behind, worker_threads
 from .engine.forms import choose_form
 from .engine.models import BUNDLED, read_model_info
-from .engine.weights import count_parameters
 from .schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from .api.toolbox import Toolbox
 
 log = structlog.get_logger(__name__)
-
-_SMALL_MODEL = 30_000_000  # parameters
 
 
 @app.command(rich_help_panel="Run")
@@ -156,7 +153,9 @@ async def _worker(settings: Settings, name: str) -> None:
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     own = {"model": settings.model or "echo", "max_batch_size": settings.max_batch_size + settings.reserve}
     config = EngineConfig(**{name: getattr(settings, name) for name in shared} | own)
-    prepare_worker(settings.threads or _threads(settings))
+    directory = None if settings.model is None else Path(settings.model)
+    stand_behind()
+    prepare_process(settings.threads or worker_threads(directory, settings.workers))
     log.info("loading", model=config.model, backend=config.backend)
     engine = await asyncio.to_thread(InferenceEngine, config)
     try:
@@ -189,13 +188,6 @@ async def _worker(settings: Settings, name: str) -> None:
             await running
     finally:
         await asyncio.to_thread(engine.close, 5.0)  # one that hangs ends with the process
-
-
-def _threads(settings: Settings) -> int:
-    """Cores shared among workers; one for a model so small that threads would wait for each other, not for memory."""
-    if settings.model is not None and count_parameters(Path(settings.model)) < _SMALL_MODEL:
-        return 1
-    return max(1, available_cores() // settings.workers)
 
 
 async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio.Event) -> None:

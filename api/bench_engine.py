@@ -23,6 +23,8 @@ from ..config.settings import Settings
 from ..config.sources import Loaded
 from ..engine import Backend, EngineConfig, EngineRequest, GenerationParams
 from ..engine.backends import load_backend
+from ..engine.cpu import prepare_process, worker_threads
+from ..engine.models import resolve_model
 from ..engine.progress import loading_bar
 from ..engine.sequence import Sequence
 from ..schemas.errors import StartupError
@@ -58,6 +60,8 @@ def bench_engine(
     if given.model is None and given.backend != "echo":
         raise StartupError("name a model: penstock bench engine MODEL (a directory or a Hugging Face id)")
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
+    directory = None if given.model is None or given.backend == "echo" else resolve_model(given.model)
+    prepare_process(given.threads or worker_threads(directory, given.workers))
     own = {"model": given.model or "echo", "max_batch_size": max(*batches, given.max_batch_size)}
     config = EngineConfig(**shared | own)
     with loading_bar(f"loading {config.model}") as loading:

@@ -40,7 +40,8 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    int64_t half, threads, num_layers, vocabulary, embedding, queries, keys, size, block_size; /* V, E, Hq, H, D */
+    int64_t half, threads, num_layers, vocabulary, embedding, queries, keys, size; /* V, E, Hq, H, D */
+    int64_t num_groups, block_size;
     const void *embeddings, *cosines, *sines; /* T [V, E]; of each position, T [P, D] */
     const Layer *layers;
     const float *norm; /* [E] */
@@ -50,11 +51,12 @@ typedef struct {
     float epsilon;
 } Model;
 
-/* Where the tokens of a step lie in the pools of one group of layers. */
+/* One of a step's tokens; the blocks of its sequence in the pools of each group of layers, [groups, width]. */
 typedef struct {
-    const int64_t *slots, *lengths, *tables; /* [R]; [R]: keys up to the token's own; [R, width] */
+    int64_t id, position;
+    const int64_t *tables;
     int64_t width;
-} Places;
+} Token;
 
 INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
 
@@ -289,15 +291,16 @@ INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int
 
 /* ---- Attention ---- */
 
+INLINE const int64_t *table_of(const Token *token, const Layer *l) { return token->tables + l->group * token->width; }
+
 /* Normalise and rotate the queries and keys of all tokens; queries stay, keys and values go to their slots. */
-INLINE void place(const Model *m, const Layer *l, int64_t rows, const int64_t *positions, const int64_t *slots,
-                  int half) {
+INLINE void place(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
     const int64_t size = m->size, middle = size / 2, rotated = m->queries + m->keys, heads = rotated + m->keys;
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < rows * heads; item++) {
         const int64_t row = item / heads, head = item % heads;
         float *x = m->qkv + item * size;
-        const int64_t angle = positions[row] * size, other_angle = angle + middle;
+        const int64_t position = tokens[row].position, angle = position * size, other_angle = angle + middle;
         if (head < rotated) {
             if (l->head_norm) rms_norm(x, l->head_norm + head * size, l->head_epsilon, size, x, 0);
             for (int64_t i = 0; i < middle; i += 16) {
@@ -310,10 +313,11 @@ INLINE void place(const Model *m, const Layer *l, int64_t rows, const int64_t *p
             }
         }
         if (head >= m->queries) {
-            int64_t to = ((head - m->queries) * l->num_blocks * m->block_size + slots[row]) * size;
+            const int64_t block = table_of(tokens + row, l)[position / m->block_size];
+            const int64_t slot = ((head - m->queries) * l->num_blocks + block) * m->block_size + position % m->block_size;
             for (int64_t i = 0; i < size; i += 16) {
                 __mmask16 mask = first(size - i);
-                store(l->pool, to + i, load(x, i, mask, 0), mask, half);
+                store(l->pool, slot * size + i, load(x, i, mask, 0), mask, half);
             }
         }
     }
@@ -346,14 +350,14 @@ INLINE void spread(const void *pool, int64_t from, int64_t count, int64_t size, 
 }
 
 /* Each token's queries over the keys up to its own, read where they lie, 16 at a time -> T `mixed` [rows, Hq D]. */
-INLINE void attend(const Model *m, const Layer *l, int64_t rows, const Places *places, int64_t size, int half) {
+INLINE void attend(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t size, int half) {
     const int64_t group = m->queries / m->keys, heads = m->queries + 2 * m->keys;
     const int64_t stride = (size + 63) / 64 * 64, behind = m->keys * l->num_blocks * m->block_size * size;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < rows * m->keys; item++) {
-        const int64_t row = item / m->keys, head = item % m->keys, length = places->lengths[row];
+        const int64_t row = item / m->keys, head = item % m->keys, length = tokens[row].position + 1;
         const float *queries = m->qkv + (row * heads + head * group) * size;
-        const int64_t *table = places->tables + row * places->width;
+        const int64_t *table = table_of(tokens + row, l);
         float keys[16 * stride], values[16 * stride], sums[group * stride]; /* sums of values by their shares */
         float most[group]; /* the largest score of each query */
         __m512 total[group], shares[group], fades[group]; /* of e^(score - most), in 16 parts */
@@ -426,21 +430,56 @@ INLINE void norms(const Model *m, const float *weight, float epsilon, int64_t ro
         rms_norm(m->stream + r * E, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
 }
 
-INLINE void run(const Model *m, const int64_t *ids, const int64_t *positions, int64_t rows, const Places *places,
-                const int64_t *keep, int64_t kept, float *logits, int half) {
+/* The rows' logits [rows, V], and the places of their largest, which are as large as `most` [rows]: the first of equals,
+   or -1 where `most` is not finite. Both begin with what nothing is below. */
+INLINE void head(const Model *m, int64_t rows, float *logits, float *most, int64_t *best, int half) {
+    const int64_t V = m->head.outputs;
+    float own_most[rows];
+    int64_t own_best[rows];
+    for (int64_t r = 0; r < rows; r++) own_most[r] = -INFINITY, own_best[r] = V;
+#pragma omp for schedule(guided) nowait
+    for (int64_t block = 0; block < blocks(&m->head); block++) {
+        float sums[MOST_ROWS][BLOCK];
+        int64_t count = multiply(&m->head, block, m->input, rows, sums, half);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < count; j += 16) {
+                __m512 sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first(count - j), _mm512_loadu_ps(sums[r] + j));
+                store(logits, r * V + block * BLOCK + j, sum, first(count - j), 0);
+                __mmask16 odd = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q); /* what is no number counts as infinite */
+                sum = _mm512_mask_mov_ps(sum, odd, _mm512_set1_ps(INFINITY));
+                __mmask16 above = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(own_most[r]), _CMP_GT_OQ);
+                if (!above) continue;
+                own_most[r] = _mm512_reduce_max_ps(sum);
+                above = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(own_most[r]), _CMP_EQ_OQ);
+                own_best[r] = block * BLOCK + j + __builtin_ctz(above);
+            }
+    }
+#pragma omp critical
+    for (int64_t r = 0; r < rows; r++)
+        if (own_most[r] > most[r] || (own_most[r] == most[r] && own_best[r] < best[r]))
+            most[r] = own_most[r], best[r] = own_best[r];
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        if (!isfinite(most[r])) best[r] = -1;
+}
+
+/* `kept` of the tokens, whose logits are wanted, stand behind the others in `keep`. */
+INLINE void run(const Model *m, const Token *tokens, int64_t rows, const int64_t *keep, int64_t kept, float *logits,
+                float *most, int64_t *best, int half) {
     const int64_t E = m->embedding;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < E; i += 16)
-            store(m->stream, r * E + i, load(m->embeddings, ids[r] * E + i, first(E - i), half), first(E - i), 0);
+            store(m->stream, r * E + i, load(m->embeddings, tokens[r].id * E + i, first(E - i), half), first(E - i), 0);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++) {
         norms(m, l->attention_norm, l->epsilon, rows, half);
         product(&l->qkv, m->input, rows, m->qkv, STORE, NULL, half);
 #pragma omp barrier
-        place(m, l, rows, positions, places[l->group].slots, half);
-        if (m->size == 64) attend(m, l, rows, &places[l->group], 64, half);
-        else if (m->size == 128) attend(m, l, rows, &places[l->group], 128, half);
-        else attend(m, l, rows, &places[l->group], m->size, half);
+        place(m, l, tokens, rows, half);
+        if (m->size == 64) attend(m, l, tokens, rows, 64, half);
+        else if (m->size == 128) attend(m, l, tokens, rows, 128, half);
+        else attend(m, l, tokens, rows, m->size, half);
         product(&l->output, m->mixed, rows, m->stream, ADD, NULL, half);
 #pragma omp barrier
         norms(m, l->mlp_norm, l->mlp_epsilon, rows, half);
@@ -454,19 +493,32 @@ INLINE void run(const Model *m, const int64_t *ids, const int64_t *positions, in
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < kept; r++)
         rms_norm(m->stream + keep[r] * E, m->norm, m->epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
-    product(&m->head, m->input, kept, logits, STORE, NULL, half);
+    head(m, kept, logits, most, best, half);
 }
 
-/* The tokens `ids` at `positions` [rows], which the model has cosines and sines of; places of each group of layers; the
-   logits of the tokens `keep`, [kept, V]. Returns 0; or 1, having done nothing, for an id without an embedding. */
-int64_t step(const Model *m, const int64_t *ids, const int64_t *positions, int64_t rows, const Places *places,
-             const int64_t *keep, int64_t kept, float *logits) {
-    for (int64_t r = 0; r < rows; r++)
-        if (ids[r] < 0 || ids[r] >= m->vocabulary) return 1;
+/* `segments`, each some tokens of one sequence: how many, the first one's position, whether the last one's logits are
+   wanted, the width of its tables; ids [count], tables [groups, width]. The model has cosines and sines of all positions.
+   The logits that are wanted [kept, V], and the ids of their largest [kept], -1 where that is not finite. Returns 0; or 1,
+   having done nothing, for an id without an embedding or a token without a block. */
+int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
+    Token tokens[MOST_ROWS];
+    int64_t keep[MOST_ROWS], rows = 0, kept = 0;
+    float most[MOST_ROWS];
+    for (int64_t s = 0; s < count; s++) {
+        const int64_t length = segments[0], start = segments[1], wanted = segments[2], width = segments[3];
+        const int64_t *ids = segments + 4, *tables = ids + length;
+        if ((start + length - 1) / m->block_size >= width) return 1;
+        for (int64_t i = 0; i < length; i++) {
+            if (ids[i] < 0 || ids[i] >= m->vocabulary) return 1;
+            tokens[rows++] = (Token){ids[i], start + i, tables, width};
+        }
+        if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
+        segments = tables + m->num_groups * width;
+    }
 #pragma omp parallel num_threads(m->threads)
     {
-        if (m->half) run(m, ids, positions, rows, places, keep, kept, logits, 1);
-        else run(m, ids, positions, rows, places, keep, kept, logits, 0);
+        if (m->half) run(m, tokens, rows, keep, kept, logits, most, best, 1);
+        else run(m, tokens, rows, keep, kept, logits, most, best, 0);
     }
     return 0;
 }

@@ -35,6 +35,13 @@ _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _log = logging.getLogger(__name__)
 
 
+def span(weight: Tensor) -> tuple[int, int]:
+    """Address and bytes of a tensor, be it oneDNN's."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)
+    return weight.data_ptr(), weight.nbytes
+
+
 class Product(ctypes.Structure):
     """A weight as the kernels read it; `tensors` are those that its addresses lie in."""
 
@@ -48,9 +55,8 @@ class Product(ctypes.Structure):
     def of(cls, shape: Sequence[int], kind: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Self:
         """`shape` [O, I]; `weight` may be oneDNN's."""
         bias = None if bias is None else bias.float()
-        address = torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()
         others = (None if tensor is None else tensor.data_ptr() for tensor in (scales, bias))
-        product = cls(address, *others, shape[1], shape[0], kind)
+        product = cls(span(weight)[0], *others, shape[1], shape[0], kind)
         product.tensors = weight, scales, bias
         return product
 
@@ -60,7 +66,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        library.step.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER]
+        library.step.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER]
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT]
         library.expand.argtypes = [_POINTER, _POINTER, _INT, _INT]
         library.step.restype, library.multiply_rows.restype, library.expand.restype = _INT, None, None
@@ -74,8 +80,7 @@ class Kernels:
 
     def expand(self, product: Product, packed: Tensor, dtype: torch.dtype) -> None:
         """Fill oneDNN's weight `packed` of the same shape with the numbers, int8 without their scales."""
-        address = torch.ops.mkldnn.data_ptr(packed)
-        self.library.expand(ctypes.byref(product), address, dtype == torch.bfloat16, torch.get_num_threads())
+        self.library.expand(ctypes.byref(product), span(packed)[0], dtype == torch.bfloat16, torch.get_num_threads())
 
     def agree(self, product: Product, packed: Tensor, dtype: torch.dtype, other: Callable[[Tensor], Tensor]) -> bool:
         """Whether `packed` has the room of the layout that we know, and `other`, which multiplies by it, says the same.
@@ -86,7 +91,7 @@ class Kernels:
         if unit is None or product.inputs % 2:
             return False
         room = -(-product.outputs // BLOCK) * BLOCK * -(-product.inputs // unit) * unit * dtype.itemsize
-        if torch.ops.mkldnn._nbytes(packed) != room:
+        if span(packed)[1] != room:
             return False
         x = torch.randn((1, product.inputs), generator=torch.Generator().manual_seed(0)).to(dtype)
         one, expected = self.multiply(product, x).float(), other(x).float()

@@ -22,9 +22,11 @@ _FEW_ROWS = 64
 class Linear(Protocol):
     """x W' + b, [T, I] → [T, O], and the same with what often follows; none of them changes its arguments.
 
-    `nbytes` is what one row's product reads of the weight; `product` is the weight for the compiled kernels.
+    `nbytes` is what one row's product reads of `weight`, which may be oneDNN's; `product` is that for the compiled
+    kernels.
     """
 
+    weight: Tensor
     nbytes: int
 
     @property
@@ -67,11 +69,11 @@ class PlainLinear(Unfused):
     """As torch does it: for devices whose libraries take weights as they are."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self._bias = weight, bias
         self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
+        return functional.linear(x, self.weight, self._bias)
 
 
 class PackedLinear:
@@ -82,30 +84,30 @@ class PackedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels | None = None) -> None:
-        self._weight, self._bias = reorder(weight), bias
+        self.weight, self._bias = reorder(weight), bias
         self.nbytes = weight.nbytes
         self.product: Product | None = None
         if kernels is not None:
-            product = Product.of(weight.shape, PLAIN, self._weight, None, bias)
-            self.product = product if kernels.agree(product, self._weight, weight.dtype, self) else None
+            product = Product.of(weight.shape, PLAIN, self.weight, None, bias)
+            self.product = product if kernels.agree(product, self.weight, weight.dtype, self) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return multiply_packed(x, self._weight, self._bias)
+        return multiply_packed(x, self.weight, self._bias)
 
     def silu(self, x: Tensor) -> Tensor:
         if len(x) > _FEW_ROWS:
             return functional.silu(self(x), inplace=True)
-        product: Tensor = _POINTWISE(x, self._weight, self._bias, "swish", [], "")
+        product: Tensor = _POINTWISE(x, self.weight, self._bias, "swish", [], "")
         return product
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
-        product: Tensor = _BINARY(x, other, self._weight, self._bias, "add")
+        product: Tensor = _BINARY(x, other, self.weight, self._bias, "add")
         return product
 
     def mul(self, x: Tensor, other: Tensor) -> Tensor:
         if len(x) > _FEW_ROWS:
             return self(x).mul_(other)
-        product: Tensor = _BINARY(x, other, self._weight, self._bias, "mul")
+        product: Tensor = _BINARY(x, other, self.weight, self._bias, "mul")
         return product
 
 

@@ -7,8 +7,9 @@ One call does all layers, so that nothing of Python is left in between.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .attention import Rules
 from .decoder import Decoder
 from .kernels import MOST_ROWS, Kernels, Product
 from .kv_cache import Pool
-from .packing import Group, Ints, Packed, Segment, Step
+from .packing import Computed, Group, Segment
 
 _MOST_KEYS = 1024
 """Of prefills: the kernel attends token by token, and behind more keys matrix products are faster. Measured for
@@ -41,7 +42,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
-        *((name, _INT) for name in ("embedding", "queries", "keys", "size", "block_size")),
+        *((name, _INT) for name in ("embedding", "queries", "keys", "size", "num_groups", "block_size")),
         *((name, _POINTER) for name in ("embeddings", "cosines", "sines")),
         ("layers", _POINTER),
         ("norm", _POINTER),
@@ -49,18 +50,6 @@ class _Model(ctypes.Structure):
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
         ("epsilon", _FLOAT),
     ]
-
-
-class _Places(ctypes.Structure):
-    _fields_: ClassVar = [*((name, _POINTER) for name in ("slots", "lengths", "tables")), ("width", _INT)]
-
-
-class Places(NamedTuple):
-    """Where the tokens of a step lie in one group's pools: slots [T], keys up to their own [T], block tables [T, N]."""
-
-    slots: Ints
-    lengths: Ints
-    tables: Ints
 
 
 class NativeDecoder:
@@ -75,7 +64,8 @@ class NativeDecoder:
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
         self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # fresh memory would cost a step 0.1 ms
-        self._angles = torch.empty((2, 0, 0), dtype=dtype)  # cosines and sines [2, P, D]; grown by `_reach`
+        self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
+        self._angles, self._num_angles = torch.empty(0), 0  # cosines and sines [2, P, D], P; grown by `_reach`
         first, (_, output, gate, _, down), head = decoder.layers[0], products[:5], products[-1]
         self._layers = (_Layer * len(decoder.layers))()
         for index, (layer, to) in enumerate(zip(decoder.layers, self._layers, strict=True)):
@@ -126,7 +116,7 @@ class NativeDecoder:
 
     def attach(self, pools: Sequence[Pool], groups: Sequence[Group], group_of: Sequence[int], block: int) -> None:
         """Use these pools from now on; the layers' groups, and tokens of a block."""
-        self._pools, self._model.block_size = pools, block
+        self._pools, self._model.num_groups, self._model.block_size = pools, len(groups), block
         for pool, layer, index in zip(pools, self._layers, group_of, strict=True):
             layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
             layer.window = groups[index].window or 1 << 62
@@ -137,31 +127,33 @@ class NativeDecoder:
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
         return few and all(len(segment.tokens) == 1 or segment.end <= _MOST_KEYS for segment in segments)
 
-    def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> Places:
-        return Places(slots, packed.positions + 1, tables[packed.rows])
+    def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
+        """Compute a step that `takes` allows, for `chosen` see `pack`; logits in float32, until the next call.
 
-    def __call__(self, step: Step) -> Tensor:
-        """Logits [K, V] in float32, until the next call, of a step whose groups are `Places`.
-
-        Raises `IndexError` for a token without an embedding.
+        Raises `IndexError` for a token without an embedding or a block.
         """
-        groups: Sequence[Places] = step.groups
-        self._reach(int(step.positions.numpy().max()) + 1)
-        places = (_Places * len(groups))(
-            *(_Places(*(array.ctypes.data for array in one), one.tables.shape[1]) for one in groups)
-        )
-        logits = self._logits[: len(step.keep)]
-        tokens = step.ids.data_ptr(), step.positions.data_ptr(), len(step.ids)
-        keep = step.keep.data_ptr(), len(step.keep)
-        if self._kernels.library.step(ctypes.byref(self._model), *tokens, places, *keep, logits.data_ptr()):
-            raise IndexError(f"a token is not among the model's {self._model.vocabulary}")
-        return logits
+        numbers, sampled = array("q"), []
+        known = [] if chosen is None else chosen.tolist()
+        for index, (ids, start, tables, samples) in enumerate(segments):
+            numbers.extend((len(ids), start, samples, len(tables[0])))
+            numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
+            for table in tables:
+                numbers.extend(table)
+            if samples:
+                sampled.append(index)
+        self._reach(max(segment.end for segment in segments))
+        best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
+        where = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
+        if self._kernels.library.step(ctypes.byref(self._model), *where):
+            raise IndexError(f"a token has no block, or is not among the model's {self._model.vocabulary}")
+        return Computed(self._rows[len(sampled)], sampled, best)
 
     def _reach(self, end: int) -> None:
         """Know the rotations of all positions below `end`. None beyond the context: some models would turn all anew."""
-        if end > self._angles.shape[1]:
+        if end > self._num_angles:
             positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
             self._angles = torch.cat(self._decoder.angles(positions)).contiguous()
+            self._num_angles = len(positions)
             self._model.cosines, self._model.sines = (one.data_ptr() for one in self._angles)
 
     def _numbers(self, tensor: Tensor) -> int:

@@ -50,6 +50,17 @@ class Step(NamedTuple):
     groups: Sequence[Any]
 
 
+class Computed(NamedTuple):
+    """What became of a step: logits [K, V], until the next one, of the segments with the indices `sampled`.
+
+    `best` [K] are their largest, the first of equals, or -1 where that is not finite; None where nobody has looked.
+    """
+
+    logits: Tensor
+    sampled: Sequence[int]
+    best: Sequence[int] | None = None
+
+
 class Packed(NamedTuple):
     """Segments in packed order; each token's segment among them and its position [T]."""
 

@@ -34,7 +34,7 @@ from .packing import Segment
 from .prefixes import load_prefixes, save_prefixes
 from .quantize import linear_maker
 from .runner import ATTENTION, Runner
-from .sampler import Chosen, choose, needs_tokens
+from .sampler import Chosen, Known, choose, needs_tokens
 from .scheduler import Row, Scheduled, Scheduler
 from .sequence import Sequence
 from .tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class _Unread(NamedTuple):
     """What one step chose, a token for each of `rows`; they count it as pending."""
 
     rows: list[Row]
-    chosen: Chosen
+    chosen: Chosen | Known
 
 
 class PagedBackend:
@@ -243,9 +243,10 @@ class PagedBackend:
         """Compute and choose; the pending tokens are those of `before`."""
         places = {row: place for place, row in enumerate(before.rows)} if before else {}
         segments = [_segment(one, places.get(one.row)) for one in scheduled]
-        logits, sampled = self._runner.forward(segments, before.chosen.tokens if before and before.rows else None)
+        chosen = before.chosen.tokens if before and before.rows else None
+        logits, sampled, best = self._runner.forward(segments, chosen)
         rows = [scheduled[index].row for index in sampled]
-        return _Unread(rows, choose(logits, [row.sequence for row in rows]))
+        return _Unread(rows, choose(logits, [row.sequence for row in rows], best))
 
     def _commit(self, scheduled: list[Scheduled], now: _Unread) -> None:
         self._scheduler.commit(scheduled)

@@ -122,6 +122,7 @@ class _Quantized(Unfused):
     """Computes few rows in `_few`, and many with the expanded weight."""
 
     most_few: int
+    weight: Tensor
     nbytes: int
 
     def __init__(self, size: int, bias: Tensor | None) -> None:
@@ -164,6 +165,7 @@ class _CompiledLinear(_Quantized):
             scales = blocks.permute(0, 2, 3, 1).contiguous()
             low, high = _interleaved(groups.levels.view_as(weight).to(torch.uint8), weight.dtype).unbind(2)
             packed = low | high << 4
+        self.weight = packed
         self.product: Product = Product.of(weight.shape, kind, packed, scales, bias)
         self.nbytes = packed.nbytes + scales.nbytes
 
@@ -203,19 +205,19 @@ class _Int8Linear(_Quantized):
     def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _Buffer) -> None:
         super().__init__(len(weight), bias)
         rows, scales = _by_row(weight)
-        self._weight, self._scales = rows.to(torch.int8), scales.to(weight.dtype)
+        self.weight, self._scales = rows.to(torch.int8), scales.to(weight.dtype)
         if weight.dtype == torch.bfloat16 and weight.shape[1] % 16:  # torch's kernel reads on behind the row
             self.most_few = 0
-        self.nbytes = self._weight.nbytes + self._scales.nbytes
+        self.nbytes = self.weight.nbytes + self._scales.nbytes
         self._buffer = buffer
 
     def _few(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self._scales)
         return product
 
     def _many(self, x: Tensor) -> Tensor:
-        rows, columns = self._weight.shape
-        expanded = self._buffer.take(rows, columns, x.dtype).copy_(self._weight)
+        rows, columns = self.weight.shape
+        expanded = self._buffer.take(rows, columns, x.dtype).copy_(self.weight)
         return functional.linear(x, expanded).mul_(self._scales)
 
 
@@ -231,16 +233,16 @@ class _Int4Linear(_Quantized):
         super().__init__(len(weight), bias)
         groups = _by_group(weight)
         levels = groups.levels.view_as(weight).to(torch.int32)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
         both = torch.stack((groups.scales, groups.zeros), dim=-1)  # [O, G, 2]
         self._scales_and_zeros = both.transpose(0, 1).contiguous().to(weight.dtype)
-        self.nbytes = self._packed.nbytes + self._scales_and_zeros.nbytes
+        self.nbytes = self.weight.nbytes + self._scales_and_zeros.nbytes
         low, high = levels.to(torch.uint8).chunk(2, dim=-1)
         self._halves = low | high << 4  # [O, I / 2]
         self._buffer = buffer
 
     def _few(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, _GROUP, self._scales_and_zeros)
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, _GROUP, self._scales_and_zeros)
         return product
 
     def _many(self, x: Tensor) -> Tensor:

@@ -23,12 +23,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..schemas.errors import ModelLoadError
 from .attention import MatmulAttention, Rules, attend_alone
+from .cpu import use_large_pages
 from .decoder import Decoder
-from .kernels import Kernels
+from .kernels import Kernels, span
 from .kv_cache import LayerSpec, Pool
 from .linear import Applied, Linear, Unfused, fused_weight, release
-from .native import NativeDecoder, Places
-from .packing import Group, Segment, Step, pack
+from .native import NativeDecoder
+from .packing import Computed, Group, Segment, Step, pack
 
 if TYPE_CHECKING:  # they need Triton
     from .graphs import DecodeGraphs
@@ -93,7 +94,10 @@ class Runner:
         self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
         self._check_packing()
+        self._spans: list[tuple[int, int]] = []  # where the weights lie; set by `_fuse`
         self._take_over(make_linear)
+        if self._device.type == "cpu":
+            use_large_pages(self._spans)
         if kernels is not None and self._decoder is not None:
             self._compile(self._decoder, kernels, context_length)
 
@@ -132,12 +136,17 @@ class Runner:
         """The pools of a group's layers, first layer first."""
         return [pool for pool, own in zip(self._pools, self._group_of, strict=True) if own == group]
 
+    def forward(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
+        """Compute the segments, for `chosen` see `pack`."""
+        if self._native is not None and self._native.takes(segments):
+            return self._native(segments, chosen)
+        return self._compute(segments, chosen)
+
     @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> tuple[Tensor, Sequence[int]]:
-        """Compute the segments, for `chosen` see `pack`; logits [K, V], until the next call, and whose they are."""
+    def _compute(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         step = self._pack(segments, chosen)
         logits = self._graphs(step) if self._graphs is not None else None
-        return self._forward(step) if logits is None else logits, step.sampled
+        return Computed(self._forward(step) if logits is None else logits, step.sampled)
 
     @torch.inference_mode()
     def record_graphs(self, context_length: int, max_batch_size: int) -> None:
@@ -148,13 +157,10 @@ class Runner:
         self._graphs = DecodeGraphs(self._forward, *arguments)
 
     def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Step:
-        native = self._native
-        attention = native if native is not None and native.takes(segments) else self._attention
-        return pack(segments, self._packed_groups, self.block_size, self._device, attention.pack_group, chosen)
+        make = self._attention.pack_group
+        return pack(segments, self._packed_groups, self.block_size, self._device, make, chosen)
 
     def _forward(self, step: Step) -> Tensor:
-        if self._native is not None and isinstance(step.groups[0], Places):
-            return self._native(step)
         if self._decoder is not None:
             return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
         return self._run(step.ids, step.positions, step.keep, partial(self._attend_apart, step.groups))
@@ -234,12 +240,15 @@ class Runner:
         vocabulary: int = self._model.config.get_text_config().vocab_size
         return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1, device=self._device) * 7919 % vocabulary
 
-    def _probe_step(self) -> Step:
-        """Two requests in one row, what follows the second asked for; places far apart, so that rotations tell."""
+    def _probes(self) -> list[Segment]:
+        """Two requests, what follows the second asked for."""
         ids = self._probe().tolist()
         first, second = [[block] * len(self.groups) for block in ([0], [1])]
-        segments = [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
-        step = self._pack(segments)
+        return [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
+
+    def _probe_step(self) -> Step:
+        """In one row; places far apart, so that rotations tell."""
+        step = self._pack(self._probes())
         return step._replace(positions=step.positions * _PROBE_STRIDE)
 
     @torch.inference_mode()
@@ -274,13 +283,13 @@ class Runner:
         native = NativeDecoder.of(decoder, kernels, self._rules, self.dtype, context_length)
         if native is None:
             return
-        expected = self._forward(self._probe_step())
-        self._native = native
         native.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
-        difference = _distance(expected, self._forward(self._probe_step()))
-        if not difference <= _TOLERANCE[self.dtype]:
+        probes = self._probes()
+        difference = _distance(self._compute(probes).logits, native(probes).logits)
+        if difference <= _TOLERANCE[self.dtype]:
+            self._native = native
+        else:
             _log.warning("the compiled decoder differs by %.3g and is not used", difference)
-            self._native = None
 
     def _fuse(self, make: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
         """One product for modules that share their input; their own memory is freed."""
@@ -290,6 +299,7 @@ class Runner:
         if parts[0] is self._model.get_output_embeddings():
             self.num_head_weights = weight.numel()
         self.weight_bytes += linear.nbytes
+        self._spans.append(span(linear.weight))
         release(parts)
         return linear
 
@@ -312,7 +322,7 @@ def _widened(tensor: Tensor, size: int) -> Tensor:
 class _Views(Unfused):
     """The products of modules as they are: nothing is copied or taken over."""
 
-    nbytes = 0
+    weight, nbytes = torch.empty(0), 0
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
         self._parts = parts

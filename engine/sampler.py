@@ -68,9 +68,27 @@ class Chosen:
         tokens, *logprobs = self._download.read()
         columns = zip(self._num_logprobs.items(), *logprobs, strict=True) if logprobs else ()
         told = {row: ChosenLogprob(own, (*zip(ids[:n], top[:n], strict=True),)) for (row, n), own, ids, top in columns}
-        cause = "no token can be chosen: everything is forbidden, or the model's logits are not numbers"
-        results = [Sampled(token, told.get(row)) for row, token in enumerate(tokens)]
-        return [result if result.token >= 0 else GenerationFailed(cause) for result in results]
+        return [_result(token, told.get(row)) for row, token in enumerate(tokens)]
+
+
+class Known:
+    """As `Chosen`, where the host has the tokens already: without torch, which is 0.1 ms of a step's 20."""
+
+    def __init__(self, tokens: Rows[int]) -> None:
+        self._tokens = tokens
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.tensor(self._tokens)
+
+    def read(self) -> list[Sampled | GenerationFailed]:
+        return [_result(token, None) for token in self._tokens]
+
+
+def _result(token: int, logprob: ChosenLogprob | None) -> Sampled | GenerationFailed:
+    if token >= 0:
+        return Sampled(token, logprob)
+    return GenerationFailed("no token can be chosen: everything is forbidden, or the model's logits are not numbers")
 
 
 def sample(logits: Tensor, rows: Rows[Sequence]) -> list[Sampled | GenerationFailed]:
@@ -78,8 +96,13 @@ def sample(logits: Tensor, rows: Rows[Sequence]) -> list[Sampled | GenerationFai
     return choose(logits, rows).read()
 
 
-def choose(logits: Tensor, rows: Rows[Sequence]) -> Chosen:
-    """Choose each row's token at `index`, waiting for no device. `logits` is [B, V] in any floating type and stays."""
+def choose(logits: Tensor, rows: Rows[Sequence], best: Rows[int] | None = None) -> Chosen | Known:
+    """Choose each row's token at `index`, waiting for no device. `logits` is [B, V] in any floating type and stays.
+
+    `best` [B], where somebody knows them, are what `_argmax` would find.
+    """
+    if best is not None and not any(_asks_more(sequence) for sequence in rows):
+        return Known(best)
     logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
     kinds = [2 if sequence.request.params.temperature else int(_is_edited(sequence)) for sequence in rows]
     plain, edited, drawn = ([row for row, kind in enumerate(kinds) if kind == one] for one in range(3))
@@ -92,6 +115,12 @@ def choose(logits: Tensor, rows: Rows[Sequence]) -> Chosen:
         tokens = torch.cat([*parts, _put([], logits)])[_put(np.argsort(plain + edited + drawn), logits)]
     counts = {row: s.request.params.logprobs for row, s in enumerate(rows) if s.request.params.logprobs is not None}
     return Chosen(tokens, counts, _logprobs(logits, tokens, list(counts)) if counts else ())
+
+
+def _asks_more(sequence: Sequence) -> bool:
+    """Than the token with the largest logit."""
+    p = sequence.request.params
+    return bool(p.temperature or p.logprobs is not None or _is_edited(sequence))
 
 
 def needs_tokens(sequence: Sequence) -> bool:

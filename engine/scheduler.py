@@ -153,6 +153,9 @@ class Scheduler:
                 prefills.append(row)
             elif lacking and not row.sequence.is_complete and self._grow(row, row.num_computed + 1):
                 scheduled.append(Scheduled(row, 1, True))
+        if not (prefills or self._waiting):  # nothing of the rest: 20 µs of a step
+            self._has_waited = False
+            return scheduled
         left = self._max_step_tokens - len(scheduled)
         urgent = min((one.row.priority for one in scheduled), default=inf)
         shares: dict[Row, int] = {}

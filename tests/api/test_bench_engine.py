@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from penstock.api.cli import app
 
 FEW = ("--batch=2,1", "--prompt=700,40", "--context=20", "--steps=5", "--rounds=2")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The command sets its own for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def bench(*arguments: object, backend: str = "paged") -> Result:
@@ -81,6 +91,12 @@ def test_a_backend_that_counts_nothing_has_no_shares(tiny_model: Path, backend: 
     assert document["rounds"]["decode 2"][1]["tokens"] == 10
     assert not any("share" in key for one in document["rounds"]["prefill 40"] for key in one)
     assert "decode 2" in result.stderr and "%" not in result.stderr
+
+
+def test_it_computes_with_the_threads_of_a_worker(tiny_model: Path) -> None:
+    few = ("--batch=1", "--prompt=8", "--context=16", "--steps=1", "--rounds=1", "--json=-")
+    assert report(bench(tiny_model, *few))["threads"] == 1  # the model is small
+    assert report(bench(tiny_model, *few, "--threads=2"))["threads"] == 2
 
 
 def test_a_quantized_model_reads_less(tiny_model: Path) -> None:

@@ -62,7 +62,7 @@ def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[T
         for sequence, tokens, start in step:
             table = list(range((sequence + 1) * num_blocks - 1, sequence * num_blocks - 1, -1))
             segments.append(Segment(tokens, start, [table] * len(runner.groups), True))
-        logits, sampled = runner.forward(segments)
+        logits, sampled, _ = runner.forward(segments)
         found += [logits[list(sampled).index(place)].clone() for place in range(len(step))]
     return found
 

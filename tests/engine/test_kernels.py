@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.kernels import _NEEDED, PLAIN, Kernels, Product, _cpu_flags, load_kernels
 from penstock.engine.linear import PackedLinear, PlainLinear, reorder
-from penstock.engine.packing import Segment
+from penstock.engine.packing import Computed, Segment
 from penstock.engine.quantize import dequantized, linear_maker
 from penstock.engine.runner import ATTENTION, Runner
 
@@ -148,6 +149,14 @@ def rounds(lengths: list[int], more: list[int]) -> list[list[Segment]]:
     return [first, second]
 
 
+def of_segments(computed: Computed) -> Tensor:
+    """A copy of the logits in the order of the segments, each of which wants some."""
+    logits, sampled, best = computed
+    if best is not None:
+        assert list(best) == logits.argmax(-1).tolist()
+    return logits[np.argsort(sampled)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=12, deadline=None)
 @given(CONFIGS, st.lists(st.tuples(st.integers(1, 70), st.sampled_from([1, 1, 3])), min_size=1, max_size=5))
@@ -161,7 +170,7 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
         assert (runner._native is not None) is (offered is not None)
         runner.allocate([12 * len(lengths)])
         steps = rounds([n for n, _ in lengths], [n for _, n in lengths])
-        logits = [runner.forward(step)[0].clone() for step in steps]
+        logits = [of_segments(runner.forward(step)) for step in steps]
         found.append([*logits, *(pool.memory for pool in runner.pools(0))])
     bound = {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
     assert [distance(one, other) < bound for one, other in zip(*found, strict=True)] == [True] * len(found[0])
@@ -187,7 +196,7 @@ def test_long_prompts_are_left_to_products_of_many_rows() -> None:
     assert distance(*found) < 1e-4
 
 
-def test_a_token_without_an_embedding_is_an_error_and_no_reading_elsewhere() -> None:
+def test_a_token_without_an_embedding_or_a_block_is_an_error_and_no_reading_elsewhere() -> None:
     config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
     config |= {"intermediate_size": 48, "sliding_window": None}
     for offered in (kernels(), None):
@@ -199,6 +208,31 @@ def test_a_token_without_an_embedding_is_an_error_and_no_reading_elsewhere() -> 
             with pytest.raises(IndexError):
                 runner.forward([Segment([3, token], 0, [[0]], True)])
         assert runner.forward([Segment([vocabulary - 1], 0, [[0]], True)])[0].isfinite().all()
+        if runner._native is not None:
+            with pytest.raises(IndexError):
+                runner.forward([Segment([3] * (BLOCK + 1), 0, [[0]], True)])  # it has one
+
+
+def test_the_best_token_is_the_first_of_equals_and_none_where_logits_are_no_numbers() -> None:
+    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 48, "sliding_window": None}
+    offered, found = kernels(), set()
+    segments = [Segment([5, 7], 0, [[0]], True), Segment([9], 0, [[1]], False), Segment([11], 0, [[2]], True)]
+    for sign in (1, -1):
+        model = make_model(config, torch.float32)
+        head = model.lm_head.weight
+        nn.init.zeros_(head)
+        head.data[[70, 150]] = sign * torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
+        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner.allocate([4])
+        model.get_input_embeddings().weight.data[11] = torch.nan
+        assert runner._native is not None
+        logits, sampled, best = runner._native(segments)
+        assert list(sampled) == [0, 2] and best is not None
+        assert best[0] == logits[0].numpy().argmax() and logits[0].isfinite().all()
+        assert best[1] == -1 and logits[1].isnan().all()
+        found.add(best[0])
+    assert found == {0, 70}
 
 
 def test_rotations_are_known_wherever_a_context_ends() -> None:
