@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from ..schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ..schemas.events import Delta
+from .attention_hook import ATTENTION
 from .backend import Capabilities, ProgressCallback
 from .blocks import KVBlocks
 from .config import EngineConfig
@@ -33,7 +34,7 @@ from .output import CacheStats
 from .packing import Segment
 from .prefixes import load_prefixes, save_prefixes
 from .quantize import linear_maker
-from .runner import ATTENTION, Runner
+from .runner import Runner
 from .sampler import Chosen, Known, choose, needs_tokens
 from .scheduler import Row, Scheduled, Scheduler
 from .sequence import Sequence

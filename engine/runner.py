@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..schemas.errors import ModelLoadError
 from .attention import MatmulAttention, Rules, attend_alone
@@ -35,21 +34,7 @@ if TYPE_CHECKING:  # they need Triton
     from .graphs import DecodeGraphs
     from .paged_attention import PagedAttention
 
-ATTENTION = "penstock"
-"""The name under which transformers knows our attention function."""
-
 _log = logging.getLogger(__name__)
-
-_HARMLESS = {
-    "cache_position",
-    "is_causal",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "use_cache",
-}
-"""Keywords of attention functions that change nothing for a causal one."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -329,31 +314,3 @@ class _Views(Unfused):
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self._parts], dim=-1)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    penstock: Callable[..., Tensor] | None = None,
-    **others: object,
-) -> tuple[Tensor, None]:
-    """What transformers calls in each layer, [1, H, T, D] each; `penstock` is handed through the model's forward."""
-    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
-    if penstock is None or attention_mask is not None or unknown or not getattr(module, "is_causal", True):
-        reason = f"it asks for {', '.join(unknown)}" if unknown else "its attention is not plain and causal"
-        raise ModelLoadError(f"{type(module).__name__} cannot be run so: {reason}; use --backend hf")
-    rules = Rules(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    index: Any = module.layer_idx
-    mixed = penstock(index, query[0], key[0], value[0], rules, sliding_window)
-    return mixed.view(1, len(mixed), query.shape[1], -1), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, paged, paged_attention
+from penstock.engine.attention_hook import ATTENTION
 from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.linear import PlainLinear
 from penstock.engine.packing import Segment
-from penstock.engine.runner import ATTENTION, Runner
+from penstock.engine.runner import Runner
 from penstock.engine.sequence import Sequence
 
 CPU = torch.device("cpu")

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.attention_hook import ATTENTION
 from penstock.engine.kernels import _NEEDED, PLAIN, Kernels, Product, _cpu_flags, load_kernels
 from penstock.engine.linear import PackedLinear, PlainLinear, reorder
 from penstock.engine.packing import Computed, Segment
 from penstock.engine.quantize import dequantized, linear_maker
-from penstock.engine.runner import ATTENTION, Runner
+from penstock.engine.runner import Runner
 
 pytestmark = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
 
