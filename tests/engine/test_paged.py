@@ -58,20 +58,20 @@ def finish(backend: PagedBackend | AnswerCache) -> int:
 
 def poison(backend: PagedBackend) -> Any:
     """From now on a step with the token POISON has numbers that are none; how steps were run before."""
-    run = backend._runner._forward
+    run = backend._runner.forward
 
-    def poisoned(step: Any) -> torch.Tensor:
-        if not (step.ids == POISON).any():
-            return run(step)
+    def poisoned(segments: Any, chosen: torch.Tensor | None = None) -> Any:
+        if not any(POISON in segment.tokens for segment in segments):
+            return run(segments, chosen)
         weight = backend._runner._decoder.embedding  # type: ignore[union-attr]
         saved = weight[POISON].clone()
         weight[POISON] = torch.nan
         try:
-            return run(step)
+            return run(segments, chosen)
         finally:
             weight[POISON] = saved
 
-    backend._runner._forward = poisoned  # type: ignore[method-assign]
+    backend._runner.forward = poisoned  # type: ignore[method-assign]
     return run
 
 
@@ -120,7 +120,7 @@ class TestFailures:
         culprit = add(backend, [*range(40, 60), POISON, *range(40, 60)])
         finish(backend)
         assert culprit.finish == "error" and [row.tokens for row in rows] == expected
-        backend._runner._forward = run  # type: ignore[method-assign]
+        backend._runner.forward = run  # type: ignore[method-assign]
         heirs = [add(backend, prompt) for prompt in [*self.prompts, list(culprit.prompt), list(range(100, 300))]]
         finish(backend)
         assert [row.tokens for row in heirs[:3]] == expected
