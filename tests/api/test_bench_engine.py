@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from penstock.api import bench_engine
 from penstock.api.cli import app
 
 FEW = ("--batch=2,1", "--prompt=700,40", "--context=20", "--steps=5", "--rounds=2")
@@ -34,7 +36,8 @@ def report(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
-def test_shares_of_the_limits_are_measured(tiny_model: Path, tmp_path: Path) -> None:
+def test_shares_of_the_limits_are_measured(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engine, "SLICE", inf)
     result = bench(tiny_model, *FEW, f"--json={tmp_path}/report.json")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -45,7 +48,7 @@ def test_shares_of_the_limits_are_measured(tiny_model: Path, tmp_path: Path) -> 
 
     document = json.loads((tmp_path / "report.json").read_text())
     assert (document["benchmark"], document["options"]["engine"]["model"]) == ("engine", str(tiny_model))
-    assert len(document["limits"]) >= 2 * 2 * 4  # before and after each round, and within long ones
+    assert len(document["limits"]) == 2 * 2 * 4  # before and after each round
     counts = {name: {(one["passes"], one["tokens"]) for one in rounds} for name, rounds in document["rounds"].items()}
     assert counts == {
         "prefill 40": {(25, 1000)},
@@ -61,6 +64,12 @@ def test_shares_of_the_limits_are_measured(tiny_model: Path, tmp_path: Path) -> 
             assert one["flops_share"] == pytest.approx(one["flops_per_second"] / one["flops_limit"])
             assert all(0 < one[key] < 10 for key in one if key.endswith("_share"))
             assert ("read_bytes" in one) == name.startswith("decode")
+
+
+def test_limits_are_measured_within_long_rounds_too(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engine, "SLICE", 0.0)
+    document = report(bench(tiny_model, "--batch=1", "--prompt=700", "--steps=5", "--rounds=2", "--json=-"))
+    assert len(document["limits"]) == 2 * (1 + 1) + 2 * (5 + 1)  # before each pass, and after the last
 
 
 def test_bytes_and_operations_are_those_of_the_model(tiny_model: Path) -> None:
