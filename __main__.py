@@ -196,7 +196,8 @@ async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio
     requests, hours = settings.restart_after_requests or inf, settings.restart_after_hours or inf
     while engine.stats().num_requests < requests and time.monotonic() - born < hours * 3600:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), settings.heartbeat_interval)
+            async with asyncio.timeout(settings.heartbeat_interval):
+                await stopping.wait()
             return
     log.info("worker retires", requests=engine.stats().num_requests)
     stopping.set()

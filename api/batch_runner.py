@@ -92,7 +92,8 @@ class BatchRunner:
         try:
             while deliveries := await consumer.take(1):
                 try:
-                    await asyncio.wait_for(self._room.acquire(), lease / 2)
+                    async with asyncio.timeout(lease / 2):
+                        await self._room.acquire()
                 except (TimeoutError, asyncio.CancelledError) as error:
                     await deliveries[0].nak()  # another bridge may have room
                     if not isinstance(error, TimeoutError):

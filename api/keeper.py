@@ -81,7 +81,8 @@ class Keeper:
             delay = LEAST_DELAY if lived > STEADY else min(2 * delay, self._most_delay)
             log.error("died and will be started again", process=part.name, status=status, delay=delay)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(until.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await until.wait()
 
     async def _until(self, child: Process, until: asyncio.Event) -> int:
         """Wait for the child's end; once `until` is set, ask for it, and insist when the drain took too long."""

@@ -91,7 +91,8 @@ class GrammarChecker:
                 try:
                     await self._exchange(child, job)
                     begun = True
-                    return str((await asyncio.wait_for(self._read(child), self._time_limit))["fault"])
+                    async with asyncio.timeout(self._time_limit):
+                        return str((await self._read(child))["fault"])
                 except TimeoutError:
                     await self._end()
                     return f"the grammar takes longer than {self._time_limit:g} s to compile"
@@ -111,7 +112,8 @@ class GrammarChecker:
         assert child.stdin is not None
         child.stdin.write(json.dumps(job).encode() + b"\n")
         await child.stdin.drain()
-        loaded = await asyncio.wait_for(self._read(child), _START_LIMIT)
+        async with asyncio.timeout(_START_LIMIT):
+            loaded = await self._read(child)
         if "error" in loaded:
             raise ModelLoadError(loaded["error"])
 

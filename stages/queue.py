@@ -72,7 +72,8 @@ class Queue(JobStage):
                 except Transient as error:
                     log.warning("the lanes cannot be seen", reason=str(error))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_due.wait(), self.interval)
+                    async with asyncio.timeout(self.interval):
+                        await self._is_due.wait()
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job

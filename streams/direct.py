@@ -74,7 +74,8 @@ class _Batch:
         request = orjson.dumps({"batch": _BATCH, "seq": self.last + 1, "next_by_subj": subject})
         await link.send(f"$JS.API.DIRECT.GET.{stream}", request, reply=inbox)
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self._ended, _ANSWER_WAIT)
+            async with asyncio.timeout(_ANSWER_WAIT):
+                return await self._ended
         return "no answer"
 
     async def arrived(self, answer: Msg) -> None:

@@ -5,7 +5,8 @@ here must be harmless to repeat. First sends leave in the order of the calls. Du
 held, and afterwards sent in that same order, once the recovery hook has put back what the server may have lost.
 
 nats-py's own `request` and `flush` are not used: the first costs several times as much, and a cancelled or timed-out
-`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading.
+`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. Its `publish` swallows
+a cancellation that comes while it waits for room in its buffer; here it is raised after all.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class Link:
     async def send(self, subject: str, data: bytes, *, reply: str = "") -> None:
         """Send without waiting for anything; during an outage it may be sent afterwards or be lost."""
         with contextlib.suppress(*_NOT_SENT):
-            await self._client.publish(subject, data, reply=reply)
+            await self._publish(subject, data, reply)
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
         try:
@@ -241,14 +242,20 @@ class Link:
     async def _send(self, token: str, exchange: _Exchange) -> None:
         exchange.resend_at = self._loop.time() + _RESEND_AFTER
         try:
-            await self._client.publish(
-                exchange.subject, exchange.data, reply=self._inbox + token, headers=exchange.headers
-            )
+            await self._publish(exchange.subject, exchange.data, self._inbox + token, exchange.headers)
         except _NOT_SENT as error:
             exchange.trouble = str(error)
         except (Error, ValueError) as error:  # something in it that cannot be sent, ever
             if not exchange.answer.done():
                 exchange.answer.set_exception(error)
+
+    async def _publish(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None = None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        await self._client.publish(subject, data, reply=reply, headers=headers)
+        if task.cancelling() > before:
+            raise asyncio.CancelledError  # swallowed in there
 
     async def _answered(self, message: Msg) -> None:
         exchange = self._open.get(message.subject[len(self._inbox) :])

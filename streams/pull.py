@@ -248,7 +248,8 @@ class PullConsumer:
         silence = 2 * _HEARTBEAT
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), silence)
+                async with asyncio.timeout(silence):
+                    await self._lost.wait()
             if self._requested and self._link.connected and self._clock() - self._heard > silence:
                 log.warning("consumer %s of stream %s: heartbeats missing", self._spec.name, self._stream)
                 self._pause = 0.0

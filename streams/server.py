@@ -86,7 +86,8 @@ class EmbeddedServer:
             return
         self._process.terminate()
         try:
-            await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT)
+            async with asyncio.timeout(_STOP_TIMEOUT):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
@@ -110,7 +111,8 @@ class EmbeddedServer:
             except OSError as error:
                 raise StartupError(f"{self._binary} cannot be run: {error}") from error
         try:
-            self._port = await asyncio.wait_for(self._read_port(ports), _START_TIMEOUT)
+            async with asyncio.timeout(_START_TIMEOUT):
+                self._port = await self._read_port(ports)
         except TimeoutError:
             await self._end()
             raise self._failure(f"takes no connections after {_START_TIMEOUT:g} s") from None

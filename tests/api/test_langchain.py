@@ -38,6 +38,7 @@ class TestLangChain(ChatModelIntegrationTests):
             "model": "tools",
             "base_url": self.url,
             "api_key": "none",
+            "seed": 1,  # or else, once in many runs, the first token ends the answer
             "max_tokens": 1500,
             "stream_usage": True,
             "model_kwargs": {"parallel_tool_calls": False},  # by chance it would ask for several things at once

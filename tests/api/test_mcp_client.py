@@ -215,7 +215,8 @@ async def test_unused_connection_is_closed_and_made_anew() -> None:
         assert not server.left.is_set()
         server.go.set()
         assert await call == ToolResult("at last")
-        await asyncio.wait_for(server.left.wait(), 20)
+        async with asyncio.timeout(20):
+            await server.left.wait()
         assert await client.call("add", {"a": 1, "b": 1}) == ToolResult("2")
 
 
@@ -223,7 +224,8 @@ async def test_closing_ends_what_is_running(client: McpClient, server: McpServer
     call = asyncio.create_task(client.call("slow", {}))
     await server.started.wait()
     await client.close()
-    text, is_error = await asyncio.wait_for(call, 20)
+    async with asyncio.timeout(20):
+        text, is_error = await call
     assert is_error and "the connection broke" in text
 
 

@@ -375,7 +375,8 @@ async def test_closing_tells_who_waits(fake: tuple[InferenceEngine, Fake]) -> No
     assert await asyncio.to_thread(engine.close, 10)
     assert len(await holding) == 1
     with pytest.raises(GenerationFailed, match="stopped"):
-        await asyncio.wait_for(asking, 30)
+        async with asyncio.timeout(30):
+            await asking
 
 
 async def test_the_blocking_form_works_inside_a_loop(fake: tuple[InferenceEngine, Fake]) -> None:

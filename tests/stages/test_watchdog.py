@@ -23,7 +23,8 @@ async def test_a_worker_whose_engine_hangs_ends() -> None:
     asking = asyncio.create_task(pipeline.events({"model": MODEL, "prompt": "Hello!", "max_tokens": 5}))
     worker = pipeline._tasks[-3]
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(worker, 60)
+        async with asyncio.timeout(60):
+            await worker
     assert caught.group_contains(RuntimeError, match=r"no progress for 0\.3 s", depth=None)
     asking.cancel()
     released.set()
@@ -38,6 +39,7 @@ async def test_an_idle_engine_is_not_a_hanging_one() -> None:
     events = await pipeline.events({"model": MODEL, "prompt": "Hello!", "max_tokens": 5})
     worker = pipeline._tasks[-3]
     with pytest.raises(TimeoutError):  # many heartbeats later it still runs
-        await asyncio.wait_for(asyncio.shield(worker), 0.5)
+        async with asyncio.timeout(0.5):
+            await asyncio.shield(worker)
     assert events[-1].type == "done"
     await pipeline.stop()
