@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -21,7 +23,7 @@ from ..schemas.errors import InvalidRequest, ToolFailed, Transient
 from ..schemas.events import FINAL, Done, Event, Token
 from ..schemas.events import Item as Shown
 from ..schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
-from ..streams.response_log import Place, ResponseLog
+from ..streams.response_log import Claim, Place, ResponseLog
 from ..streams.topology import EVENTS
 from .contract import Pipe
 from .endings import Address
@@ -161,7 +163,7 @@ class Calls:
         self._toolbox = toolbox
         self._log = log
         self._owner = owner
-        self._making: set[Place] = set()
+        self._turns: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # while anybody is at the place
 
     async def make_all(self, begun: Begun, turn: int, items: Items, index: int, *, made: int = 0) -> Items:
         """The items of a turn with the calls that wait among them made, all at a time, and told in their order."""
@@ -199,31 +201,37 @@ class Calls:
 
     async def _make(self, place: Place, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
         """What the call at this place comes to, made now, or before by whoever claimed it."""
-        claim = await patiently(lambda: self._log.claim(place, self._owner))
-        while claim.result is None and not claim.is_new and self._is_made(place, claim.owner):
-            await asyncio.sleep(LOOK)
-            claim = await patiently(lambda: self._log.claim(place, self._owner))
-        if claim.result is not None:
-            return claim.result
-        if not claim.is_new and not tool.repeatable:
-            return await patiently(lambda: self._log.settle(place, claim, UNKNOWN))
-        self._making.add(place)
-        try:
-            result = await self._toolbox.call(source, tool, arguments)
-        except asyncio.CancelledError:
-            if not tool.repeatable:  # whoever comes next need not wait
-                with contextlib.suppress(Transient):
-                    await asyncio.shield(self._log.settle(place, claim, UNKNOWN))
-            raise
-        finally:
-            self._making.discard(place)
-        return await patiently(lambda: self._log.settle(place, claim, result))
+        # A delivery whose lease ran out comes again, perhaps while the call is still being made.
+        async with self._turns.setdefault(place, asyncio.Lock()):
+            claim = await self._claim(place, tool.repeatable)
+            if claim.result is not None:
+                return claim.result
+            try:
+                result = await self._toolbox.call(source, tool, arguments)
+            except asyncio.CancelledError:
+                if not tool.repeatable:  # whoever comes next need not wait
+                    with contextlib.suppress(Transient):
+                        await asyncio.shield(self._log.settle(place, claim, UNKNOWN))
+                raise
+            return await patiently(partial(self._log.settle, place, claim, result))
 
-    def _is_made(self, place: Place, owner: str) -> bool:
-        """Whether the copy that claimed a call is still at it, as far as one can see."""
-        if owner == self._owner:
-            return place in self._making
-        return any((card.stage, card.id) == ("tools", owner) for card in self._pipe.registry.stages)
+    async def _claim(self, place: Place, repeatable: bool) -> Claim:
+        """A claim of our own, or one with its result. What a copy that is gone has claimed is ours if repeatable."""
+        while True:
+            claim = await patiently(partial(self._log.claim, place, self._owner))
+            if claim.is_new or claim.result is not None:
+                return claim
+            if self._lives(claim.owner):
+                await asyncio.sleep(LOOK)
+            elif not repeatable:
+                return claim._replace(result=await patiently(partial(self._log.settle, place, claim, UNKNOWN)))
+            elif (ours := await patiently(partial(self._log.take_over, place, claim, self._owner))) is not None:
+                return ours
+
+    def _lives(self, owner: str) -> bool:
+        """Whether another copy is still there, as far as one can see, and so perhaps at its call."""
+        cards = self._pipe.registry.stages
+        return owner != self._owner and any((card.stage, card.id) == ("tools", owner) for card in cards)
 
 
 async def patiently(ask: Callable[[], Awaitable[Made]]) -> Made:

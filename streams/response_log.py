@@ -144,6 +144,11 @@ class ResponseLog:
                 first, *rest = orjson.loads(entry.value)
                 return Claim(first, False, ToolResult(*rest) if rest else None, entry.revision)
 
+    async def take_over(self, place: Place, claim: Claim, owner: str) -> Claim | None:
+        """Make a call whose owner is gone `owner`'s; None where somebody else was faster."""
+        revision = await self._ledger.update(place.key, orjson.dumps([owner]), claim.revision)
+        return None if revision is None else Claim(owner, True, None, revision)
+
     async def settle(self, place: Place, claim: Claim, result: ToolResult) -> ToolResult:
         """Keep the result of a claimed call; returns the one that stands, which is the first."""
         if await self._ledger.update(place.key, orjson.dumps([claim.owner, *result]), claim.revision) is not None:

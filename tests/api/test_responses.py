@@ -27,6 +27,7 @@ from penstock.schemas import codec
 from penstock.schemas.events import Accepted, Cancelled
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
 from penstock.schemas.params import GenerationParams
+from penstock.schemas.registry import StageCard
 from penstock.stages.calls import UNKNOWN, Calls
 from penstock.streams.port import Message
 from penstock.streams.response_log import Place, ResponseLog
@@ -588,21 +589,30 @@ def test_a_step_told_twice_is_taken_once(office: Office) -> None:
 def test_a_call_whose_process_died_is_made_again_only_where_that_is_harmless(
     office: Office, name: str, times: int
 ) -> None:
-    """Whoever claimed it is gone, and left no result."""
+    """Whoever claimed it is gone, and left no result; two copies come upon it, one of them twice."""
     arguments = {"a": 1, "b": 1} if name == "add" else {"name": "it"}
 
-    async def main() -> ToolResult:
-        log = await ResponseLog.of(office.broker)
+    async def main() -> list[ToolResult]:
+        registry, log = office.pipeline.pipe.registry, await ResponseLog.of(office.broker)
+        cards = [StageCard(stage="tools", id=f"t{copy}", pid=1) for copy in range(2)]
+        for card in cards:
+            await registry.announce_stage(card)
+        await registry.refresh()
         place = Place("default", name, 1, 0)
         await log.claim(place, "elsewhere 999999")
         source = Source(label="functions")
         found = next(one for one in await office.toolbox.tools(source) if one.tool == name)
-        calls = Calls(office.pipeline.pipe, office.toolbox, log, "t0")
-        return await calls._make(place, source, found, orjson.dumps(arguments).decode())
+        copies = [Calls(office.pipeline.pipe, office.toolbox, log, card.id) for card in cards]
+        given = orjson.dumps(arguments).decode()
+        results = await asyncio.gather(*(copy._make(place, source, found, given) for copy in copies + copies[:1]))
+        for card in cards:
+            await registry.withdraw(card)
+        return results
 
-    result = office.run(main())
+    results = office.run(main())
     assert len(office.done) == times
-    assert (result == UNKNOWN) is (times == 0)
+    assert results == results[:1] * 3
+    assert (results[0] == UNKNOWN) is (times == 0)
 
 
 def test_without_the_stage_nothing_is_begun(office: Office) -> None:
