@@ -46,6 +46,10 @@ def bench_engine(
     prompt: Annotated[str, Option(help="Tokens of a prompt to be prefilled: one measurement each.")] = "512",
     context: Annotated[int, Option(min=1, help="Tokens of a row's prompt before decoding is measured.")] = 128,
     steps: Annotated[int, Option(min=1, help="Decoding steps of a round.")] = 32,
+    temperature: Annotated[float, Option(min=0, max=2, help="By which tokens are drawn; 0 takes the best.")] = 0.0,
+    top_p: Annotated[
+        float, Option(min=0, max=1, help="The share of the distribution that tokens are drawn from.")
+    ] = 1.0,
     rounds: Annotated[int, Option(min=1, help="Of each measurement, in turn; the table has medians.")] = 3,
     json: bench_report.Json = None,
 ) -> None:
@@ -67,7 +71,9 @@ def bench_engine(
     with loading_bar(f"loading {config.model}") as loading:
         backend = load_backend(config, loading)
     with closing(backend), bench_report.bars() as bars:
-        bench = Bench(backend, config, lengths, max(batches), context, steps)
+        longest = backend.info.context_length
+        params = GenerationParams(max_tokens=longest, temperature=temperature, top_p=top_p, ignore_eos=True)
+        bench = Bench(backend, config, lengths, max(batches), context, steps, params)
         works = {f"prefill {length}": partial(bench.prefill, length) for length in lengths}
         works |= {f"decode {size}": partial(bench.decode, size) for size in batches}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in works}
@@ -79,7 +85,9 @@ def bench_engine(
     medians = {name: {key: median(one[key] for one in each) for key in each[0]} for name, each in found.items()}
     title = f"{config.model}, {config.backend}, {config.quantization or config.dtype}, {bench.threads} threads"
     title += f"; {steps} steps after {context} tokens, medians of {rounds} rounds"
+    title += f"; temperature {temperature:g}, top_p {top_p:g}" if temperature else ""
     options = {"batch": batches, "prompt": lengths, "context": context, "steps": steps, "rounds": rounds}
+    options |= {"temperature": temperature, "top_p": top_p}
     options |= {"engine": config.model_dump()}
     details = {"threads": bench.threads, "limits": bench.limits, "medians": medians, "rounds": found}
     bench_report.publish(json, "engine", options, details, title, _table(medians, bench.limits))
@@ -89,15 +97,26 @@ class Bench:
     """Measures one backend, and the machine's limits where the backend counts its bytes and operations."""
 
     def __init__(
-        self, backend: Backend, config: EngineConfig, lengths: list[int], batch: int, context: int, steps: int
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        lengths: list[int],
+        batch: int,
+        context: int,
+        steps: int,
+        params: GenerationParams,
     ) -> None:
-        """Runs all lengths and the largest batch unmeasured. Raises `StartupError` for what does not fit."""
+        """`params` are every row's. Runs all lengths and the largest batch unmeasured.
+
+        Raises `StartupError` for what does not fit.
+        """
         import torch  # only now: whoever looks at `--help` need not wait for it
 
         from ..engine.loading import resolve_device
         from . import bench_limits
 
         self._backend, self._context, self._steps, self._random = backend, context, steps, Random(0)
+        self._params = params
         room = backend.info.context_length
         for option, need in ("--prompt", max(lengths) + 1), ("--context and --steps", context + steps + 1):
             if need > room:
@@ -162,10 +181,9 @@ class Bench:
     def _rows(self, count: int, length: int) -> list[Sequence]:
         """So many rows that all decode, those ready first some tokens ahead."""
         backend, info, tokenizer, rows = self._backend, self._backend.info, self._backend.tokenizer, []
-        params = GenerationParams(max_tokens=info.context_length, temperature=0.0, ignore_eos=True)
         for _ in range(count):
             prompt = self._random.choices(range(min(info.vocabulary_size, tokenizer.vocabulary_size)), k=length)
-            rows.append(Sequence(EngineRequest("bench", tuple(prompt), params, seed=0), 0, tokenizer, info))
+            rows.append(Sequence(EngineRequest("bench", tuple(prompt), self._params, seed=0), 0, tokenizer, info))
             backend.add(rows[-1])
         while (ready := sum(bool(row.tokens) for row in rows)) < count:
             running = backend.num_running

@@ -1,4 +1,4 @@
-"""`kernels.c`, compiled for this machine at the first use and kept: what it offers, or None where it cannot be had.
+"""`kernels.c` and `drawing.c`, compiled for this machine at the first use and kept; None where that cannot be.
 
 The compiled code computes with the threads that torch has: its OpenMP must be the library that torch loaded.
 """
@@ -12,9 +12,11 @@ import os
 import re
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ BLOCK = 64
 
 PLAIN, INT8, INT4 = range(3)
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "drawing.c"))
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _NEEDED = {"avx512_bf16", "avx512vbmi", "avx512vl", "avx512bw"}
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -61,6 +63,17 @@ class Product(ctypes.Structure):
         return product
 
 
+class Wish(NamedTuple):
+    """How to draw from a row, by its number; a `top_k` of 0 is none; `place` on the distribution is below 1."""
+
+    row: int
+    temperature: float
+    min_p: float
+    top_k: int
+    top_p: float
+    place: float
+
+
 class Kernels:
     """The loaded library. Numbers are bfloat16 or float32; rows MOST_ROWS at the most."""
 
@@ -69,7 +82,10 @@ class Kernels:
         library.step.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER]
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT]
         library.expand.argtypes = [_POINTER, _POINTER, _INT, _INT]
-        library.step.restype, library.multiply_rows.restype, library.expand.restype = _INT, None, None
+        library.draw.argtypes = [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT]
+        library.step.restype, library.multiply_rows.restype = _INT, None
+        library.expand.restype, library.draw.restype = None, None
+        self._room = torch.empty(0)
 
     def multiply(self, product: Product, x: Tensor) -> Tensor:
         """[T, I] → [T, O]"""
@@ -81,6 +97,17 @@ class Kernels:
     def expand(self, product: Product, packed: Tensor, dtype: torch.dtype) -> None:
         """Fill oneDNN's weight `packed` of the same shape with the numbers, int8 without their scales."""
         self.library.expand(ctypes.byref(product), span(packed)[0], dtype == torch.bfloat16, torch.get_num_threads())
+
+    def draw(self, logits: Tensor, wishes: Sequence[Wish]) -> list[int]:
+        """A token for each wish from logits, float32 [R, V]; -1 where they allow none, or are not numbers."""
+        (_, width), threads = logits.shape, torch.get_num_threads()
+        room = 2 * threads * -(-width // BLOCK) * BLOCK
+        if len(self._room) < room:
+            self._room = torch.empty(room)
+        asked, tokens = array("d", chain.from_iterable(wishes)), array("q", bytes(8 * len(wishes)))
+        places = asked.buffer_info()[0], len(wishes), self._room.data_ptr(), tokens.buffer_info()[0]
+        self.library.draw(logits.contiguous().data_ptr(), width, *places, threads)
+        return tokens.tolist()
 
     def agree(self, product: Product, packed: Tensor, dtype: torch.dtype, other: Callable[[Tensor], Tensor]) -> bool:
         """Whether `packed` has the room of the layout that we know, and `other`, which multiplies by it, says the same.
@@ -133,7 +160,8 @@ def _cache() -> Path:
 def _load(compiler: str, cache: Path, flags: str) -> ctypes.CDLL:
     version = _run([compiler, "--version"])
     parts = (version, flags, *_FLAGS, torch.__version__)
-    name = hashlib.sha256(_SOURCE.read_bytes() + "\n".join(parts).encode()).hexdigest()[:16]
+    sources = b"".join(source.read_bytes() for source in _SOURCES)
+    name = hashlib.sha256(sources + "\n".join(parts).encode()).hexdigest()[:16]
     path = cache / f"kernels-{name}.so"
     if not _is_whole(path):
         _compile(compiler, path)
@@ -149,7 +177,7 @@ def _compile(compiler: str, path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
-        _run([compiler, *_FLAGS, "-o", str(built), str(_SOURCE), "-lm"])
+        _run([compiler, *_FLAGS, "-o", str(built), *(str(one) for one in _SOURCES if one.suffix == ".c"), "-lm"])
         with built.open("ab") as file:  # loaders ignore what follows
             file.write(hashlib.sha256(built.read_bytes()).digest())
         built.replace(path)

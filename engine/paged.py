@@ -80,7 +80,7 @@ class PagedBackend:
         device = resolve_device(config.device)
         if config.enable_cuda_graph and device.type != "cuda":
             raise ConfigurationError([f"enable_cuda_graph: there are no CUDA graphs on {device}; leave it out"])
-        kernels = load_kernels() if config.compile_kernels and device.type == "cpu" else None
+        self._kernels = kernels = load_kernels() if config.compile_kernels and device.type == "cpu" else None
         make_linear = linear_maker(config.quantization, device, kernels)
         directory = resolve_model(config.model)
         info = read_model_info(directory, config.model, config.max_sequence_length)
@@ -247,7 +247,7 @@ class PagedBackend:
         chosen = before.chosen.tokens if before and before.rows else None
         logits, sampled, best = self._runner.forward(segments, chosen)
         rows = [scheduled[index].row for index in sampled]
-        return _Unread(rows, choose(logits, [row.sequence for row in rows], best))
+        return _Unread(rows, choose(logits, [row.sequence for row in rows], self._kernels, best))
 
     def _commit(self, scheduled: list[Scheduled], now: _Unread) -> None:
         self._scheduler.commit(scheduled)

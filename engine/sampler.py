@@ -28,6 +28,7 @@ from torch import Tensor
 from ..schemas.errors import GenerationFailed
 from ..schemas.params import MAX_TOP_LOGPROBS, GenerationParams
 from .grammar import Matcher
+from .kernels import Kernels, Wish
 from .sequence import ChosenLogprob, Sequence
 from .transfer import Download, upload
 
@@ -35,6 +36,7 @@ _BLOCK = 64  # columns that are summed, or looked at, as one
 _BITS = torch.arange(1 << 16)[:, None] >> torch.arange(16) & 1  # of every half word of a mask
 _ADDENDS = torch.where(_BITS == 1, 0.0, -torch.inf)
 _FEW = 16  # rows whose best numpy finds sooner: 0.11 ms for bfloat16 [1, 151936] after a step, and as below 0.40
+_COLDEST = 1e-30  # a lower temperature would overflow, and this is greedy long before
 _PREFIX = 256  # tokens among which a nucleus is looked for before all are sorted (to ask a GPU would cost more)
 
 
@@ -91,24 +93,30 @@ def _result(token: int, logprob: ChosenLogprob | None) -> Sampled | GenerationFa
     return GenerationFailed("no token can be chosen: everything is forbidden, or the model's logits are not numbers")
 
 
-def sample(logits: Tensor, rows: Rows[Sequence]) -> list[Sampled | GenerationFailed]:
+def sample(logits: Tensor, rows: Rows[Sequence], kernels: Kernels | None = None) -> list[Sampled | GenerationFailed]:
     """`choose`, and read it at once."""
-    return choose(logits, rows).read()
+    return choose(logits, rows, kernels).read()
 
 
-def choose(logits: Tensor, rows: Rows[Sequence], best: Rows[int] | None = None) -> Chosen | Known:
+def choose(
+    logits: Tensor, rows: Rows[Sequence], kernels: Kernels | None = None, best: Rows[int] | None = None
+) -> Chosen | Known:
     """Choose each row's token at `index`, waiting for no device. `logits` is [B, V] in any floating type and stays.
 
-    `best` [B], where somebody knows them, are what `_argmax` would find.
+    `kernels` draw faster, from logits on a CPU. `best` [B], where they know them, are what `_argmax` would find.
     """
-    if best is not None and not any(_asks_more(sequence) for sequence in rows):
-        return Known(best)
+    if kernels is not None and best is not None and not any(_asks_more(sequence) for sequence in rows):
+        known = list(best)
+        drawn = [row for row, sequence in enumerate(rows) if sequence.request.params.temperature]
+        for row, token in zip(drawn, kernels.draw(logits, _wishes(rows, drawn)) if drawn else (), strict=True):
+            known[row] = token
+        return Known(known)
     logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
     kinds = [2 if sequence.request.params.temperature else int(_is_edited(sequence)) for sequence in rows]
     plain, edited, drawn = ([row for row, kind in enumerate(kinds) if kind == one] for one in range(3))
     parts = [_argmax(logits if len(plain) == len(rows) else logits[_put(plain, logits)])] if plain else []
     parts += [_argmax(_scores(logits, edited, rows), _BLOCK)] if edited else []
-    parts += [_draw(_scores(logits, drawn, rows), [rows[row] for row in drawn])] if drawn else []
+    parts += [_draw(_scores(logits, drawn, rows), [rows[row] for row in drawn], kernels)] if drawn else []
     if len(parts) == 1:
         tokens = parts[0]
     else:
@@ -118,9 +126,8 @@ def choose(logits: Tensor, rows: Rows[Sequence], best: Rows[int] | None = None) 
 
 
 def _asks_more(sequence: Sequence) -> bool:
-    """Than the token with the largest logit."""
-    p = sequence.request.params
-    return bool(p.temperature or p.logprobs is not None or _is_edited(sequence))
+    """Than the token with the largest logit, or one drawn by the logits as they are."""
+    return sequence.request.params.logprobs is not None or _is_edited(sequence)
 
 
 def needs_tokens(sequence: Sequence) -> bool:
@@ -211,11 +218,23 @@ def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
         fit[_put([*matchers], fit)] += addends
 
 
-def _draw(scores: Tensor, rows: Rows[Sequence]) -> Tensor:
+def _wishes(rows: Rows[Sequence], places: Rows[int]) -> list[Wish]:
+    """Of the rows at these places, each from the row of logits with its place."""
+    wishes = []
+    for place in places:
+        s, p = rows[place], rows[place].request.params
+        at = uniform(s.request.seed, s.choice, s.index)
+        wishes.append(Wish(place, max(p.temperature, _COLDEST), p.min_p, p.top_k or 0, p.top_p, at))
+    return wishes
+
+
+def _draw(scores: Tensor, rows: Rows[Sequence], kernels: Kernels | None = None) -> Tensor:
     """Draw one token a row after temperature, min_p, top-k and top-p, [R, W] → [R]; -1 where there is none."""
+    if kernels is not None and scores.device.type == "cpu":
+        return torch.tensor(kernels.draw(scores, _wishes(rows, range(len(rows)))))
     params = [sequence.request.params for sequence in rows]
-    if any(p.temperature != 1 for p in params):  # less than 1e-30 would overflow, and is greedy long before
-        scores.div_(_put([max(p.temperature, 1e-30) for p in params], scores, scores.dtype)[:, None])
+    if any(p.temperature != 1 for p in params):
+        scores.div_(_put([max(p.temperature, _COLDEST) for p in params], scores, scores.dtype)[:, None])
     weights = torch.softmax(scores, -1, out=scores)  # in place: fresh memory costs as much as the sums
     cut = [row for row, p in enumerate(params) if p.min_p or p.top_k or p.top_p < 1]
     if len(cut) == len(rows):

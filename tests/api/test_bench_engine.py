@@ -14,6 +14,9 @@ from typer.testing import CliRunner, Result
 
 from penstock.api import bench_engine
 from penstock.api.cli import app
+from penstock.engine import paged
+from penstock.engine.sampler import choose
+from penstock.engine.sequence import Sequence
 
 FEW = ("--batch=2,1", "--prompt=700,40", "--context=20", "--steps=5", "--rounds=2")
 
@@ -106,6 +109,19 @@ def test_it_computes_with_the_threads_of_a_worker(tiny_model: Path) -> None:
     few = ("--batch=1", "--prompt=8", "--context=16", "--steps=1", "--rounds=1", "--json=-")
     assert report(bench(tiny_model, *few))["threads"] == 1  # the model is small
     assert report(bench(tiny_model, *few, "--threads=2"))["threads"] == 2
+
+
+def test_tokens_are_drawn_as_asked(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[float, float]] = set()
+
+    def spied(logits: Any, rows: list[Sequence], *more: Any) -> Any:
+        asked.update((row.request.params.temperature, row.request.params.top_p) for row in rows)
+        return choose(logits, rows, *more)
+
+    monkeypatch.setattr(paged, "choose", spied)
+    few = ("--batch=1", "--prompt=8", "--context=16", "--steps=1", "--rounds=1")
+    assert "temperature 0.7, top_p 0.9" in bench(tiny_model, *few, "--temperature=0.7", "--top-p=0.9").stdout
+    assert asked == {(0.7, 0.9)}
 
 
 def test_a_quantized_model_reads_less(tiny_model: Path) -> None:

@@ -272,7 +272,7 @@ class TestCompiling:
     def test_without_the_source(
         self, fail: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("penstock.engine.kernels._SOURCE", tmp_path / "kernels.c")
+        monkeypatch.setattr("penstock.engine.kernels._SOURCES", (tmp_path / "kernels.c",))
         line = fail("cc", tmp_path)
         assert f"{tmp_path}/kernels.c is not there; install Penstock again" in line and "compiler" not in line
 

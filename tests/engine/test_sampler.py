@@ -12,13 +12,23 @@ from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.byte_tokenizer import ByteTokenizer
-from penstock.engine.sampler import Sampled, sample, uniform
+from penstock.engine.kernels import Kernels, Wish, load_kernels
+from penstock.engine.sampler import Sampled, _invert, choose, sample, uniform
 from penstock.engine.sequence import Sequence
 from penstock.schemas.errors import GenerationFailed
 
 TOKENIZER = ByteTokenizer()
 INFO = ModelInfo("bytes", "Echo", context_length=4096, vocabulary_size=259, eos_token_ids=(256,))
 V = 40
+
+
+@pytest.fixture(scope="module", params=["torch", "compiled"])
+def kernels(request: pytest.FixtureRequest) -> Kernels | None:
+    """Both ways to draw."""
+    found = load_kernels() if request.param == "compiled" else None
+    if request.param == "compiled" and found is None:
+        pytest.skip("the kernels need AVX512-BF16")
+    return found
 
 
 def row(params: GenerationParams, seed: int = 0, index: int = 0) -> Sequence:
@@ -69,32 +79,34 @@ PARAMS = st.builds(
 # Derandomised: the reference computes in double precision, and could differ by chance once in a million draws.
 @settings(derandomize=True)
 @given(rows=st.lists(PARAMS, min_size=1, max_size=6), seed=st.integers(0, 10_000))
-def test_every_row_equals_the_naive_reference_whatever_its_mates(rows: list[GenerationParams], seed: int) -> None:
+def test_every_row_equals_the_naive_reference_whatever_its_mates(
+    kernels: Kernels | None, rows: list[GenerationParams], seed: int
+) -> None:
     logits = random_logits(seed, len(rows))
     sequences = [row(params, seed + place, place) for place, params in enumerate(rows)]
     expected = [
         naive(logits[place].tolist(), params, uniform(seed + place, 0, place)) for place, params in enumerate(rows)
     ]
-    assert tokens_of(sample(logits, sequences)) == expected
+    assert tokens_of(sample(logits, sequences, kernels)) == expected
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(kernels: Kernels | None) -> None:
     logits = random_logits(4, 1)
     count = 4000
     sequences = [row(GenerationParams(), seed) for seed in range(count)]
-    drawn = torch.tensor(tokens_of(sample(logits.expand(count, -1), sequences)))
+    drawn = torch.tensor(tokens_of(sample(logits.expand(count, -1), sequences, kernels)))
     expected = logits[0].softmax(-1)
     observed = torch.bincount(drawn, minlength=V) / count
     deviation = (expected * (1 - expected) / count).sqrt()
     assert ((observed - expected).abs() <= 4 * deviation + 1 / count).all()
 
 
-def test_the_nucleus_ends_as_soon_as_it_holds_enough() -> None:
+@pytest.mark.parametrize(("top_p", "nucleus"), [(0.5, {3}), (0.6, {3, 8}), (1.0, {3, 8})])
+def test_the_nucleus_ends_as_soon_as_it_holds_enough(kernels: Kernels | None, top_p: float, nucleus: set[int]) -> None:
     logits = torch.full((50, V), -torch.inf)
     logits[:, [3, 8]] = 0.0
-    drawn = tokens_of(sample(logits, [row(GenerationParams(top_p=0.5), seed) for seed in range(50)]))
-    assert set(drawn) == {3}
-    assert set(tokens_of(sample(logits, [row(GenerationParams(), seed) for seed in range(50)]))) == {3, 8}
+    sequences = [row(GenerationParams(top_p=top_p), seed) for seed in range(50)]
+    assert set(tokens_of(sample(logits, sequences, kernels))) == nucleus
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), choice=st.integers(0, 2**40), index=st.integers(0, 2**40))
@@ -111,33 +123,36 @@ def test_draws_leave_torchs_generator_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_the_logits_are_not_changed() -> None:
+@pytest.mark.parametrize("params", [GenerationParams(logit_bias={3: 5.0}, presence_penalty=1.0), GenerationParams()])
+def test_the_logits_are_not_changed(kernels: Kernels | None, params: GenerationParams) -> None:
     logits = random_logits(1, 1)
     before = logits.clone()
-    sample(logits, [row(GenerationParams(logit_bias={3: 5.0}, presence_penalty=1.0), index=3)])
+    sample(logits, [row(params, index=3)], kernels)
     assert torch.equal(before, logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf"), float("inf")])
-def test_a_row_without_a_possible_token_fails_alone(temperature: float, broken: float) -> None:
+def test_a_row_without_a_possible_token_fails_alone(kernels: Kernels | None, temperature: float, broken: float) -> None:
     logits = random_logits(2, 3)
     params = GenerationParams(temperature=temperature, top_p=0.9)
-    healthy = tokens_of(sample(logits, [row(params) for _ in range(3)]))
+    healthy = tokens_of(sample(logits, [row(params) for _ in range(3)], kernels))
     logits[1] = broken
-    first, middle, last = sample(logits, [row(params) for _ in range(3)])
+    first, middle, last = sample(logits, [row(params) for _ in range(3)], kernels)
     assert isinstance(middle, GenerationFailed)
     assert tokens_of([first, last]) == [healthy[0], healthy[2]]
 
 
-def test_the_last_token_is_drawn_at_the_very_end_of_the_distribution() -> None:
-    from penstock.engine.sampler import _invert
-
+def test_the_first_and_the_last_token_are_drawn_at_the_very_ends(kernels: Kernels | None) -> None:
     probabilities = torch.zeros(2, 192)
     probabilities[0, [0, 70, 90]] = torch.tensor([0.1, 0.2, 0.7])
     probabilities[1, [130, 131]] = 0.5
-    assert _invert(probabilities, [1 - 2**-53, 0.0]).tolist() == [90, 130]
-    assert _invert(probabilities, [0.0, 1 - 2**-53]).tolist() == [0, 131]
+    for ends, expected in (((1 - 2**-53, 0.0), [90, 130]), ((0.0, 1 - 2**-53), [0, 131])):
+        if kernels is None:
+            assert _invert(probabilities, [*ends]).tolist() == expected
+        else:
+            wishes = [Wish(row, 1.0, 0.0, 0, 1.0, place) for row, place in enumerate(ends)]
+            assert kernels.draw(probabilities.log(), wishes) == expected
 
 
 # What follows uses vocabularies above 16,384, where draws and nuclei are looked for in parts of the row.
@@ -178,14 +193,14 @@ def wide_logits(seed: int, rows: int, dtype: torch.dtype, width: int = WIDE, spr
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_a_row_gives_the_same_bits_alone_and_in_any_batch(
-    rows: list[GenerationParams], seed: int, width: int, dtype: torch.dtype
+    kernels: Kernels | None, rows: list[GenerationParams], seed: int, width: int, dtype: torch.dtype
 ) -> None:
     logits = wide_logits(seed, len(rows), dtype, width)
     sequences = [wide_row(params, seed + place, 7 * place, width) for place, params in enumerate(rows)]
-    together = sample(logits, sequences)
-    alone = [result for place in range(len(rows)) for result in sample(logits[place : place + 1], [sequences[place]])]
-    assert together == alone
-    assert sample(logits.flip(0), sequences[::-1]) == together[::-1]
+    together = sample(logits, sequences, kernels)
+    alone = [sample(logits[place : place + 1], [sequence], kernels) for place, sequence in enumerate(sequences)]
+    assert [[result] for result in together] == alone
+    assert sample(logits.flip(0), sequences[::-1], kernels) == together[::-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -200,12 +215,12 @@ def test_greedy_takes_the_first_of_equals(dtype: torch.dtype, width: int) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [777, WIDE, 151_936])
-def test_a_draw_inverts_the_exact_distribution(dtype: torch.dtype, width: int) -> None:
+def test_a_draw_inverts_the_exact_distribution(kernels: Kernels | None, dtype: torch.dtype, width: int) -> None:
     logits = wide_logits(5, 4, dtype, width, spread=2)
     cumulative = (logits.double() / 1.3).softmax(-1).cumsum(-1)
     for seed in range(40):
         sequences = [row(GenerationParams(temperature=1.3), seed, place) for place in range(4)]
-        for place, token in enumerate(tokens_of(sample(logits, sequences))):
+        for place, token in enumerate(tokens_of(sample(logits, sequences, kernels))):
             at = uniform(seed, 0, place)
             below = 0.0 if token == 0 else cumulative[place, token - 1].item()
             assert below - 1e-5 <= at <= cumulative[place, token].item() + 1e-5
@@ -235,6 +250,35 @@ def test_what_is_kept_is_the_same_by_prefix_and_by_a_full_sort(
     assert _truncate(weights, [params])[0].nonzero()[:, 0].tolist() == sorted(order[kept].tolist())
 
 
+@settings(derandomize=True, deadline=None)
+@given(
+    params=st.builds(
+        GenerationParams,
+        temperature=st.sampled_from([0.7, 1.0, 2.0]),
+        top_p=st.sampled_from([0.05, 0.5, 0.9, 0.9999, 1.0]),
+        top_k=st.sampled_from([None, 1, 5, 300, 10_000]),
+        min_p=st.sampled_from([0.0, 0.001, 0.2, 1.0]),
+    ),
+    spread=st.sampled_from([0.5, 3.0, 6.0]),
+    width=st.sampled_from([63, 129, 16_385]),
+    seed=st.integers(0, 1000),
+)
+def test_a_draw_inverts_what_is_left_of_the_distribution(
+    kernels: Kernels | None, params: GenerationParams, spread: float, width: int, seed: int
+) -> None:
+    logits = wide_logits(seed, 1, torch.float32, width, spread)
+    weights = (logits[0].double() / params.temperature).softmax(-1)
+    ordered, order = weights.sort(descending=True, stable=True)
+    kept = (ordered >= ordered[min(params.top_k or width, width) - 1]) & (ordered >= ordered[0] * params.min_p)
+    kept &= ordered.cumsum(0) - ordered < params.top_p * ordered[kept].sum()
+    left = torch.zeros_like(weights).index_put_((order[kept],), ordered[kept])
+    sums = (left / left.sum()).cumsum(0)
+    (token,) = tokens_of(sample(logits, [row(params, seed)], kernels))
+    around = 1e-6 + ordered[kept][-1] / left.sum()  # at the edge of the nucleus rounding decides about one token
+    assert sums[token] - left[token] / left.sum() - around <= uniform(seed, 0, 0) <= sums[token] + around
+    assert left[token] > 0 or weights[token] >= ordered[kept][-1] * (1 - 1e-4)
+
+
 @settings(deadline=None, max_examples=60)
 @given(rows=st.lists(ANY, min_size=1, max_size=5), seed=st.integers(0, 10_000), width=st.sampled_from([40, 300, WIDE]))
 def test_edits_equal_a_naive_reference(rows: list[GenerationParams], seed: int, width: int) -> None:
@@ -260,7 +304,7 @@ def test_edits_equal_a_naive_reference(rows: list[GenerationParams], seed: int, 
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf"), float("inf")])
-def test_a_broken_row_fails_alone_in_a_mixed_batch(broken: float) -> None:
+def test_a_broken_row_fails_alone_in_a_mixed_batch(kernels: Kernels | None, broken: float) -> None:
     kinds = [
         GenerationParams(temperature=0),
         GenerationParams(temperature=0, presence_penalty=1.0, logprobs=2),
@@ -270,13 +314,25 @@ def test_a_broken_row_fails_alone_in_a_mixed_batch(broken: float) -> None:
     ]
     logits = wide_logits(3, 5, torch.bfloat16)
     sequences = [wide_row(params, place, 5) for place, params in enumerate(kinds)]
-    healthy = sample(logits, sequences)
+    healthy = sample(logits, sequences, kernels)
     for place in range(5):
         damaged = logits.clone()
         damaged[place, slice(None) if broken == -math.inf else 9_000] = broken  # but for -inf, one is enough
-        results = sample(damaged, sequences)
+        results = sample(damaged, sequences, kernels)
         assert isinstance(results[place], GenerationFailed)
         assert results[:place] + results[place + 1 :] == healthy[:place] + healthy[place + 1 :]
+
+
+def test_known_maxima_change_nothing(kernels: Kernels | None) -> None:
+    logits = wide_logits(6, 6, torch.float32)
+    kinds = [GenerationParams(temperature=0), GenerationParams(), GenerationParams(top_p=0.5)]
+    for more in ([], [GenerationParams(logprobs=1)], [GenerationParams(temperature=0, presence_penalty=1.0)]):
+        sequences = [wide_row(params, place, 5) for place, params in enumerate([*kinds, *more])]
+        best = logits[: len(sequences)].argmax(-1).tolist()
+        told = choose(logits[: len(sequences)], sequences, kernels, best)
+        expected = sample(logits[: len(sequences)], sequences)
+        assert told.read() == expected
+        assert told.tokens.tolist() == tokens_of(expected)
 
 
 def test_which_equals_are_reported_does_not_depend_on_what_mates_ask_for() -> None:

@@ -1,0 +1,38 @@
+/* 16 numbers at a time: for x86 with AVX512-BF16. Where `half` is set, numbers in memory are bfloat16, else float32. */
+
+#pragma once
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { BLOCK = 64 }; /* numbers that are worked on together */
+
+INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
+
+INLINE __m512 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+
+/* Up to 16 numbers from place i on. */
+INLINE __m512 load(const void *from, int64_t i, __mmask16 mask, int half) {
+    return half ? widen(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)from + i))
+                : _mm512_maskz_loadu_ps(mask, (const float *)from + i);
+}
+
+INLINE void store(void *to, int64_t i, __m512 v, __mmask16 mask, int half) {
+    if (half) _mm256_mask_storeu_epi16((uint16_t *)to + i, mask, (__m256i)_mm512_cvtneps_pbh(v));
+    else _mm512_mask_storeu_ps((float *)to + i, mask, v);
+}
+
+/* e^x within 2 units of the last place: 2^n times a polynomial on |r| <= ln 2 / 2. Not-a-number stays so. */
+INLINE __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(89), x));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    const float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f, 1, 1};
+    for (int i = 0; i < 7; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
+    return _mm512_scalef_ps(p, n);
+}
