@@ -48,7 +48,7 @@ def bench_engine(
     steps: Annotated[int, Option(min=1, help="Decoding steps of a round.")] = 32,
     temperature: Annotated[float, Option(min=0, max=2, help="By which tokens are drawn; 0 takes the best.")] = 0.0,
     top_p: Annotated[
-        float, Option(min=0, max=1, help="The share of the distribution that tokens are drawn from.")
+        float, Option(min=0.01, max=1, help="The share of the distribution that tokens are drawn from.")
     ] = 1.0,
     rounds: Annotated[int, Option(min=1, help="Of each measurement, in turn; the table has medians.")] = 3,
     json: bench_report.Json = None,
