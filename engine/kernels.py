@@ -99,14 +99,14 @@ class Kernels:
         self.library.expand(ctypes.byref(product), span(packed)[0], dtype == torch.bfloat16, torch.get_num_threads())
 
     def draw(self, logits: Tensor, wishes: Sequence[Wish]) -> list[int]:
-        """A token for each wish from logits, float32 [R, V]; -1 where they allow none, or are not numbers."""
-        (_, width), threads = logits.shape, torch.get_num_threads()
+        """A token for each wish from logits [R, V]; -1 where they allow none, or are not numbers."""
+        logits, width, threads = logits.float().contiguous(), logits.shape[-1], torch.get_num_threads()
         room = 2 * threads * -(-width // BLOCK) * BLOCK
         if len(self._room) < room:
             self._room = torch.empty(room)
         asked, tokens = array("d", chain.from_iterable(wishes)), array("q", bytes(8 * len(wishes)))
         places = asked.buffer_info()[0], len(wishes), self._room.data_ptr(), tokens.buffer_info()[0]
-        self.library.draw(logits.contiguous().data_ptr(), width, *places, threads)
+        self.library.draw(logits.data_ptr(), width, *places, threads)
         return tokens.tolist()
 
     def agree(self, product: Product, packed: Tensor, dtype: torch.dtype, other: Callable[[Tensor], Tensor]) -> bool:
