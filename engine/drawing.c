@@ -126,7 +126,7 @@ static int64_t draw_one(const float *logits, int64_t V, const Draw *d, float *we
     Field field = {weights, width, room};
     const Mass all = mass(&field, 0);
     if (all.count < width) return -1;
-    float edge = d->min_p; /* the largest weight is 1 */
+    float edge = d->min_p > 0 ? d->min_p : 0; /* the largest weight is 1; -0 has other bits than 0 */
     if (d->top_k > 0 && d->top_k < V) edge = fmaxf(edge, bound_of(&field, 0, d->top_k, 0));
     int64_t equals = INT64_MAX;
     if (d->top_p < 1) {

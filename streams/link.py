@@ -5,8 +5,8 @@ here must be harmless to repeat. First sends leave in the order of the calls. Du
 held, and afterwards sent in that same order, once the recovery hook has put back what the server may have lost.
 
 nats-py's own `request` and `flush` are not used: the first costs several times as much, and a cancelled or timed-out
-`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. Its `publish` swallows
-a cancellation that comes while it waits for room in its buffer; here it is raised after all.
+`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. Its `publish` and
+`subscribe` swallow a cancellation that comes while they wait for room in its buffer; here it is raised after all.
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ class Link:
             await self._publish(subject, data, reply)
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
+        before = _cancellations()
         try:
             # No limit, beyond which nats-py drops: callbacks do not wait, so no more piles up than one read brings.
             subscription = await self._client.subscribe(
@@ -202,6 +203,9 @@ class Link:
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BrokerUnavailable(f"the connection to {self.address} is closed") from error
         self._subscriptions.add(subscription)
+        if _cancellations() > before:
+            await self.unsubscribe(subscription)
+            raise asyncio.CancelledError
         return subscription
 
     async def unsubscribe(self, subscription: Subscription, *, drain: bool = False) -> None:
@@ -250,12 +254,10 @@ class Link:
                 exchange.answer.set_exception(error)
 
     async def _publish(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None = None) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        before = task.cancelling()
+        before = _cancellations()
         await self._client.publish(subject, data, reply=reply, headers=headers)
-        if task.cancelling() > before:
-            raise asyncio.CancelledError  # swallowed in there
+        if _cancellations() > before:
+            raise asyncio.CancelledError
 
     async def _answered(self, message: Msg) -> None:
         exchange = self._open.get(message.subject[len(self._inbox) :])
@@ -332,6 +334,12 @@ class Link:
             log.log(logging.WARNING if self.connected else logging.DEBUG, "NATS at %s: %r", self.address, error)
         else:
             log.error("a callback for NATS at %s failed", self.address, exc_info=error)
+
+
+def _cancellations() -> int:
+    """How often this task was told to end."""
+    task = asyncio.current_task()
+    return task.cancelling() if task else 0
 
 
 def status(headers: Mapping[str, str] | None) -> str | None:

@@ -151,9 +151,11 @@ class ResponseLog:
 
     async def settle(self, place: Place, claim: Claim, result: ToolResult) -> ToolResult:
         """Keep the result of a claimed call; returns the one that stands, which is the first."""
-        if await self._ledger.update(place.key, orjson.dumps([claim.owner, *result]), claim.revision) is not None:
-            return result
-        return (await self.claim(place, claim.owner)).result or result
+        while await self._ledger.update(place.key, orjson.dumps([claim.owner, *result]), claim.revision) is None:
+            claim = await self.claim(place, claim.owner)  # it was taken over, or is settled
+            if claim.result is not None:
+                return claim.result
+        return result
 
     async def keep_sealed(self, tenant: str, id: str, sealed: dict[str, str]) -> None:
         """Keep what was sealed for each label, until `drop_sealed`."""

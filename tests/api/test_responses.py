@@ -615,6 +615,20 @@ def test_a_call_whose_process_died_is_made_again_only_where_that_is_harmless(
     assert (results[0] == UNKNOWN) is (times == 0)
 
 
+def test_the_first_result_of_a_call_that_was_taken_over_stands(office: Office) -> None:
+    async def main() -> list[ToolResult]:
+        log, place = await ResponseLog.of(office.broker), Place("default", "taken-over", 1, 0)
+        theirs = await log.claim(place, "t0")
+        ours = await log.take_over(place, theirs, "t1")
+        assert ours is not None and await log.take_over(place, theirs, "t2") is None
+        return [
+            await log.settle(place, theirs, ToolResult("first")),
+            await log.settle(place, ours, ToolResult("second")),
+        ]
+
+    assert office.run(main()) == [ToolResult("first")] * 2
+
+
 def test_without_the_stage_nothing_is_begun(office: Office) -> None:
     registry = office.pipeline.pipe.registry
     stages, registry.stages = registry.stages, ()

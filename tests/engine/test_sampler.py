@@ -257,7 +257,7 @@ def test_what_is_kept_is_the_same_by_prefix_and_by_a_full_sort(
         temperature=st.sampled_from([0.7, 1.0, 2.0]),
         top_p=st.sampled_from([0.05, 0.5, 0.9, 0.9999, 1.0]),
         top_k=st.sampled_from([None, 1, 5, 300, 10_000]),
-        min_p=st.sampled_from([0.0, 0.001, 0.2, 1.0]),
+        min_p=st.sampled_from([0.0, -0.0, 0.001, 0.2, 1.0]),
     ),
     spread=st.sampled_from([0.5, 3.0, 6.0]),
     width=st.sampled_from([63, 129, 16_385]),

@@ -44,13 +44,21 @@ async def test_a_reader_told_to_end_as_its_answer_comes(
         await reading
 
 
-async def test_a_sender_told_to_end_while_the_buffer_is_full(link: Link) -> None:
-    async def flood() -> None:
+async def test_whoever_waits_for_room_in_the_buffer_is_told_to_end(link: Link) -> None:
+    async def ignore(_: Msg) -> None:
+        pass
+
+    async def send() -> None:
         for _ in range(16):
             await link.send("nobody.hears", bytes(1 << 19))
 
-    sending = asyncio.create_task(flood())
-    await asyncio.sleep(0)  # it runs until the first message for which there is no room
-    sending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await sending
+    async def subscribe() -> None:
+        for _ in range(16):
+            await link.subscribe("nobody.speaks." + "x" * (1 << 19), ignore)
+
+    for work in send, subscribe:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)  # it runs until there is no room
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
