@@ -542,7 +542,8 @@ async def test_tenants_take_turns() -> None:
             await script.tell(ANSWER, job, "one" if begun[-1] < 2 * AT_ONCE else "two")
         assert sorted(begun) == list(range(len(ids)))
         assert [place for place in begun if place < 2 * AT_ONCE] == list(range(2 * AT_ONCE))
-        assert {2 * AT_ONCE, 2 * AT_ONCE + 1} <= set(begun[: AT_ONCE + 3]), begun
+        # The second may come when the first has all the room and waits for more: then they alternate from there.
+        assert {2 * AT_ONCE, 2 * AT_ONCE + 1} <= set(begun[: AT_ONCE + 4]), begun
         runner.cancel()
         with pytest.raises(asyncio.CancelledError):
             await runner
