@@ -15,6 +15,7 @@ PenstockError
 ├── Transient               leave the delivery to be retried after a wait
 │   ├── StreamFull          the broker refused a message: a limit of its stream is reached
 │   └── BrokerUnavailable   no answer from the broker in time
+├── Superseded              somebody else wrote there first: read again, and decide anew
 ├── ToolFailed              tell the model or the person who asked; the request goes on
 └── Fatal                   stop the process: exit code 2, the message says what to do
     ├── ConfigurationError  every fault of the configuration, one a line
@@ -130,6 +131,10 @@ class StreamFull(Transient):
 
 class BrokerUnavailable(Transient):
     pass
+
+
+class Superseded(PenstockError):
+    """The subject's last message is not the one that the publisher expected: nothing was stored."""
 
 
 class ToolFailed(PenstockError):

@@ -11,12 +11,11 @@ from nats import nuid
 
 from .direct import last_message, stored_messages
 from .link import Link
-from .management import WRONG_REVISION, ApiError, call
+from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
 from .port import MESSAGE_ID, Entry, Message, Published
 
 Store = Callable[[str, bytes, dict[str, str]], Awaitable[Published]]
 
-_EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
 _MARKERS = ("KV-Operation", "Nats-Marker-Reason")  # left by other clients and by the server
 
 
@@ -52,18 +51,22 @@ class JetStreamBucket:
         return None
 
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        headers = {EXPECTED_SEQUENCE: str(revision)}
         try:
-            return (await self._write(key, value, {_EXPECTED_REVISION: str(revision)})).sequence
+            return (await self._write(key, value, headers)).sequence
         except ApiError as error:
-            if error.code in WRONG_REVISION:
-                return None
-            raise
+            if error.code not in WRONG_REVISION:
+                raise
+            # The server looks at the revision before the id, so this may be our own write, whose answer was lost.
+            newest = await last_message(self._link, self._stream, self._prefix + key)
+            ours = newest is not None and newest.headers.get(MESSAGE_ID) == headers[MESSAGE_ID]
+            return newest.sequence if newest is not None and ours else None
 
     async def delete(self, key: str) -> None:
         await call(self._link, f"STREAM.PURGE.{self._stream}", {"filter": self._prefix + key})
 
     async def _write(self, key: str, value: bytes, headers: dict[str, str]) -> Published:
-        # The id lets a write whose answer was lost be sent again without failing on its own revision.
+        # By the id, a write whose answer was lost is known for one's own.
         headers[MESSAGE_ID] = self._ids.next().decode()
         return await self._store(self._prefix + key, value, headers)
 

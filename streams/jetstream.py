@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from ..schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull
+from ..schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
 from .buckets import JetStreamBucket
-from .direct import stored_messages
+from .direct import last_message, stored_messages
 from .link import Link
 from .management import (
     CONSUMER_MISSING,
+    EXPECTED_SEQUENCE,
     MESSAGE_MISSING,
     STREAM_EXISTS,
     STREAM_FULL,
     TOO_LARGE,
+    WRONG_REVISION,
     ApiError,
     Json,
     allowed,
@@ -87,8 +89,21 @@ class JetStreamBroker:
             await self._ensure(config)
             self._configs[config["name"]] = config
 
-    async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
-        return await self._store(subject, data, {**(headers or {}), MESSAGE_ID: message_id})
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
+        fence = {} if expect is None else {EXPECTED_SEQUENCE: str(expect)}
+        try:
+            return await self._store(subject, data, {**(headers or {}), **fence, MESSAGE_ID: message_id})
+        except ApiError as error:
+            if error.code not in WRONG_REVISION:
+                raise
+            # The server looks at the sequence before the id, so this may be our own message, whose answer was lost.
+            (stream,) = (await call(self._link, "STREAM.NAMES", {"subject": subject}))["streams"]
+            newest = await last_message(self._link, stream, subject)
+            if newest is None or newest.headers.get(MESSAGE_ID) != message_id:
+                raise Superseded(f"{subject}: {error}") from error
+            return Published(newest.sequence, True)
 
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
         consumer = await PullConsumer.open(self._link, self._stream(spec.stream), spec, prefetch=prefetch)
@@ -97,6 +112,9 @@ class JetStreamBroker:
 
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
         return await stored_messages(self._link, self._stream(stream), subject, after)
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        return await last_message(self._link, self._stream(stream), subject)
 
     async def held(self, stream: str) -> Held:
         found: dict[str, int] = {}

@@ -27,6 +27,8 @@ STREAM_FULL = (10077, 10002, 10023, 10047)  # its own limits; the account's, the
 WRONG_REVISION = (10071, 10164)
 TOO_LARGE = 10054
 
+EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"  # header of a publish
+
 _TRANSIENT = 503  # the class of "no leader", "starting up" and the like
 _RETRY_WAIT = 0.1
 

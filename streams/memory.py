@@ -60,15 +60,17 @@ class MemoryBroker:
             made = MemoryBucket(self._loop.time, self._max_payload)
             self._buckets.setdefault(bucket.name, made).ttl = bucket.ttl
 
-    async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
         whole = {**(headers or {}), MESSAGE_ID: message_id}
         check_size(data, whole, self._max_payload)
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
-        self._tell(Message(subject, data, whole))
+        self._tell(Message(subject, data, whole))  # as NATS does: also where the stream refuses it
         for name, stream in self._streams.items():
             if stream.accepts(subject):
-                published = stream.store(subject, data, whole)
+                published = stream.store(subject, data, whole, expect)
                 for (of_stream, _), group in self._groups.items():
                     if of_stream == name:
                         group.dispatch()
@@ -90,6 +92,9 @@ class MemoryBroker:
 
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
         return self._find(stream).on_subject(subject, after)
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        return self._find(stream).last_on(subject)
 
     async def held(self, stream: str) -> Held:
         return self._find(stream).held()

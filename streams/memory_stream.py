@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..schemas.errors import StartupError, StreamFull
+from ..schemas.errors import StartupError, StreamFull, Superseded
 from .port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec
 from .sizes import message_size
 from .wildcards import matcher
@@ -56,12 +56,14 @@ class MemoryStream:
     def accepts(self, subject: str) -> bool:
         return any(pattern.fullmatch(subject) for pattern in self._patterns)
 
-    def store(self, subject: str, data: bytes, headers: Headers) -> Published:
-        """Raises `StreamFull`. The message id is among the headers."""
+    def store(self, subject: str, data: bytes, headers: Headers, expect: int | None = None) -> Published:
+        """Raises `StreamFull` and `Superseded`. The message id is among the headers."""
         self._expire()
         message_id = headers[MESSAGE_ID]
         if (seen := self._ids.get(message_id)) is not None:
             return Published(seen.sequence, True)
+        if expect is not None and expect != (newest := next(reversed(self._of_subject.get(subject, {})), 0)):
+            raise Superseded(f"{subject}: the last sequence is {newest}, not {expect}")
         size = len(subject) + message_size(data, headers)
         if self.spec.discard == "new":
             self._check_limits(subject, size)
@@ -87,6 +89,11 @@ class MemoryStream:
         else:
             sequences = list(self._of_subject.get(subject, ()))
         return [self._messages[sequence].message for sequence in sequences if sequence > after]
+
+    def last_on(self, subject: str) -> Message | None:
+        self._expire()
+        sequence = next(reversed(self._of_subject.get(subject, {})), None)
+        return None if sequence is None else self._messages[sequence].message
 
     def held(self) -> Held:
         self._expire()

@@ -7,6 +7,7 @@ Guarantees every implementation gives:
 
 - A publish that returned is stored. Publishes started in one order by one broker object are stored in that order.
 - Within a stream's `dedup_window` a message id is stored once; the second publish returns `duplicate=True`.
+- A read includes every write that was acknowledged before the read began, whoever made it.
 - A work-queue message is delivered until it is acked or terminated: again after `ack_wait` without a sign of life,
   at once after a `nak`, later after `nak(delay)`; `attempt` counts from 1.
 - One consumer delivers first attempts in stream order.
@@ -179,11 +180,17 @@ class Broker(Protocol):
         Raises `Fatal` where a stream exists with a retention or storage that cannot be changed in place.
         """
 
-    async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
         """Store a message, trying again through short outages.
 
+        With `expect`, only where that is the sequence of the last message on `subject` (0: there is none); otherwise
+        `Superseded` is raised and nothing is stored. What must happen once hangs on this alone: `message_id` saves
+        work, by making a retry within the stream's `dedup_window` harmless.
+
         Raises `StreamFull` (a limit of a `discard="new"` stream), `PayloadTooLarge`, or `BrokerUnavailable` after
-        the broker's time-out. `message_id` makes every retry harmless.
+        the broker's time-out.
         """
 
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> Consumer:
@@ -195,6 +202,9 @@ class Broker(Protocol):
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
         """What the stream holds on `subject` (wildcards allowed) with a sequence above `after`, oldest first."""
 
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The newest message that the stream holds on exactly `subject`."""
+
     async def held(self, stream: str) -> Held: ...
 
     async def delete(self, stream: str, sequence: int) -> bool:
@@ -204,7 +214,8 @@ class Broker(Protocol):
         """Tell whoever listens now; nothing is stored."""
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
-        """Call back for every message on `subject` (wildcards allowed) from now on, stored ones included.
+        """Call back for every message on `subject` (wildcards allowed) from now on, also for what is published to be
+        stored, and even where its stream then refuses it.
 
         The callback runs on the event loop and must not block. Active when this returns.
         """

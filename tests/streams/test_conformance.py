@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.schemas.errors import BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull
+from penstock.schemas.errors import BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
 from penstock.streams.port import MESSAGE_ID, Broker, BucketSpec, Consumer, ConsumerSpec, Delivery, Message, StreamSpec
 
 PATIENCE = 10.0  # seconds until a wait counts as endless
@@ -577,3 +577,32 @@ async def test_a_forgotten_consumer_leaves_its_subject_to_others(broker: Broker,
     await put(broker, f"{namespace}.queue.a", "1")
     other = await broker.consume(ConsumerSpec("QUEUE", "other", f"{namespace}.queue.>"), prefetch=8)
     assert [delivery.message.data for delivery in await take(other, 1)] == [b"1"]
+
+
+async def test_publishes_where_nothing_has_come_in_between(broker: Broker, namespace: str, relay: Spec) -> None:
+    await broker.ensure([relay()], [])
+    subject = f"{namespace}.relay.a"
+    first = await broker.publish(subject, b"1", message_id="1", expect=0)
+    await broker.publish(f"{namespace}.relay.b", b"other", message_id="other")
+    second = await broker.publish(subject, b"2", message_id="2", expect=first.sequence)
+    for expected in (0, first.sequence, second.sequence + 1):
+        with pytest.raises(Superseded):
+            await broker.publish(subject, b"late", message_id=f"late after {expected}", expect=expected)
+    assert [message.data for message in await broker.replay("RELAY", subject)] == [b"1", b"2"]
+
+
+async def test_a_fenced_publish_is_harmless_to_repeat(broker: Broker, namespace: str, relay: Spec) -> None:
+    await broker.ensure([relay()], [])
+    once = await broker.publish(f"{namespace}.relay.a", b"1", message_id="1", expect=0)
+    again = await broker.publish(f"{namespace}.relay.a", b"1", message_id="1", expect=0)
+    assert again == (once.sequence, True)
+
+
+async def test_reads_the_newest_message_of_a_subject(broker: Broker, namespace: str, relay: Spec) -> None:
+    await broker.ensure([relay()], [])
+    assert await broker.last("RELAY", f"{namespace}.relay.a") is None
+    await put(broker, f"{namespace}.relay.a", "1", "2")
+    await put(broker, f"{namespace}.relay.b", "3")
+    newest = await broker.last("RELAY", f"{namespace}.relay.a")
+    assert newest is not None
+    assert (newest.data, newest.sequence, newest.headers[MESSAGE_ID]) == (b"2", 2, "2")
