@@ -104,7 +104,9 @@ class FullBroker(MemoryBroker):
 
     per_subject = False
 
-    async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
         raise StreamFull("full", per_subject=self.per_subject)
 
 

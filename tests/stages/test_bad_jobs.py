@@ -62,11 +62,13 @@ class FullDisk(MemoryBroker):
     is_full = False
     refused = 0
 
-    async def publish(self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None) -> Published:
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
         if self.is_full and (".stream." in subject or ".events." in subject):
             self.refused += 1
             raise StreamFull(f"{subject}: insufficient storage resources available")
-        return await super().publish(subject, data, message_id=message_id, headers=headers)
+        return await super().publish(subject, data, message_id=message_id, headers=headers, expect=expect)
 
 
 async def test_a_full_disk_is_waited_out() -> None:
