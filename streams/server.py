@@ -7,12 +7,14 @@ owner's eyes). nats-server opens a store that another one holds, and both lose m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
 import secrets
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -30,27 +32,37 @@ _LOG_TAIL = 3  # lines of the log that an error message shows
 class EmbeddedServer:
     """Made by `start`. `url` stays the same through `restart`."""
 
-    def __init__(self, state: Path, binary: Path, sync_interval: str | None, lock: FileLock) -> None:
+    def __init__(
+        self, state: Path, binary: Path, sync_interval: str | None, lock: FileLock, token: str, more: Sequence[str]
+    ) -> None:
         self._state = state
         self._binary = binary
         self._sync_interval = sync_interval
         self._lock = lock
-        self._token = secrets.token_hex(16)
+        self._token = token
+        self._more = more
         self._port = -1  # the server's choice at first; set by `_spawn`
         self._process: asyncio.subprocess.Process  # set by `_spawn`
 
     @classmethod
     async def start(
-        cls, state_dir: Path, binary: Path | None = None, sync_interval: str | None = None
+        cls,
+        state_dir: Path,
+        binary: Path | None = None,
+        sync_interval: str | None = None,
+        *,
+        token: str | None = None,
+        more: Sequence[str] = (),
     ) -> EmbeddedServer:
         """Start a server over `state_dir` and return once it takes connections.
 
         `sync_interval` is nats-server's: a duration such as "10s", or "always" (None: its default of two minutes,
-        which a power cut can cost). Raises `StartupError`.
+        which a power cut can cost). `token` lets clients in, a new one by default; `more` are further lines of the
+        configuration. Raises `StartupError`.
         """
         found = _find(binary)
         state, lock = _claim(state_dir)
-        server = cls(state, found, sync_interval, lock)
+        server = cls(state, found, sync_interval, lock, token or secrets.token_hex(16), more)
         try:
             await server._spawn()
         except BaseException:
@@ -66,6 +78,15 @@ class EmbeddedServer:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process; nothing happens where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     async def wait(self) -> int:
         """Wait for the process to end; returns its exit status, negative for a signal."""
@@ -149,6 +170,7 @@ class EmbeddedServer:
             f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
             *([f"  sync_interval: {json.dumps(self._sync_interval)}"] if self._sync_interval else []),
             "}",
+            *self._more,
         ]
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as config:

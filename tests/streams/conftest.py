@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from penstock.streams.cluster import LocalCluster
 from penstock.streams.jetstream import JetStreamBroker
 from penstock.streams.memory import MemoryBroker
 from penstock.streams.port import Broker
@@ -53,3 +54,11 @@ async def own_server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     server = await EmbeddedServer.start(tmp_path / "state")
     yield server
     await server.stop()
+
+
+@pytest_asyncio.fixture
+async def own_cluster(tmp_path: Path) -> AsyncIterator[LocalCluster]:
+    """Three servers that the test may kill and stop."""
+    cluster = await LocalCluster.start(tmp_path / "cluster")
+    yield cluster
+    await cluster.close()

@@ -1,0 +1,66 @@
+"""Three servers that are one broker: a stream on all of them outlives the loss of any one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from urllib.parse import urlsplit
+
+from penstock.streams.cluster import LocalCluster
+from penstock.streams.jetstream import JetStreamBroker
+from penstock.streams.port import StreamSpec
+
+LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")
+
+
+async def connect(cluster: LocalCluster) -> JetStreamBroker:
+    return await JetStreamBroker.connect(cluster.urls, namespace="p", timeout=30.0, replicas=3)
+
+
+async def test_a_stream_outlives_its_leader(own_cluster: LocalCluster) -> None:
+    broker = await connect(own_cluster)
+    await broker.ensure([LEDGER], [])
+    assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    leader = await own_cluster.leader_of("P_LEDGER")
+    assert leader is not None
+    await own_cluster.kill(leader)
+    assert (await broker.publish("p.ledger", b"", message_id="m2")).sequence == 2
+    assert await own_cluster.leader_of("P_LEDGER") not in (None, leader)
+    await own_cluster.ready()
+    assert await own_cluster.meta_leader() not in (None, leader)
+    await own_cluster.restart(leader)
+    await own_cluster.ready()
+    assert (await broker.publish("p.ledger", b"", message_id="m3")).sequence == 3
+    await broker.close()
+
+
+async def test_a_stopped_node_is_replaced_and_comes_back(own_cluster: LocalCluster) -> None:
+    broker = await connect(own_cluster)
+    await broker.ensure([LEDGER], [])
+    leader = await own_cluster.leader_of("P_LEDGER")
+    assert leader is not None
+    own_cluster.stop(leader)
+    assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    own_cluster.cont(leader)
+    await own_cluster.ready()
+    await broker.close()
+
+
+async def test_all_come_back_under_their_addresses(own_cluster: LocalCluster) -> None:
+    broker, urls = await connect(own_cluster), own_cluster.urls
+    await broker.ensure([LEDGER], [])
+    await broker.publish("p.ledger", b"", message_id="m1")
+    await asyncio.gather(*map(own_cluster.kill, range(3)))
+    await asyncio.gather(*map(own_cluster.restart, range(3)))
+    await own_cluster.ready()
+    assert own_cluster.urls == urls
+    assert (await broker.publish("p.ledger", b"", message_id="m2")).sequence == 2
+    await broker.close()
+
+
+async def test_clients_learn_of_no_other_server(own_cluster: LocalCluster) -> None:
+    address = urlsplit(own_cluster.nodes[0].url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    said = json.loads((await reader.readline()).removeprefix(b"INFO "))
+    writer.close()
+    assert said["cluster"] == "local" and not said.get("connect_urls")
