@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
-import orjson
-
-from ..schemas import codec
 from ..schemas.batches import Fault
+from ..schemas.bounds import LONG, load_json
 from ..schemas.errors import InvalidRequest
-from ..schemas.jobs import Endpoint, Job
+from ..schemas.jobs import Endpoint
 
 MOST_LINES = 50_000
 MOST_FAULTS = 100  # that are told
@@ -27,9 +26,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def read_line(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
     """One line of an input file, with its `custom_id` and `body`. Raises `InvalidRequest` with OpenAI's `code`."""
     try:
-        value: Any = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        raise InvalidRequest("This line is not valid JSON.", code="invalid_json_line") from None
+        value: Any = load_json(raw)
+    except ValueError as error:
+        raise InvalidRequest(f"This line {error}", code="invalid_json_line") from None
     if not isinstance(value, dict):
         raise InvalidRequest("This line is not a JSON object.", code="invalid_json_line")
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
@@ -50,11 +49,12 @@ def read_line(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
                 code="unsupported_parameter",
                 param=f"body.{name}",
             )
-    try:
-        codec.encode(Job(endpoint=endpoint, body=value["body"]))
-    except (ValueError, TypeError, RecursionError):
-        raise InvalidRequest("body cannot be sent on: it is nested too deep.", param="body") from None
     return value
+
+
+async def line_of(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
+    """What `read_line` gives, and raises; a long line is read in a thread."""
+    return read_line(raw, endpoint) if len(raw) <= LONG else await asyncio.to_thread(read_line, raw, endpoint)
 
 
 async def read_lines(data: AsyncIterable[bytes], limit: int) -> AsyncIterator[tuple[int, bytes]]:
@@ -86,7 +86,7 @@ async def check_lines(
                 raise InvalidRequest(f"This line has more than {limit} bytes.", code="line_too_long")
             if total > most:
                 raise InvalidRequest(f"A batch has {most:,} requests at most.", code="too_many_requests")
-            name = read_line(raw, endpoint)["custom_id"]
+            name = (await line_of(raw, endpoint))["custom_id"]
             if name in seen:
                 raise InvalidRequest("Another line has this custom_id.", code="duplicate_custom_id", param="custom_id")
             seen.add(name)

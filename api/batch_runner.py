@@ -26,9 +26,10 @@ from ..schemas.jobs import Job
 from ..streams.objects import ObjectInfo, Objects
 from ..streams.port import ConsumerSpec, Delivery
 from ..streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, FILES
-from .batch_input import check_lines, read_line, read_lines
+from .batch_input import check_lines, line_of, read_lines
 from .batches import change
 from .bridge import Bridge, Reading
+from .door import model_of
 from .files import put_file, sweep
 from .rendering import PREFIX, Embeddings, Renderer, error_payload
 
@@ -197,7 +198,7 @@ class _Run:
                     self._tally[result.about["ending"]] += 1
                 else:
                     await window.acquire()
-                    line = read_line(raw, self.batch.endpoint)
+                    line = await line_of(raw, self.batch.endpoint)
                     task = group.create_task(self._answer(number, line, inherited > 0))
                     task.add_done_callback(lambda _: window.release())
                     inherited -= 1
@@ -282,7 +283,7 @@ class _Run:
             reading.close()
 
     def _renderer(self, number: int, body: dict[str, Any]) -> Renderer:
-        endpoint, model = self.batch.endpoint, str(body.get("model"))
+        endpoint, model = self.batch.endpoint, model_of(body)
         id = f"{PREFIX[endpoint]}{self.batch.id.removeprefix('batch_')}-{number}"
         if endpoint == "/v1/embeddings":
             return Embeddings(id, model, encoded=body.get("encoding_format") == "base64")

@@ -10,15 +10,17 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, get_args
 
-import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from ..config.settings import Settings
+from ..schemas.bounds import LONG, load_json
+from ..schemas.chat import MOST_MODEL
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge
 from ..schemas.jobs import Job, JobEndpoint, Priority
 from ..schemas.openai import TIERS, refusal
@@ -30,8 +32,8 @@ from .resuming import Progress, invalid_event_id
 
 TENANT = "default"
 LONGEST = 86400  # seconds that a request may ask for
-DEEPEST = 128  # levels of a JSON body; what reads and writes jobs later on stops at 200
 Kind = TypeVar("Kind", bound=BaseModel)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,26 @@ def tenant_of(request: Request) -> str:
 
 async def read_object(request: Request, settings: Settings) -> dict[str, Any]:
     """The request's body, a JSON object. Raises what `read_body` raises, and `InvalidRequest`."""
+    return await read_as(_itself, request, settings)
+
+
+async def read_as(make: Callable[[dict[str, Any]], Made], request: Request, settings: Settings) -> Made:
+    """What `make` makes of the request's body, a JSON object; in a thread where the body is long.
+
+    Raises what `read_object` and `make` raise.
+    """
     raw = await read_body(request, settings.max_body_size, settings.body_timeout)
+    return _made(make, raw) if len(raw) <= LONG else await asyncio.to_thread(_made, make, raw)
+
+
+def _made(make: Callable[[dict[str, Any]], Made], raw: bytes) -> Made:
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+        body = load_json(raw)
+    except ValueError as error:
+        raise InvalidRequest(f"The body {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_type")
-    if raw.count(b"{") + raw.count(b"[") > DEEPEST:
-        level: list[Any] = [body]
-        for _ in range(DEEPEST):
-            values = (value for node in level for value in (node.values() if isinstance(node, dict) else node))
-            level = [value for value in values if isinstance(value, dict | list)]
-        if level:
-            raise InvalidRequest(f"The body is nested deeper than {DEEPEST} levels.", code="invalid_json")
-    return body
+    return make(body)
 
 
 def parsed(kind: type[Kind], body: dict[str, Any]) -> Kind:
@@ -83,6 +90,16 @@ def parsed(kind: type[Kind], body: dict[str, Any]) -> Kind:
         return kind.model_validate(body)
     except ValidationError as error:
         raise refusal(error) from None
+
+
+def _itself(body: dict[str, Any]) -> dict[str, Any]:
+    return body
+
+
+def model_of(body: dict[str, Any]) -> str:
+    """The model that an answer names; nothing where the request is about to be refused for it."""
+    model = body.get("model")
+    return model if isinstance(model, str) and len(model) <= MOST_MODEL else ""
 
 
 async def read_body(request: Request, limit: int, patience: float) -> bytes:

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from ..schemas.embeddings import EmbeddingRequest
 from .answers import Answer
-from .door import Door, open_request, read_object
+from .door import Door, model_of, open_request, read_object
 from .openapi import documented
 from .rendering import PREFIX, Embeddings
 
@@ -19,5 +19,5 @@ def add_embeddings(app: FastAPI, door: Door) -> None:
         body = await read_object(request, door.settings)
         opened = await open_request(request, door, "/v1/embeddings", body, PREFIX["/v1/embeddings"])
         encoded = body.get("encoding_format") == "base64"
-        renderer = Embeddings(opened.reading.request, str(body.get("model")), encoded=encoded)
+        renderer = Embeddings(opened.reading.request, model_of(body), encoded=encoded)
         return Answer(opened.reading, renderer, streaming=False, keepalive=door.settings.keepalive_interval)

@@ -12,7 +12,7 @@ from ..schemas.events import Done, ErrorBody, Event, Expired, Failed, Token
 from ..schemas.jobs import Endpoint
 from ..schemas.openai import ChatRequest, CompletionRequest
 from .answers import Answer
-from .door import Door, Opened, open_request, read_object
+from .door import Door, Opened, model_of, open_request, read_object
 from .native import Feed
 from .openapi import documented
 from .rendering import Renderer, join_calls
@@ -66,7 +66,7 @@ def add_generate(app: FastAPI, door: Door) -> None:
         if body.get("stream") is True:
             return _Events(opened, keepalive)
         reading = opened.reading
-        renderer = _Whole(endpoint, reading.request, str(body.get("model")), int(time.time()), streaming=False)
+        renderer = _Whole(endpoint, reading.request, model_of(body), int(time.time()), streaming=False)
         return Answer(
             reading, renderer, streaming=False, keepalive=keepalive, progress=opened.progress, status=opened.status
         )

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ..schemas.jobs import Endpoint
 from ..schemas.openai import ChatRequest, CompletionRequest
 from .answers import Answer
-from .door import Door, open_request, read_object
+from .door import Door, model_of, open_request, read_object
 from .openapi import documented
 from .rendering import PREFIX, Renderer
 
@@ -36,7 +36,7 @@ def _generation(endpoint: Endpoint, door: Door) -> Any:
         renderer = Renderer(
             endpoint,
             reading.request,
-            str(body.get("model")),
+            model_of(body),
             int(time.time()),
             streaming=streaming,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,

@@ -16,7 +16,7 @@ from ..schemas.events import Accepted, Event
 from ..schemas.jobs import Endpoint
 from ..schemas.openai import parse_request
 from .answers import Answer
-from .door import Door, open_request, parsed, read_object
+from .door import Door, open_request, parsed, read_as
 from .messages_rendering import MessageRenderer, error_payload, sse
 from .openapi import STREAMED, body_of
 from .tokens import Preparers
@@ -49,12 +49,12 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
     @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessagesRequest), responses=STREAMED | _REFUSED)
     async def messages(request: Request) -> Response:
         """Anthropic's `/v1/messages`, and Penstock's `priority` and `timeout`."""
-        asked = parsed(MessagesRequest, await read_object(request, door.settings))
+        asked, body = await read_as(_translated, request, door.settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "with Idempotency-Key a repetition gets the same answer"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
-        reading = (await open_request(request, door, CHAT, asked.chat_body(), "msg-")).reading
+        reading = (await open_request(request, door, CHAT, body, "msg-")).reading
         return MessageAnswer(
             reading,
             MessageRenderer(reading.request, asked.model, asked.stop_sequences or []),
@@ -65,9 +65,17 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
     @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)
     async def count(request: Request) -> dict[str, int]:
         """How many tokens the prompt of such a request has."""
-        asked = parsed(CountRequest, await read_object(request, door.settings))
-        chat = parse_request(CHAT, asked.chat_body())
-        return {"input_tokens": len(await preparers.prompt(preparers.card(asked.model), chat))}
+        chat = await read_as(_counted, request, door.settings)
+        return {"input_tokens": len(await preparers.prompt(preparers.card(chat.model), chat))}
+
+
+def _translated(body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:
+    asked = parsed(MessagesRequest, body)
+    return asked, asked.chat_body()
+
+
+def _counted(body: dict[str, Any]) -> Any:
+    return parse_request(CHAT, parsed(CountRequest, body).chat_body())
 
 
 class AnthropicErrors:

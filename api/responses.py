@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -25,7 +26,7 @@ from ..streams.response_log import LOST, ResponseLog, Stored
 from ..streams.topology import EVENTS, TOOLS
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .chain import Chain
-from .door import Door, open_request, read_object, tenant_of
+from .door import Door, model_of, open_request, read_as, tenant_of
 from .files import page
 from .openapi import STREAMED, documented, refusals
 from .responses_rendering import ResponseRenderer, response_object
@@ -102,7 +103,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
     @app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))
     async def create(request: Request) -> Response:
         """OpenAI's `/v1/responses`, with tools that are run here; Penstock's own parameters are in the schema too."""
-        body = _sealed(await read_object(request, settings), settings)
+        body = await read_as(partial(_sealed, settings=settings), request, settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "retrieve the response with stream=true and starting_after"
@@ -113,7 +114,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
         kept = background or body.get("store") is not False
         opened = await open_request(request, door, "/v1/responses", body, PREFIX, kept=kept)
         chain = Chain(door.bridge, opened.reading)
-        renderer = ResponseRenderer(chain.request, body, int(time.time()), model=str(body.get("model")))
+        renderer = ResponseRenderer(chain.request, body, int(time.time()), model=model_of(body))
         mode: Mode = "stream" if body.get("stream") is True else "background" if background else "whole"
         return ResponseAnswer(chain, renderer, mode, keepalive=settings.keepalive_interval)
 

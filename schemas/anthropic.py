@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from .chat import Body
+from .chat import Body, ModelName
 from .errors import InvalidRequest
 from .jobs import Priority
 
@@ -117,7 +117,7 @@ class OutputConfig(Body):
 class CountRequest(_Marked):
     """Body of `/v1/messages/count_tokens`: what makes the prompt."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName
     messages: Annotated[list[Message], Field(min_length=1)]
     system: Texts = Field(default_factory=list)
     tools: list[Tool] | None = None

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic_core import CoreSchema
 
+from .bounds import bounded
+
+MOST_MODEL = 256  # characters of a model's name
+ModelName = Annotated[str, Field(min_length=1, max_length=MOST_MODEL)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Body(BaseModel):
+    """Part of a request. Checking one costs little, whatever a client has put into it."""
+
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return bounded(handler(source))
 
 
 class TextPart(Body):

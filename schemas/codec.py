@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from .bounds import MOST_LISTED, check_size, listed
 from .errors import PenstockError
 from .events import (
     Accepted,
@@ -60,8 +61,15 @@ class DecodeError(PenstockError):
 
 def encode(value: Job | ValidatedJob | InferenceBatch | LoopJob | Step | Event) -> bytes:
     if isinstance(value, BaseModel):
-        return orjson.dumps(value.model_dump(), option=orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps(value, default=_fields, option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What orjson asks for each model within: `model_dump` would copy a whole body first."""
+    if isinstance(value, BaseModel):
+        return value.__dict__
+    raise TypeError(type(value).__name__)
 
 
 def encode_outputs(outputs: Sequence[Output]) -> bytes:
@@ -76,7 +84,7 @@ def decode_model(kind: type[Model], data: bytes, schema: str | None) -> Model:
         raise DecodeError(f"expected schema {expected}, got {schema}")
     try:
         # A client's job is read by the parser that will write it again: what one of them cannot say must not get in.
-        return kind.model_validate(_json(data)) if kind is Job else kind.model_validate_json(data)
+        return kind.model_validate(_job(data)) if kind is Job else kind.model_validate_json(data)
     except ValidationError as error:
         raise DecodeError(faults(error)) from None
 
@@ -143,11 +151,20 @@ def decode_event(data: bytes) -> Event:
 
 
 def faults(error: ValidationError) -> str:
-    """Every fault of a pydantic error in one line, by its path, without the values that were given."""
-    return "; ".join(
-        f"{'.'.join(str(part) for part in fault['loc']) or 'body'}: {fault['msg']}"
-        for fault in error.errors(include_url=False, include_input=False, include_context=False)
-    )
+    """The first faults of a pydantic error in one line, by their paths, without the values that were given."""
+    if (count := error.error_count()) > MOST_LISTED:
+        return f"{count:,} faults"
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    named = [f"{'.'.join(str(part) for part in fault['loc']) or 'body'}: {fault['msg']}" for fault in found]
+    return "; ".join(listed(named, count))
+
+
+def _job(data: bytes) -> Any:
+    try:
+        check_size(data)
+    except ValueError as error:
+        raise DecodeError(f"it {error}") from None
+    return _json(data)
 
 
 def _json(data: bytes) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .chat import Body
+from .chat import Body, ModelName
 from .jobs import Priority
 from .prompts import Prompt, as_list
 
@@ -17,7 +17,7 @@ MAX_TOKENS = 300_000  # of all inputs of a request
 class EmbeddingRequest(Body):
     """One vector is asked for each of `prompts`, of `dimensions` numbers where given."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None

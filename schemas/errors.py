@@ -29,6 +29,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from .bounds import shortened
+
+MOST_MESSAGE = 8_000  # characters of what a client reads; a body may have brought any part of it
+MOST_PARAM = 200
+
 
 class PenstockError(Exception):
     """Root of the tree above."""
@@ -47,9 +52,9 @@ class Refusal(PenstockError):
     def __init__(
         self, message: str, *, code: str | None = None, param: str | None = None, retry_after: float | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message, MOST_MESSAGE))
         self.code = code or self.default_code
-        self.param = param
+        self.param = None if param is None else shortened(param, MOST_PARAM)
         self.retry_after = retry_after
 
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from .chat import Body, ChatMessage, ResponseFormat, Tool, ToolChoice
+from .bounds import MOST_LISTED, listed
+from .chat import Body, ChatMessage, ModelName, ResponseFormat, Tool, ToolChoice
 from .embeddings import EmbeddingRequest
 from .errors import InvalidRequest
 from .jobs import Endpoint, Priority
@@ -53,7 +54,7 @@ class StreamOptions(Body):
 
 
 class _Sampling(Body):
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -190,7 +191,9 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
 
 
 def refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> InvalidRequest:
-    """The first fault as the error's `param` and `code`, all of them in its message."""
+    """The first fault as the error's `param` and `code`, it and those that follow it in the message."""
+    if (count := error.error_count()) > MOST_LISTED:
+        return InvalidRequest(f"The body has {count:,} faults; /docs says what this path takes.")
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     paths = [_path((names.get(str(fault["loc"][0]), fault["loc"][0]), *fault["loc"][1:])) for fault in faults]
     sentences = []
@@ -205,7 +208,7 @@ def refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType(
     codes = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
     kind = faults[0]["type"]
     code = codes.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    return InvalidRequest(" ".join(sentences), code=code, param=paths[0])
+    return InvalidRequest(" ".join(listed(sentences, count)), code=code, param=paths[0])
 
 
 def _path(location: tuple[int | str, ...]) -> str:

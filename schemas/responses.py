@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationError
 
-from .chat import Body, JsonSchema
+from .chat import Body, JsonSchema, ModelName
 from .errors import InvalidRequest
 from .items import InputItem, by_type
 from .jobs import Priority, SubjectToken
@@ -98,7 +98,7 @@ class ResponsesRequest(Body):
     """Body of `/v1/responses`. `max_output_tokens` counts over all turns; `max_turns`, `priority`, `timeout` and the
     sampling parameters behind it are Penstock's own."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName
     input: (
         Annotated[
             Annotated[str, Tag("<str>")] | Annotated[list[InputItem], Field(max_length=MAX_ITEMS), Tag("<list>")],

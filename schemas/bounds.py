@@ -1,0 +1,100 @@
+"""How much one JSON body may hold, and how much of it an error repeats.
+
+pydantic and orjson hold the interpreter while they work, in a thread too, so what takes long is refused before it
+reaches them: a body of a few megabytes can be a million objects, each of them a fault.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from pydantic_core import CoreSchema
+
+LONG = 20_000  # bytes; to parse more than this would hold up an event loop, so it is done in a thread
+DEEPEST = 128  # levels; what reads and writes jobs later on stops at 200
+MOST_CONTAINERS = 40_000  # objects and arrays
+MOST_VALUES = 500_000  # a request for embeddings may hold 300,000 token ids
+MOST_KEYS = 100_000
+MOST_FAULTS = 20  # that a refusal names
+MOST_FAULT = 300  # characters of each
+MOST_LISTED = 1_000  # faults; pydantic takes milliseconds to tell so many, and tells all or none
+_PIECE = 1 << 16  # bytes looked at before other threads get a turn
+
+
+def load_json(raw: bytes) -> Any:
+    """The value of a document. Raises `ValueError` with one sentence about what is wrong with it."""
+    check_size(raw)
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"is not valid JSON: {error}.") from None
+    if raw.count(b"{") + raw.count(b"[") > DEEPEST:
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(DEEPEST):
+            values = (each for node in level for each in (node.values() if isinstance(node, dict) else node))
+            level = [each for each in values if isinstance(each, dict | list)]
+        if level:
+            raise ValueError(f"is nested deeper than {DEEPEST} levels.")
+    return value
+
+
+def check_size(raw: bytes) -> None:
+    """Raises `ValueError` as `load_json` does for a document that holds too much, valid or not."""
+    if len(raw) <= LONG or not _too_much(*_counted(raw)):
+        return
+    # Much of that may stand in texts. What is between quotation marks does not count, escaped ones are no such marks.
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    counts, inside = (0, 0, 0), False
+    for start in range(0, len(bare), _PIECE):
+        parts = bare[start : start + _PIECE].split(b'"')
+        found = _counted(b"".join(parts[inside::2]))
+        counts = (counts[0] + found[0], counts[1] + found[1], counts[2] + found[2])
+        inside ^= len(parts) % 2 == 0
+    if fault := _too_much(*counts):
+        raise ValueError(f"{fault}; send it in several requests.")
+
+
+def _counted(text: bytes) -> tuple[int, int, int]:
+    """Containers, values and keys."""
+    return text.count(b"{") + text.count(b"["), text.count(b","), text.count(b":")
+
+
+def _too_much(containers: int, values: int, keys: int) -> str:
+    for count, most, kind in (
+        (containers, MOST_CONTAINERS, "objects and arrays"),
+        (values, MOST_VALUES, "values"),
+        (keys, MOST_KEYS, "keys"),
+    ):
+        if count > most:
+            return f"holds {count:,} {kind}, and {most:,} are the most"
+    return ""
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and end where it has more than `most` characters."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
+def bounded(schema: CoreSchema) -> CoreSchema:
+    """The schema, made to stop at the first faulty element of each list."""
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("type") in ("list", "tuple", "set", "frozenset"):
+                node["fail_fast"] = True
+            for each in node.values():
+                visit(each)
+        elif isinstance(node, list | tuple):
+            for each in node:
+                visit(each)
+
+    visit(schema)
+    return schema
+
+
+def listed(faults: list[str], count: int) -> list[str]:
+    """At most as many faults as anybody reads, each of a sane length; `count` is how many there are."""
+    named = [shortened(fault, MOST_FAULT) for fault in faults[:MOST_FAULTS]]
+    return named if count <= len(named) else [*named, f"And {count - len(named):,} more faults."]
