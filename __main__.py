@@ -31,7 +31,7 @@ from .engine import BACKENDS, InferenceEngine, resolve_model
 from .engine.cpu import prepare_process, stand_behind, worker_threads
 from .engine.forms import choose_form
 from .engine.models import BUNDLED, read_model_info
-from .schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
+from .schemas.errors import ConfigurationError, StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard
 from .stages import Pipe, Runner, Stage
@@ -219,7 +219,7 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
             relay_age=settings.events_ttl,
             relay_bytes=int(settings.events_limit),
         )
-        await broker.ensure(streams, buckets)
+        await broker.reconfigure(streams, buckets)
         subjects = Subjects(settings.namespace)
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)
@@ -238,12 +238,12 @@ async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
                 try:
                     if stage.ready:
                         await pipe.registry.announce_stage(card)
-                except BrokerUnavailable as error:
+                except Transient as error:
                     log.warning("heartbeat missed", stage=card.stage, reason=str(error))
             await asyncio.sleep(interval if all(stage.ready for stage in stages) else min(0.1, interval))
     finally:
         for _, card in cards:
-            with contextlib.suppress(BrokerUnavailable):
+            with contextlib.suppress(Transient):
                 await pipe.registry.withdraw(card)
 
 

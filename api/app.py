@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config.settings import BUILT_IN_STAGES, Settings
-from ..schemas.errors import BrokerUnavailable, Overloaded, Refusal
+from ..schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal, StorageFull, StreamFull
 from ..schemas.events import ErrorBody
 from ..schemas.registry import ModelCard
 from ..streams.port import Broker
@@ -154,6 +154,13 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(BrokerUnavailable)
     async def away(_: Request, error: Exception) -> Response:
         refusal = Overloaded("The message broker does not answer.", code="broker_away", retry_after=2.0)
+        return error_response(ErrorBody.of(refusal))
+
+    @app.exception_handler(StreamFull)
+    async def full(_: Request, error: StreamFull) -> Response:
+        refusal = (
+            StorageFull(STORE_FULL) if error.storage else Overloaded("Too many messages are waiting.", retry_after=1.0)
+        )
         return error_response(ErrorBody.of(refusal))
 
     @app.exception_handler(HTTPException)

@@ -53,7 +53,9 @@ def add_batches(app: FastAPI, door: Door) -> None:
         try:
             # First, so that no batch can be seen that nobody would run.
             await broker.publish(door.bridge.subjects.batches(tenant), data, message_id=batch.id)
-        except StreamFull:
+        except StreamFull as error:
+            if error.storage:
+                raise
             raise Overloaded("Too many batches are waiting.", retry_after=60.0) from None
         await (await broker.bucket(BATCH_STATES)).create(batch.key, data)
         return batch.shown()

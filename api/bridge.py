@@ -19,11 +19,13 @@ import structlog
 
 from ..schemas import codec
 from ..schemas.errors import (
+    STORE_FULL,
     BrokerUnavailable,
     DeadlineExceeded,
     Overloaded,
     QuotaExceeded,
     Refusal,
+    StorageFull,
     StreamFull,
     StreamNotFound,
 )
@@ -78,7 +80,7 @@ class Bridge:
         """Publish a job, which must name this bridge and have an id; `deadline` in Unix seconds.
 
         `kept`: it goes on though its reader leaves. `shared`: another bridge may publish it too, and get the events.
-        Raises `Overloaded` or `QuotaExceeded` where it is not taken, and `BrokerUnavailable`.
+        Raises `Overloaded`, `QuotaExceeded` or `StorageFull` where it is not taken, and `BrokerUnavailable`.
         """
         assert job.id is not None and job.bridge == self.name
         self.admit(priority)
@@ -91,6 +93,8 @@ class Bridge:
         except BaseException as error:
             reading.close()
             match error:
+                case StreamFull(storage=True):
+                    raise StorageFull(STORE_FULL) from None
                 case StreamFull(per_subject=True):
                     raise QuotaExceeded("Too many requests of yours wait to be looked at.", retry_after=1.0) from None
                 case StreamFull():

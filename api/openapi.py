@@ -19,6 +19,7 @@ _REFUSALS = {
     499: "The request was cancelled.",
     500: "Penstock failed.",
     503: "Overloaded, shutting down, or without what it needs; see Retry-After.",
+    507: "The store is full: something must be deleted first.",
 }
 _SSE = {"text/event-stream": {"schema": {"type": "string"}}}
 STREAMED: dict[int | str, dict[str, Any]] = {"200": {"description": "Events", "content": _SSE}}  # for `responses`

@@ -11,6 +11,7 @@ PenstockError
 │   ├── PayloadTooLarge     413
 │   ├── QuotaExceeded       429  one tenant over its own quota; `retry_after`
 │   ├── Overloaded          503  everyone is; `retry_after`
+│   ├── StorageFull         507  what is kept has reached its share of the store: something must be deleted first
 │   └── GenerationFailed    500  the engine could not finish this one request
 ├── Transient               leave the delivery to be retried after a wait
 │   ├── StreamFull          the broker refused a message: a limit of its stream is reached
@@ -33,6 +34,10 @@ from .bounds import shortened
 
 MOST_MESSAGE = 8_000  # characters of what a client reads; a body may have brought any part of it
 MOST_PARAM = 200
+STORE_FULL = (
+    "The server's store is full: delete files, responses or conversations that nobody needs, "
+    "or have the operator raise store_limit."
+)
 
 
 class PenstockError(Exception):
@@ -112,6 +117,14 @@ class Overloaded(Refusal):
     default_code = "server_busy"
 
 
+class StorageFull(Refusal):
+    """Raised with the message `STORE_FULL`."""
+
+    status = 507
+    type = "server_error"
+    default_code = "storage_full"
+
+
 class GenerationFailed(Refusal):
     status = 500
     type = "server_error"
@@ -127,11 +140,13 @@ class Transient(PenstockError):
 
 
 class StreamFull(Transient):
-    """`per_subject`: the limit is the subject's own, others may still publish."""
+    """`per_subject`: the limit is the subject's own, others may still publish. `storage`: there is no space, be it in
+    the bucket or on the server; otherwise too many messages wait, which goes by itself."""
 
-    def __init__(self, message: str, *, per_subject: bool = False) -> None:
+    def __init__(self, message: str, *, per_subject: bool = False, storage: bool = False) -> None:
         super().__init__(message)
         self.per_subject = per_subject
+        self.storage = storage
 
 
 class BrokerUnavailable(Transient):

@@ -18,7 +18,7 @@ import structlog
 
 from ..engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
 from ..schemas import codec
-from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Overloaded, Refusal
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Transient
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard
@@ -73,7 +73,7 @@ class Infer(Stage):
                 await asyncio.Event().wait()  # what runs is finished; nothing more is asked for
             try:
                 await self.pipe.registry.announce_worker(self._card)
-            except BrokerUnavailable as error:
+            except Transient as error:
                 log.warning("heartbeat missed", reason=str(error))
             self._has_news.set()
             await asyncio.sleep(self.pipe.settings.heartbeat_interval)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import structlog
 
-from ..schemas.errors import Overloaded, QuotaExceeded, StreamFull, Transient
+from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull, StreamFull, Transient
 from ..schemas.events import Accepted, Cancelled, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import root_of
@@ -92,6 +92,8 @@ class Queue(JobStage):
         try:
             stored = await self.pipe.forward(job, route, delivery)
         except StreamFull as error:
+            if error.storage:
+                raise StorageFull(STORE_FULL) from None
             if error.per_subject:
                 raise QuotaExceeded(
                     f"Too many requests of {job.tenant} wait already.", retry_after=retry_after

@@ -14,7 +14,15 @@ from ..engine.grammar_check import GrammarChecker
 from ..engine.preparing import Preparer, load_preparer
 from ..schemas import codec
 from ..schemas.codec import DecodeError
-from ..schemas.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded, StreamFull
+from ..schemas.errors import (
+    STORE_FULL,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    StorageFull,
+    StreamFull,
+)
 from ..schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
 from ..schemas.loops import LoopJob, is_response
 from ..schemas.openai import parse_request
@@ -142,7 +150,9 @@ class Validate(Stage):
         subject, headers = self.pipe.subjects.tools(tenant), {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB}
         try:
             await self.pipe.broker.publish(subject, codec.encode(loop), message_id=name, headers=headers)
-        except StreamFull:  # to wait here would hold up the turns that make room there
+        except StreamFull as error:  # to wait here would hold up the turns that make room there
+            if error.storage:
+                raise StorageFull(STORE_FULL) from None
             raise Overloaded("Too many responses are under way.", retry_after=1.0) from None
 
     def _model(self, name: str) -> ModelCard:

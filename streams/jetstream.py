@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -15,9 +16,12 @@ from .link import Link
 from .management import (
     CONSUMER_MISSING,
     EXPECTED_SEQUENCE,
+    KEY_VALUE,
+    LIMIT_REACHED,
     MESSAGE_MISSING,
     STREAM_EXISTS,
     STREAM_FULL,
+    STREAM_MISSING,
     TOO_LARGE,
     WRONG_REVISION,
     ApiError,
@@ -43,9 +47,9 @@ class JetStreamBroker:
     """
 
     def __init__(self, link: Link, *, namespace: str, replicas: int = 1) -> None:
+        self.replicas = replicas  # of what is made from now on; set by deployment.agree
         self._link = link
         self._namespace = namespace
-        self._replicas = replicas
         self._configs: dict[str, Json] = {}  # what `ensure` was asked for, by stream name
         self._consumers: list[PullConsumer] = []
         link.on_recover(self._restore)
@@ -83,11 +87,41 @@ class JetStreamBroker:
         return self._link.connected
 
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
-        configs = [stream_config(self._stream(spec.name), spec, self._replicas) for spec in streams]
-        configs += [bucket_config(self._bucket(spec.name), spec, self._replicas) for spec in buckets]
-        for config in configs:
+        for config in self.configs(streams, buckets):
             await self._ensure(config)
             self._configs[config["name"]] = config
+
+    async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        pairs = [(config, await self.present(config["name"])) for config in self.configs(streams, buckets)]
+
+        def growth(pair: tuple[Json, Json | None]) -> int:
+            wanted, present = (max(0, config["max_bytes"]) if config else 0 for config in pair)
+            return wanted - present
+
+        # What shrinks goes first: the server reserves what all together may hold.
+        for config, present in sorted(pairs, key=growth):
+            if present is None:
+                await self._ensure(config)
+            else:
+                _check_fixed(config, present)
+                with _told(config):
+                    # What an operator has added, such as a placement, stays.
+                    await call(self._link, f"STREAM.UPDATE.{config['name']}", present | config)
+            self._configs[config["name"]] = config
+
+    def configs(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> list[Json]:
+        """What the server is asked for, in its own words."""
+        return [
+            *(stream_config(self._stream(spec.name), spec, self.replicas) for spec in streams),
+            *(bucket_config(self._bucket(spec.name), spec, self.replicas) for spec in buckets),
+        ]
+
+    async def present(self, name: str) -> Json | None:
+        """The configuration of the stream that the server knows as `name`."""
+        with allowed(STREAM_MISSING):
+            config: Json = (await call(self._link, f"STREAM.INFO.{name}"))["config"]
+            return config
+        return None
 
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
@@ -168,33 +202,23 @@ class JetStreamBroker:
         except ApiError as error:
             if error.code in STREAM_FULL:
                 # The code is the same for every limit of a stream (server/store.go, ErrMaxMsgsPerSubject).
-                raise StreamFull(f"{subject}: {error}", per_subject="per subject" in str(error)) from error
+                raise StreamFull(
+                    f"{subject}: {error}",
+                    per_subject="per subject" in str(error),
+                    storage=error.code != LIMIT_REACHED or subject.startswith(KEY_VALUE),
+                ) from error
             if error.code == TOO_LARGE:
                 raise PayloadTooLarge(f"{subject}: {error}") from error
             raise
         return Published(stored["seq"], stored.get("duplicate", False))
 
     async def _ensure(self, config: Json) -> None:
-        name = config["name"]
         try:
-            await call(self._link, f"STREAM.CREATE.{name}", config)
-        except ApiError as error:
-            if error.code != STREAM_EXISTS:
-                raise StartupError(f"stream {name}: {error}") from error
-        else:
-            return
-        present = (await call(self._link, f"STREAM.INFO.{name}"))["config"]
-        for fixed in ("retention", "storage"):
-            if present[fixed] != config[fixed]:
-                raise StartupError(
-                    f"stream {name} exists with {fixed} {present[fixed]!r} where {config[fixed]!r} is needed; "
-                    "delete it, or choose another namespace"
-                )
-        try:
-            # What an operator has added, such as a placement, stays.
-            await call(self._link, f"STREAM.UPDATE.{name}", present | config)
-        except ApiError as error:
-            raise StartupError(f"stream {name}: {error}") from error
+            with _told(config):
+                await call(self._link, f"STREAM.CREATE.{config['name']}", config)
+        except _Exists:
+            if (present := await self.present(config["name"])) is not None:
+                _check_fixed(config, present)
 
     async def _restore(self) -> None:
         """Make again what a restarted server has lost; what exists may be newer than what we know, and stays."""
@@ -210,6 +234,31 @@ class JetStreamBroker:
 
     def _bucket(self, name: str) -> str:
         return f"{self._namespace}_{name}"
+
+
+class _Exists(Exception):
+    """Under this name there is a stream, with another configuration."""
+
+
+@contextlib.contextmanager
+def _told(config: Json) -> Iterator[None]:
+    """Turns the server's refusal of a stream's configuration into a `StartupError` that says what to do."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code == STREAM_EXISTS:
+            raise _Exists from error
+        advice = f" for the {config['max_bytes']:,} bytes of it; lower --store-limit, or give the server more"
+        raise StartupError(f"stream {config['name']}: {error}{advice if error.code in STREAM_FULL else ''}") from error
+
+
+def _check_fixed(config: Json, present: Json) -> None:
+    for fixed in ("retention", "storage"):
+        if present[fixed] != config[fixed]:
+            raise StartupError(
+                f"stream {config['name']} exists with {fixed} {present[fixed]!r} where {config[fixed]!r} is needed; "
+                "delete it, or choose another namespace"
+            )
 
 
 class _Listening:

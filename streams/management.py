@@ -23,12 +23,16 @@ STREAM_MISSING = 10059
 CONSUMER_MISSING = 10014
 MESSAGE_MISSING = (10037, 10043)
 CONSUMER_EXISTS = (10105, 10148)
-STREAM_FULL = (10077, 10002, 10023, 10047)  # its own limits; the account's, the server's memory, the server's disk
+LIMIT_REACHED = 10077  # one of a stream's own: messages, messages of a subject, bytes
+STREAM_FULL = (LIMIT_REACHED, 10002, 10023, 10047)  # also the account's, the server's memory, the server's disk
 WRONG_REVISION = (10071, 10164)
 TOO_LARGE = 10054
 
 EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"  # header of a publish
 
+KEY_VALUE = "$KV."  # begins the subjects of buckets
+
+_MAX_CONSUMERS = 1_000_000  # the server's own limit is 1,000 a stream: INFER has one a worker, EVENTS one a client
 _TRANSIENT = 503  # the class of "no leader", "starting up" and the like
 _RETRY_WAIT = 0.1
 
@@ -96,6 +100,7 @@ def stream_config(name: str, spec: StreamSpec, replicas: int) -> Json:
         "max_msgs": spec.max_messages or -1,
         "max_msgs_per_subject": spec.max_messages_per_subject or -1,
         "max_bytes": spec.max_bytes or -1,
+        "max_consumers": _MAX_CONSUMERS,
         "max_age": nanoseconds(spec.max_age),
         "duplicate_window": nanoseconds(_dedup_window(spec.dedup_window, spec.max_age)),
         "num_replicas": replicas,
@@ -110,8 +115,10 @@ def bucket_config(bucket: str, spec: BucketSpec, replicas: int) -> Json:
         "subjects": [f"$KV.{bucket}.>"],
         "retention": "limits",
         "storage": spec.storage,
-        "discard": "new",
+        "discard": spec.discard,
         "max_msgs_per_subject": 1,
+        "max_bytes": spec.max_bytes or -1,
+        "max_consumers": _MAX_CONSUMERS,
         "max_age": nanoseconds(spec.ttl),
         "duplicate_window": nanoseconds(_dedup_window(120.0, spec.ttl)),
         "num_replicas": replicas,

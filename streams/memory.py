@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..schemas.errors import BrokerUnavailable, StartupError
+from ..schemas.errors import BrokerUnavailable, StartupError, StreamFull
 from .memory_consumer import Group, MemoryConsumer
 from .memory_stream import MemoryStream
 from .port import (
@@ -25,7 +25,7 @@ from .port import (
     StreamSpec,
     Subscription,
 )
-from .sizes import check_size
+from .sizes import check_size, message_size
 from .wildcards import matcher, overlap
 
 
@@ -53,12 +53,18 @@ class MemoryBroker:
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         for spec in streams:
             if (stream := self._streams.get(spec.name.upper())) is not None:
-                stream.configure(spec)
+                stream.check(spec)
             else:
                 self._streams[spec.name.upper()] = MemoryStream(spec, self._loop.time)
         for bucket in buckets:
-            made = MemoryBucket(self._loop.time, self._max_payload)
-            self._buckets.setdefault(bucket.name, made).ttl = bucket.ttl
+            self._buckets.setdefault(bucket.name, MemoryBucket(bucket, self._loop.time, self._max_payload))
+
+    async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        await self.ensure(streams, buckets)
+        for spec in streams:
+            self._streams[spec.name.upper()].configure(spec)
+        for bucket in buckets:
+            self._buckets[bucket.name].spec = bucket
 
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
@@ -168,17 +174,19 @@ class _Listener:
 class _Kept(NamedTuple):
     entry: Entry
     written: float
+    size: int
 
 
 class MemoryBucket:
-    """Implements `Bucket`. `ttl` is in seconds, 0 for no end; `MemoryBroker.ensure` sets it."""
+    """Implements `Bucket`."""
 
-    def __init__(self, clock: Callable[[], float], max_payload: int) -> None:
-        self.ttl = 0.0
+    def __init__(self, spec: BucketSpec, clock: Callable[[], float], max_payload: int) -> None:
+        self.spec = spec  # set by MemoryBroker.reconfigure
         self._clock = clock
         self._max_payload = max_payload
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the longest unwritten first
         self._revision = 0
+        self._bytes = 0
 
     async def get(self, key: str) -> Entry | None:
         self._expire()
@@ -191,9 +199,18 @@ class MemoryBucket:
 
     async def put(self, key: str, value: bytes) -> int:
         check_size(value, {}, self._max_payload)
+        self._expire()
+        size = len(key) + message_size(value, {})
+        most = self.spec.max_bytes
+        # As JetStream does: who replaces a value may make a full bucket a little fuller.
+        if most and self.spec.discard == "new" and key not in self._kept and self._bytes + size > most:
+            raise StreamFull(f"{key}: maximum bytes exceeded", storage=True)
+        await self.delete(key)
         self._revision += 1
-        self._kept[key] = _Kept(Entry(key, value, self._revision), self._clock())
-        self._kept.move_to_end(key)
+        self._kept[key] = _Kept(Entry(key, value, self._revision), self._clock(), size)
+        self._bytes += size
+        while most and self.spec.discard == "old" and self._bytes > most:
+            await self.delete(next(iter(self._kept)))
         return self._revision
 
     async def create(self, key: str, value: bytes) -> int | None:
@@ -207,9 +224,10 @@ class MemoryBucket:
         return await self.put(key, value)
 
     async def delete(self, key: str) -> None:
-        self._kept.pop(key, None)
+        if (kept := self._kept.pop(key, None)) is not None:
+            self._bytes -= kept.size
 
     def _expire(self) -> None:
-        now = self._clock()
-        while self.ttl and self._kept and now - next(iter(self._kept.values())).written >= self.ttl:
-            self._kept.popitem(last=False)
+        now, ttl = self._clock(), self.spec.ttl
+        while ttl and self._kept and now - next(iter(self._kept.values())).written >= ttl:
+            self._bytes -= self._kept.popitem(last=False)[1].size

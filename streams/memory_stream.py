@@ -39,12 +39,15 @@ class MemoryStream:
         self._bytes = 0
         self._adopt(spec)
 
-    def configure(self, spec: StreamSpec) -> None:
-        """Take on a changed spec. Raises `StartupError` where a stream cannot change."""
+    def check(self, spec: StreamSpec) -> None:
+        """Raises `StartupError` where no change makes a stream of this spec of it."""
         for fixed in ("retention", "storage"):
             present, wanted = getattr(self.spec, fixed), getattr(spec, fixed)
             if present != wanted:
                 raise StartupError(f"stream {spec.name} exists with {fixed} {present!r} where {wanted!r} is needed")
+
+    def configure(self, spec: StreamSpec) -> None:
+        """Take on a changed spec, which `check` has passed."""
         self._adopt(spec)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from ..schemas.errors import BrokerUnavailable
+from ..schemas.errors import STORE_FULL, BrokerUnavailable, StorageFull, StreamFull
 from .port import Broker, Bucket
 from .topology import OBJECT_DATA
 
@@ -43,9 +43,16 @@ class Objects:
     async def put(self, name: str, data: AsyncIterable[bytes], about: dict[str, Any]) -> ObjectInfo | None:
         """Store a whole object. One that has the name already stays, and this returns None.
 
-        What `data` raises is raised again, and nothing has changed then.
+        What `data` raises is raised again, and nothing has changed then. Raises `StorageFull`.
         """
-        info = ObjectInfo(name, about, uuid.uuid4().hex)
+        try:
+            return await self._put(ObjectInfo(name, about, uuid.uuid4().hex), data)
+        except StreamFull as error:
+            if not error.storage:
+                raise
+            raise StorageFull(STORE_FULL) from error
+
+    async def _put(self, info: ObjectInfo, data: AsyncIterable[bytes]) -> ObjectInfo | None:
         try:
             async for piece in _pieces(data, self._chunk):
                 await self._data.put(f"{info.version}.{info.chunks}", piece)
@@ -55,8 +62,12 @@ class Objects:
                 await self._drop(info)
             raise
         # A write that fails may have happened all the same, and then the bytes must be there.
-        if await self._infos.create(name, orjson.dumps(info)) is not None:
-            return info
+        try:
+            if await self._infos.create(info.name, orjson.dumps(info)) is not None:
+                return info
+        except StreamFull:
+            await self._drop(info)
+            raise
         await self._drop(info)
         return None
 

@@ -107,7 +107,7 @@ class Entry(NamedTuple):
 class Bucket(Protocol):
     """Keys and values with a revision each; an entry lives `ttl` seconds after its last write.
 
-    Writing raises `PayloadTooLarge` for what no message can hold.
+    Writing raises `PayloadTooLarge` for what no message can hold, and `StreamFull` where the bucket is full.
     """
 
     async def get(self, key: str) -> Entry | None: ...
@@ -161,9 +161,14 @@ class ConsumerSpec:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
+    """`ttl` in seconds, `max_bytes` of all its entries; 0 means no end and no limit. A full bucket refuses what is
+    written (`discard` new) or forgets what was written longest ago (old)."""
+
     name: str
     ttl: float = 0.0
     storage: Literal["file", "memory"] = "memory"
+    discard: Literal["new", "old"] = "new"
+    max_bytes: int = 0
 
 
 class Broker(Protocol):
@@ -175,9 +180,14 @@ class Broker(Protocol):
     def connected(self) -> bool: ...
 
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
-        """Create what is missing, update what differs; safe to run in several processes at once.
+        """Create what is missing; what exists stays as it is. Safe to run in several processes at once.
 
-        Raises `Fatal` where a stream exists with a retention or storage that cannot be changed in place.
+        Raises `Fatal` where a stream exists with another retention or storage.
+        """
+
+    async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        """Create what is missing and change the limits of what exists. For whoever sets a deployment up: a shorter age
+        deletes. Raises as `ensure` does.
         """
 
     async def publish(

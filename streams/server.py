@@ -33,13 +33,21 @@ class EmbeddedServer:
     """Made by `start`. `url` stays the same through `restart`."""
 
     def __init__(
-        self, state: Path, binary: Path, sync_interval: str | None, lock: FileLock, token: str, more: Sequence[str]
+        self,
+        state: Path,
+        binary: Path,
+        sync_interval: str | None,
+        lock: FileLock,
+        token: str,
+        max_store: int,
+        more: Sequence[str],
     ) -> None:
         self._state = state
         self._binary = binary
         self._sync_interval = sync_interval
         self._lock = lock
         self._token = token
+        self._max_store = max_store
         self._more = more
         self._port = -1  # the server's choice at first; set by `_spawn`
         self._process: asyncio.subprocess.Process  # set by `_spawn`
@@ -52,17 +60,21 @@ class EmbeddedServer:
         sync_interval: str | None = None,
         *,
         token: str | None = None,
+        max_store: int | None = None,
         more: Sequence[str] = (),
     ) -> EmbeddedServer:
         """Start a server over `state_dir` and return once it takes connections.
 
         `sync_interval` is nats-server's: a duration such as "10s", or "always" (None: its default of two minutes,
-        which a power cut can cost). `token` lets clients in, a new one by default; `more` are further lines of the
-        configuration. Raises `StartupError`.
+        which a power cut can cost). `token` lets clients in, a new one by default. `max_store` is what all streams
+        may hold in bytes, by default the disk's size: nats-server's own, most of what is free at its start, would
+        refuse everything where the disk is full of other things. `more` are further lines of the configuration. Raises
+        `StartupError`.
         """
         found = _find(binary)
         state, lock = _claim(state_dir)
-        server = cls(state, found, sync_interval, lock, token or secrets.token_hex(16), more)
+        most = max_store or shutil.disk_usage(state).total
+        server = cls(state, found, sync_interval, lock, token or secrets.token_hex(16), most, more)
         try:
             await server._spawn()
         except BaseException:
@@ -168,6 +180,7 @@ class EmbeddedServer:
             f"authorization {{ token: {json.dumps(self._token)} }}",
             "jetstream {",
             f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
+            f"  max_file_store: {self._max_store}",
             *([f"  sync_interval: {json.dumps(self._sync_interval)}"] if self._sync_interval else []),
             "}",
             *self._more,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -302,8 +302,9 @@ async def test_a_full_stream_refuses(broker: Broker, namespace: str, queue: Spec
 async def test_a_stream_full_of_bytes_refuses(broker: Broker, namespace: str, queue: Spec) -> None:
     await broker.ensure([queue(max_bytes=2_000)], [])
     await broker.publish(f"{namespace}.queue.a", bytes(1_000), message_id="m1")
-    with pytest.raises(StreamFull, match="maximum bytes"):
+    with pytest.raises(StreamFull, match="maximum bytes") as full:
         await broker.publish(f"{namespace}.queue.a", bytes(1_000), message_id="m2")
+    assert not full.value.storage, "messages wait, and go by themselves"
 
 
 async def test_a_full_subject_refuses_and_others_do_not(broker: Broker, namespace: str, queue: Spec) -> None:
@@ -424,15 +425,41 @@ async def test_listeners_hear_what_is_stored_and_what_is_told(broker: Broker, na
     assert not silent
 
 
-async def test_ensure_can_be_repeated_and_changes_limits(broker: Broker, namespace: str, queue: Spec) -> None:
-    bucket = BucketSpec("state")
+async def test_ensure_changes_nothing_and_reconfigure_does(broker: Broker, namespace: str, queue: Spec) -> None:
+    bucket = BucketSpec("state", max_bytes=1_000)
     await broker.ensure([queue(max_messages=1)], [bucket])
     await put(broker, f"{namespace}.queue.a", "m1")
     await broker.ensure([queue(max_messages=1)], [bucket])
     with pytest.raises(StreamFull):
         await put(broker, f"{namespace}.queue.a", "m2")
-    await broker.ensure([queue(max_messages=2)], [bucket])
+    large = ([queue(max_messages=2)], [BucketSpec("state"), BucketSpec("more")])
+    await broker.ensure(*large)
+    with pytest.raises(StreamFull):
+        await put(broker, f"{namespace}.queue.a", "m2")
+    with pytest.raises(StreamFull):
+        await (await broker.bucket("state")).put("key", bytes(2_000))
+    await broker.reconfigure(*large)
     await put(broker, f"{namespace}.queue.a", "m2")
+    await (await broker.bucket("state")).put("key", bytes(2_000))
+    await (await broker.bucket("more")).put("key", b"")
+
+
+@pytest.mark.parametrize("discard", ["new", "old"])
+async def test_a_full_bucket_refuses_or_forgets(broker: Broker, discard: Literal["new", "old"]) -> None:
+    await broker.ensure([], [BucketSpec("state", discard=discard, max_bytes=5_000)])
+    bucket = await broker.bucket("state")
+    for key in "abc":
+        await bucket.put(key, bytes(1_200))
+    if discard == "old":
+        await bucket.put("d", bytes(2_000))
+        assert [entry.key for entry in await bucket.entries()] == ["b", "c", "d"]
+        return
+    with pytest.raises(StreamFull) as full:
+        await bucket.put("d", bytes(2_000))
+    assert full.value.storage
+    await bucket.put("a", bytes(1_200))  # in place of what it held
+    await bucket.delete("b")
+    await bucket.put("d", bytes(2_000))
 
 
 async def test_ensure_refuses_what_cannot_be_changed(broker: Broker, namespace: str, queue: Spec) -> None:

@@ -252,6 +252,16 @@ async def test_a_full_stream_does_not_block_others(jetstream: JetStreamBroker, n
     assert [getattr(result, "sequence", None) for result in results[1::2]] == list(range(1, 11))
 
 
+async def test_a_stream_has_more_than_a_thousand_consumers(jetstream: JetStreamBroker, namespace: str) -> None:
+    """One a worker on INFER, one a client on EVENTS; nats-server allows 1,000 where a stream names no number."""
+    await jetstream.ensure([StreamSpec("RELAY", (f"{namespace}.relay.*",), "limits", "memory")], [])
+    stream = f"{namespace}_RELAY".upper()
+    for number in range(1_001):
+        config = {"durable_name": f"c{number}", "ack_policy": "explicit"}
+        request = {"stream_name": stream, "config": config}
+        await call(jetstream._link, f"CONSUMER.DURABLE.CREATE.{stream}.c{number}", request)
+
+
 async def test_nobody_at_the_address() -> None:
     with pytest.raises(StartupError, match=r"no NATS server answers at nats://127\.0\.0\.1:1:") as caught:
         await JetStreamBroker.connect("nats://user:secret@127.0.0.1:1", namespace="p")
