@@ -123,13 +123,12 @@ def _summary(letter: Message) -> dict[str, Any]:
 
 def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
     """What is in a letter. Raises `DecodeError` for what can be read by nobody."""
-    match letter.headers.get(SCHEMA):
-        case codec.BATCH:
-            return codec.decode_model(InferenceBatch, letter.data, codec.BATCH).jobs
-        case codec.VALIDATED_JOB:
-            return (codec.decode_model(ValidatedJob, letter.data, codec.VALIDATED_JOB),)
-        case schema:
-            return (codec.decode_model(Job, letter.data, schema),)
+    schema = letter.headers.get(SCHEMA)
+    if codec.is_schema(schema, codec.BATCH):
+        return codec.decode_model(InferenceBatch, letter.data, schema).jobs
+    if codec.is_schema(schema, codec.VALIDATED_JOB):
+        return (codec.decode_model(ValidatedJob, letter.data, schema),)
+    return (codec.decode_model(Job, letter.data, schema),)
 
 
 def _again(letter: Message, settings: Settings) -> list[tuple[str, bytes, dict[str, str], str]]:
@@ -147,7 +146,7 @@ def _again(letter: Message, settings: Settings) -> list[tuple[str, bytes, dict[s
         change: dict[str, object] = {"id": name}
         if isinstance(job, ValidatedJob):
             change["deadline"] = time.time() + settings.default_timeout
-            if letter.headers.get(SCHEMA) == codec.BATCH:  # its worker may be gone
+            if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH):  # its worker may be gone
                 subject = Subjects(settings.namespace).batch(job.priority, job.tenant)
                 headers[SCHEMA] = codec.VALIDATED_JOB
         again.append((subject, codec.encode(job.model_copy(update=change)), dict(headers), name))

@@ -19,15 +19,19 @@ Metadata = Annotated[
 
 
 class _Wire(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class ExpiresAfter(_Wire):
+    model_config = ConfigDict(extra="forbid")
+
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
 class BatchRequest(_Wire):
+    model_config = ConfigDict(extra="forbid")
+
     input_file_id: str
     endpoint: Endpoint
     completion_window: Literal["24h"]

@@ -1,11 +1,15 @@
 """Pure functions between bytes and the types that travel. Every message names its type and version in a header.
 
-Strict in what it reads: an unknown type, another version, a missing or unknown field raise `DecodeError`.
+Parts of two neighbouring versions work side by side: a reader takes its own version and the one before, ignores fields
+that a newer writer has added, and gives a new field that an older writer lacks its default. A client's `Job` alone is
+read strictly, so that a misspelt field is refused, unless its header names a newer minor version (`job/1.1`). An
+unknown type, an unknown version and a missing field without a default raise `DecodeError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -59,6 +63,29 @@ class DecodeError(PenstockError):
     """The bytes are not what their header says. The message names the fault, never the content."""
 
 
+def is_schema(header: str | None, schema: str) -> bool:
+    """Whether a message with this header can be read as `schema`: of this version, or of the one before.
+
+    A version may be followed by a minor one, `job/1.3`, whose additions every reader of `job/1` may ignore.
+    """
+    name, _, version = (header or "").partition("/")
+    ours, _, number = schema.partition("/")
+    major = version.partition(".")[0]
+    return name == ours and major in {number, str(int(number) - 1)} - {"0"}
+
+
+Built = TypeVar("Built")
+
+
+def build(kind: type[Built], values: Mapping[str, Any]) -> Built:
+    """A dataclass from its fields, without those that it does not know. Raises `TypeError` where one is missing."""
+    try:
+        return kind(**values)
+    except TypeError:  # rarely: this runs for every token
+        known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        return kind(**{name: values[name] for name in known if name in values})
+
+
 def encode(value: Job | ValidatedJob | InferenceBatch | LoopJob | Step | Event) -> bytes:
     if isinstance(value, BaseModel):
         return orjson.dumps(value, default=_fields, option=orjson.OPT_NON_STR_KEYS)
@@ -80,11 +107,13 @@ def encode_outputs(outputs: Sequence[Output]) -> bytes:
 def decode_model(kind: type[Model], data: bytes, schema: str | None) -> Model:
     """Read a job or batch; `schema` is the message's header, where it has one (a client's job needs none)."""
     expected = _SCHEMAS[kind]
-    if schema is not None and schema != expected:
+    if schema is not None and not is_schema(schema, expected):
         raise DecodeError(f"expected schema {expected}, got {schema}")
     try:
+        if kind is not Job:
+            return kind.model_validate_json(data, extra="ignore")
         # A client's job is read by the parser that will write it again: what one of them cannot say must not get in.
-        return kind.model_validate(_job(data)) if kind is Job else kind.model_validate_json(data)
+        return kind.model_validate(_job(data), extra="forbid" if schema in (None, expected) else "ignore")
     except ValidationError as error:
         raise DecodeError(faults(error)) from None
 
@@ -103,11 +132,12 @@ def _output(value: dict[str, Any]) -> Output:
     match value.get("type"):
         case "delta":
             value["token_ids"] = tuple(value["token_ids"])
-            value["logprobs"] = _logprobs(value["logprobs"])
-            value["error"] = None if value["error"] is None else ErrorBody(**value["error"])
-            return Delta(**value)
+            value["logprobs"] = _logprobs(value.get("logprobs"))
+            if (error := value.get("error")) is not None:
+                value["error"] = build(ErrorBody, error)
+            return build(Delta, value)
         case "started":
-            return Started(**value)
+            return build(Started, value)
         case _:
             raise DecodeError("unknown type of output")
 
@@ -120,30 +150,30 @@ def decode_event(data: bytes) -> Event:
         match value.get("type"):
             case "token":
                 value["token_ids"] = tuple(value["token_ids"])
-                value["logprobs"] = _logprobs(value["logprobs"])
-                value["tool_calls"] = tuple(ToolCallDelta(**call) for call in value["tool_calls"])
-                return Token(**value)
+                value["logprobs"] = _logprobs(value.get("logprobs"))
+                value["tool_calls"] = tuple(build(ToolCallDelta, call) for call in value.get("tool_calls", ()))
+                return build(Token, value)
             case "accepted":
-                return Accepted(**value)
+                return build(Accepted, value)
             case "queued":
-                return Queued(**value)
+                return build(Queued, value)
             case "item":
-                return Item(**value)
+                return build(Item, value)
             case "turn":
-                return Turn(**value)
+                return build(Turn, value)
             case "done":
                 value["finish_reasons"] = tuple(value["finish_reasons"])
-                value["usage"] = Usage(**value["usage"])
-                return Done(**value)
+                value["usage"] = build(Usage, value["usage"])
+                return build(Done, value)
             case "failed":
-                value["error"] = ErrorBody(**value["error"])
-                return Failed(**value)
+                value["error"] = build(ErrorBody, value["error"])
+                return build(Failed, value)
             case "cancelled":
-                value["usage"] = Usage(**value["usage"])
-                return Cancelled(**value)
+                value["usage"] = build(Usage, value["usage"])
+                return build(Cancelled, value)
             case "expired":
-                value["error"] = ErrorBody(**value["error"])
-                return Expired(**value)
+                value["error"] = build(ErrorBody, value["error"])
+                return build(Expired, value)
             case _:
                 raise DecodeError("unknown type of event")
     except (KeyError, TypeError) as error:
@@ -178,12 +208,15 @@ def _logprobs(value: list[dict[str, Any]] | None) -> tuple[TokenLogprob, ...] | 
     if value is None:
         return None
     return tuple(
-        TokenLogprob(
-            **{
+        build(
+            TokenLogprob,
+            {
                 **entry,
                 "bytes": tuple(entry["bytes"]),
-                "top": tuple(TopLogprob(**{**rival, "bytes": tuple(rival["bytes"])}) for rival in entry["top"]),
-            }
+                "top": tuple(
+                    build(TopLogprob, {**rival, "bytes": tuple(rival["bytes"])}) for rival in entry.get("top", ())
+                ),
+            },
         )
         for entry in value
     )

@@ -21,7 +21,7 @@ JobEndpoint = Endpoint | Literal["/v1/responses"]
 
 
 class _Wire(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class Form(_Wire):
@@ -46,8 +46,11 @@ class Job(_Wire):
 
     `id` names the request, and its events arrive on `events.<tenant>.<bridge>.<id>`; the same id is the same request,
     so publishing it again is harmless. Without an id one is derived from the message. `timeout` is in seconds from
-    the moment of publishing; the header `Penstock-Deadline` (Unix seconds) says the same and wins.
+    the moment of publishing; the header `Penstock-Deadline` (Unix seconds) says the same and wins. An unknown field is
+    refused here, since it is a client's mistake; what travels between parts ignores what a newer version has added.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     id: SubjectToken | None = None
     endpoint: JobEndpoint = "/v1/chat/completions"

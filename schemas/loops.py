@@ -22,7 +22,7 @@ _turn = re.compile(r"(resp_[0-9a-f]{32})-([0-9]{1,4})(?:-([0-9]{1,4}))?").fullma
 
 
 class _Kept(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class TurnId(NamedTuple):

@@ -10,7 +10,7 @@ from .jobs import Priority, SubjectToken
 
 
 class _Card(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class ModelCard(_Card):

@@ -82,7 +82,7 @@ class Batch(JobStage):
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
-        if message.headers.get(SCHEMA) == codec.BATCH:
+        if codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
             await self._take_back(delivery)
             return
         job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))

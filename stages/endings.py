@@ -36,7 +36,7 @@ def ending(request: str, refusal: Refusal) -> Event:
 async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
     """Tell every client that this message speaks for."""
     message = delivery.message
-    is_output = message.headers.get(SCHEMA) == codec.OUTPUTS
+    is_output = codec.is_schema(message.headers.get(SCHEMA), codec.OUTPUTS)
     for address in await _asked(pipe, message.subject) if is_output else addresses(message):
         await pipe.emit(ending(address.request, refusal), tenant=address.tenant, bridge=address.bridge, place="end")
 

@@ -77,15 +77,15 @@ class Tools(Stage):
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
         job: LoopJob | None
-        match message.headers.get(SCHEMA):
-            case codec.LOOP_JOB:
-                job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
-                response, work = address(job), self._begin(job)
-            case codec.STEP:
-                step, job = codec.decode_model(Step, message.data, codec.STEP), None
-                response, work = Address(step.id, step.tenant, step.bridge), self._step(step)
-            case other:
-                raise DecodeError(f"the stage tools does not read {other}")
+        schema = message.headers.get(SCHEMA)
+        if codec.is_schema(schema, codec.LOOP_JOB):
+            job = codec.decode_model(LoopJob, message.data, schema)
+            response, work = address(job), self._begin(job)
+        elif codec.is_schema(schema, codec.STEP):
+            step, job = codec.decode_model(Step, message.data, schema), None
+            response, work = Address(step.id, step.tenant, step.bridge), self._step(step)
+        else:
+            raise DecodeError(f"the stage tools does not read {schema}")
         try:
             await self._cancellable(response, work, job)
         except (Refusal, Transient):

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from ..schemas import codec
 from ..schemas.errors import STORE_FULL, BrokerUnavailable, StorageFull, StreamFull
 from .port import Broker, Bucket
 from .topology import OBJECT_DATA
@@ -73,11 +74,11 @@ class Objects:
 
     async def info(self, name: str) -> ObjectInfo | None:
         entry = await self._infos.get(name)
-        return None if entry is None else ObjectInfo(**orjson.loads(entry.value))
+        return None if entry is None else codec.build(ObjectInfo, orjson.loads(entry.value))
 
     async def infos(self, prefix: str = "") -> list[ObjectInfo]:
         """Those whose names begin so, the oldest first."""
-        return [ObjectInfo(**orjson.loads(entry.value)) for entry in await self._infos.entries(prefix)]
+        return [codec.build(ObjectInfo, orjson.loads(entry.value)) for entry in await self._infos.entries(prefix)]
 
     async def read(self, info: ObjectInfo) -> AsyncIterator[bytes]:
         """The bytes, piece by piece. Raises `BrokerUnavailable`, also where the object was deleted meanwhile."""
