@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import orjson
@@ -14,9 +16,21 @@ from rich.table import Table
 from ..config.settings import Settings
 from ..config.sources import Loaded
 from ..schemas import codec
-from ..schemas.errors import StartupError
+from ..schemas.errors import PayloadTooLarge, StartupError
 from ..schemas.jobs import InferenceBatch, Job, ValidatedJob
-from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, MESSAGE_ID, SCHEMA, Message
+from ..streams.dead_letters import DeadLetters
+from ..streams.port import (
+    DEAD_ATTEMPTS,
+    DEAD_BODY,
+    DEAD_REASON,
+    DEAD_REQUESTS,
+    DEAD_SUBJECT,
+    DEADLINE,
+    MESSAGE_ID,
+    SCHEMA,
+    Broker,
+    Message,
+)
 from ..streams.topology import Subjects
 from .options import with_settings
 from .supervisor import connected
@@ -49,13 +63,14 @@ def list_letters(
 @with_settings
 def show(loaded: Loaded, number: Annotated[int, typer.Argument(help="Number from `penstock dead list`.")]) -> None:
     """Print one dead letter whole, as JSON: its headers, and its payload with whatever the client had written."""
-    (letter,) = asyncio.run(_letters(loaded.settings, [number]))
+    ((letter, whole),) = asyncio.run(_whole(loaded.settings, [number]))
+    data = whole.data if whole else b""
     try:
-        payload: Any = orjson.loads(letter.data)
+        payload: Any = orjson.loads(data)
     except orjson.JSONDecodeError:
-        payload = letter.data.decode(errors="replace")
-    whole = {"number": letter.sequence, "headers": dict(letter.headers), "payload": payload}
-    typer.echo(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
+        payload = data.decode(errors="replace") if whole else None  # kept no more
+    shown = {"number": letter.sequence, "headers": dict(letter.headers), "payload": payload}
+    typer.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2))
 
 
 @dead.command()
@@ -79,23 +94,43 @@ def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> No
 
 async def _remove(settings: Settings, numbers: list[int] | None, *, retried: bool) -> int:
     """Delete dead letters, once they are on their way again where they are `retried`; returns how many."""
-    letters = await _letters(settings, numbers)
-    async with connected(settings, "dead") as broker:
-        for letter in letters:
-            for subject, data, headers, name in _again(letter, settings) if retried else ():
-                await broker.publish(subject, data, message_id=name, headers=headers)
+    async with _kept(settings) as (broker, letters):
+        chosen = await _choose(letters, numbers)
+        for letter in chosen:
+            for subject, data, headers, name in (
+                _again(letter, await letters.whole(letter), settings) if retried else ()
+            ):
+                try:
+                    await broker.publish(subject, data, message_id=name, headers=headers)
+                except PayloadTooLarge as error:
+                    raise StartupError(f"dead letter {letter.sequence} cannot be sent: {error} Drop it.") from None
                 typer.echo(f"{letter.sequence}: {name}")
-            await broker.delete("DEAD", letter.sequence)
-    return len(letters)
+            await letters.drop(letter)
+    return len(chosen)
 
 
-async def _letters(settings: Settings, numbers: list[int] | None = None) -> list[Message]:
-    """All dead letters, or those of these numbers. Raises `StartupError` for a number that is not there."""
+async def _letters(settings: Settings) -> list[Message]:
+    async with _kept(settings) as (_, letters):
+        return await letters.all()
+
+
+async def _whole(settings: Settings, numbers: list[int]) -> list[tuple[Message, Message | None]]:
+    """Each as it is in the stream and with its body, None where that is kept no more."""
+    async with _kept(settings) as (_, letters):
+        return [(letter, await letters.whole(letter)) for letter in await _choose(letters, numbers)]
+
+
+@contextlib.asynccontextmanager
+async def _kept(settings: Settings) -> AsyncIterator[tuple[Broker, DeadLetters]]:
     async with connected(settings, "dead") as broker:
-        letters = await broker.replay("DEAD", Subjects(settings.namespace).dead_all())
+        yield broker, await DeadLetters.of(broker, Subjects(settings.namespace))
+
+
+async def _choose(letters: DeadLetters, numbers: list[int] | None) -> list[Message]:
+    """All dead letters, or those of these numbers. Raises `StartupError` for a number that is not there."""
+    found = {letter.sequence: letter for letter in await letters.all()}
     if numbers is None:
-        return letters
-    found = {letter.sequence: letter for letter in letters}
+        return list(found.values())
     if missing := [str(number) for number in numbers if number not in found]:
         raise StartupError(f"no dead letter {', '.join(missing)}; `penstock dead list` shows those there are")
     return [found[number] for number in numbers]
@@ -108,10 +143,13 @@ def _chosen(numbers: list[int] | None, everything: bool) -> list[int] | None:
 
 
 def _summary(letter: Message) -> dict[str, Any]:
-    try:
-        requests = [str(job.id) for job in _jobs(letter) if job.id]
-    except codec.DecodeError:
-        requests = []
+    if DEAD_BODY in letter.headers:
+        requests = letter.headers.get(DEAD_REQUESTS, "").split()
+    else:
+        try:
+            requests = [str(job.id) for job in _jobs(letter) if job.id]
+        except codec.DecodeError:
+            requests = []
     return {
         "number": letter.sequence,
         "stage": letter.subject.rpartition(".")[2],
@@ -131,13 +169,15 @@ def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
     return (codec.decode_model(Job, letter.data, schema),)
 
 
-def _again(letter: Message, settings: Settings) -> list[tuple[str, bytes, dict[str, str], str]]:
+def _again(letter: Message, whole: Message | None, settings: Settings) -> list[tuple[str, bytes, dict[str, str], str]]:
     """Subject, data, headers and name of each request of a letter. Raises `StartupError` for what cannot be read."""
+    if whole is None:
+        raise StartupError(f"the body of dead letter {letter.sequence} is kept no more; drop it")
     try:
-        jobs = _jobs(letter)
+        jobs = _jobs(whole)
     except codec.DecodeError as error:
         raise StartupError(f"dead letter {letter.sequence} cannot be read: {error}; drop it") from None
-    gone = (DEAD_REASON, DEAD_SUBJECT, DEAD_ATTEMPTS, DEADLINE, MESSAGE_ID)
+    gone = (DEAD_REASON, DEAD_SUBJECT, DEAD_ATTEMPTS, DEAD_BODY, DEAD_REQUESTS, DEADLINE, MESSAGE_ID)
     headers = {name: value for name, value in letter.headers.items() if name not in gone}
     subject = letter.headers[DEAD_SUBJECT]
     again = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +13,12 @@ import orjson
 import structlog
 
 from ..schemas import codec
-from ..schemas.errors import GenerationFailed, Refusal
+from ..schemas.errors import GenerationFailed, Refusal, Transient
 from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
 from ..schemas.jobs import TOKEN_PATTERN, ValidatedJob
-from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, MESSAGE_ID, SCHEMA, Delivery, Message
-from .contract import Pipe
+from ..streams.dead_letters import MOST_REQUESTS, DeadLetters
+from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, MESSAGE_ID, SCHEMA, Delivery, Headers, Message
+from .contract import OUTAGE_PAUSE, Pipe
 
 log = structlog.get_logger(__name__)
 
@@ -44,14 +47,9 @@ async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
 async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
     """Move a message that cannot be handled to the dead letters; its clients get an error; never deliver it again."""
     message = delivery.message
-    headers = {
-        **message.headers,
-        DEAD_REASON: " ".join(reason.split()),
-        DEAD_SUBJECT: message.subject,
-        DEAD_ATTEMPTS: str(delivery.attempt),
-    }
-    name = message.headers.get(MESSAGE_ID, f"{message.subject}.{message.sequence}")
-    await pipe.broker.publish(pipe.subjects.dead(stage), message.data, message_id=f"{stage}.{name}", headers=headers)
+    headers = {**message.headers, DEAD_SUBJECT: message.subject, DEAD_ATTEMPTS: str(delivery.attempt)}
+    name = f"{stage}.{message.subject}.{message.sequence}"
+    await _keep(pipe, stage, name, message.data, headers, reason, addresses(message))
     try:
         await refuse(pipe, delivery, GenerationFailed(f"The request failed in the stage {stage} and was given up."))
     finally:
@@ -60,12 +58,31 @@ async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
 
 async def give_up(pipe: Pipe, stage: str, job: ValidatedJob, reason: str) -> None:
     """Move one job of several to the dead letters; its client gets an error."""
-    headers = {DEAD_REASON: reason, DEAD_SUBJECT: pipe.subjects.batch(job.priority, job.tenant)}
-    log.error("given up", stage=stage, request=job.id, reason=reason)
-    letter = codec.encode(job), f"{stage}.{job.id}"
-    await pipe.store(pipe.subjects.dead(stage), *letter, codec.VALIDATED_JOB, headers)
+    headers = {SCHEMA: codec.VALIDATED_JOB, DEAD_SUBJECT: pipe.subjects.batch(job.priority, job.tenant)}
+    address = Address(job.id, job.tenant, job.bridge)
+    name, data = f"{stage}.{job.tenant}.{job.id}", codec.encode(job)
+    while True:
+        try:
+            await _keep(pipe, stage, name, data, headers, reason, [address])
+            break
+        except Transient as error:
+            log.warning("a dead letter waits", stage=stage, request=job.id, reason=str(error))
+            await asyncio.sleep(OUTAGE_PAUSE)
     event = ending(job.id, GenerationFailed(f"The request was given up: {reason}."))
     await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
+
+
+async def _keep(
+    pipe: Pipe, stage: str, name: str, data: bytes, headers: Headers, reason: str, whom: Sequence[Address]
+) -> None:
+    """Keep a dead letter, and log it once: whose it was and why, and not a word of what it says."""
+    letters = await DeadLetters.of(pipe.broker, pipe.subjects)
+    requests = [address.request for address in whom]
+    reason = " ".join(reason.split())
+    published = await letters.bury(stage, name, data, {**headers, DEAD_REASON: reason}, requests)
+    if not published.duplicate:
+        tenants = sorted({address.tenant for address in whom})
+        log.error("buried", stage=stage, reason=reason, requests=requests[:MOST_REQUESTS], tenants=tenants[:10])
 
 
 def addresses(message: Message) -> list[Address]:

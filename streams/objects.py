@@ -38,8 +38,9 @@ class Objects:
     _chunk: int
 
     @classmethod
-    async def of(cls, broker: Broker, bucket: str) -> Objects:
-        return cls(await broker.bucket(bucket), await broker.bucket(OBJECT_DATA), min(CHUNK, broker.max_payload // 2))
+    async def of(cls, broker: Broker, bucket: str, data: str = OBJECT_DATA) -> Objects:
+        """Those named in `bucket`; their bytes are in the bucket `data`."""
+        return cls(await broker.bucket(bucket), await broker.bucket(data), min(CHUNK, broker.max_payload // 2))
 
     async def put(self, name: str, data: AsyncIterable[bytes], about: dict[str, Any]) -> ObjectInfo | None:
         """Store a whole object. One that has the name already stays, and this returns None.

@@ -27,6 +27,8 @@ NEXT = "Penstock-Next"
 DEAD_REASON = "Penstock-Dead-Reason"  # these three on dead letters: why, where it was, after how many deliveries
 DEAD_SUBJECT = "Penstock-Dead-Subject"
 DEAD_ATTEMPTS = "Penstock-Dead-Attempts"
+DEAD_BODY = "Penstock-Dead-Body"  # these two where the letter's body is an object: its name, and whom it speaks for
+DEAD_REQUESTS = "Penstock-Dead-Requests"
 
 Headers = Mapping[str, str]
 

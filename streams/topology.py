@@ -35,6 +35,7 @@ LEASES = "leases"
 FILES = "files"
 BATCH_STATES = "batches"
 BATCH_RESULTS = "batch-results"
+DEAD_DATA = "dead-data"  # large bodies of dead letters
 OBJECT_DATA = "object-data"  # the bytes of what `objects` keeps elsewhere
 
 LEASE_TTL = 4.0  # seconds without renewal after which a partition is free
@@ -154,6 +155,7 @@ def topology(
     tenant_limit: int | None = None,
     tools_limit: int = 10_000,
     dead_limit: int = 10_000,
+    dead_ttl: float = 30 * 86400.0,
     relay_bytes: int = 256 << 20,
     relay_age: float = 600.0,
     workers_ttl: float = 15.0,
@@ -168,7 +170,7 @@ def topology(
     within one for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who
     lost their place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The
     `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a worker, a stored response,
-    a file and what is known of a batch.
+    a dead letter, a file and what is known of a batch.
     """
     subjects = Subjects(root)
     work = [
@@ -189,13 +191,14 @@ def topology(
         StreamSpec(name, (subject,), "limits", "file", max_bytes=relay_bytes, max_age=relay_age)
         for name, subject in ((STREAM, f"{root}.stream.>"), (EVENTS, f"{root}.events.>"))
     ]
-    dead = StreamSpec(DEAD, (subjects.dead_all(),), "limits", "file", max_messages=dead_limit)
+    dead = StreamSpec(DEAD, (subjects.dead_all(),), "limits", "file", max_messages=dead_limit, max_age=dead_ttl)
     buckets = (
         BucketSpec(WORKERS, ttl=workers_ttl),
         BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known again as soon as the broker is back
         BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
         BucketSpec(STATE, storage="file"),
         BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + _GRACE, storage="file"),
+        BucketSpec(DEAD_DATA, ttl=dead_ttl, storage="file", discard="old"),
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=LEASE_TTL),
         # Longer than a file's life: a batch may still need one whose time is over.

@@ -12,13 +12,18 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.api.cli import app
+from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
+from penstock.stages import Pipe, endings
+from penstock.stages.cancellations import Cancellations
+from penstock.streams.dead_letters import DeadLetters
 from penstock.streams.jetstream import JetStreamBroker
-from penstock.streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, SCHEMA
+from penstock.streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, NEXT, SCHEMA, ConsumerSpec
+from penstock.streams.registry import Registry
 from penstock.streams.server import EmbeddedServer
-from penstock.streams.topology import topology
+from penstock.streams.topology import DEAD_DATA, Subjects, topology
 
 Penstock = Callable[..., Awaitable[Result]]
 
@@ -103,6 +108,57 @@ async def test_dead_letters_are_listed_shown_retried_and_dropped(broker: JetStre
     assert unreadable.exit_code == 2 and "dead letter 3 cannot be read" in unreadable.stderr
     assert (await penstock("dead", "drop", "--all")).stdout == "dropped 1\n"
     assert await broker.replay("DEAD", "penstock.dead.>") == []
+
+
+async def test_a_letter_of_eight_megabytes(
+    broker: JetStreamBroker, penstock: Penstock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fits no message once it has the headers that say why; its burial failed for ever, and its client waited."""
+    job = validated("large")
+    data = codec.encode(job.model_copy(update={"body": {"prompt": "a secret " * ((broker.max_payload - 3_000) // 9)}}))
+    settings, subjects = Settings(), Subjects("penstock")
+    pipe = Pipe(broker, subjects, settings, Registry(broker, interval=1.0), Cancellations())
+    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: "penstock.batch.low.acme", "x-long": "x" * 2_000}
+    await broker.publish("penstock.queue.low.acme", data, message_id="large", headers=headers)
+    consumer = await broker.consume(ConsumerSpec("STAGE_QUEUE", "queue", "penstock.queue.>"), prefetch=1)
+    (delivery,) = await consumer.take(1)
+    for _ in range(2):  # it may be delivered again before it is terminated
+        await endings.bury(pipe, "queue", delivery, "some\nreason " * 1_000)
+    assert await broker.replay("STAGE_QUEUE", "penstock.queue.>") == []
+    logged = "".join(capsys.readouterr())
+    assert logged.count("buried") == 1 and "large" in logged and "acme" in logged and "secret" not in logged
+
+    (row,) = map(orjson.loads, (await penstock("dead", "list", "--json")).stdout.splitlines())
+    assert (row["stage"], row["requests"], row["reason"][:11]) == ("queue", ["large"], "some reason")
+    shown = orjson.loads((await penstock("dead", "show", "1")).stdout)
+    assert shown["payload"]["body"]["prompt"].startswith("a secret")
+    assert (await penstock("dead", "retry", "1")).stdout == "1: large-r1\n"
+    (again,) = await broker.replay("STAGE_QUEUE", "penstock.queue.low.acme")
+    assert codec.decode_model(ValidatedJob, again.data, again.headers[SCHEMA]).id == "large-r1"
+    assert not {name for name in again.headers if name.startswith("Penstock-Dead")}
+    assert await (await broker.bucket(DEAD_DATA)).entries() == [] == await broker.replay("DEAD", "penstock.dead.>")
+
+
+async def test_a_letter_whose_headers_alone_fill_a_message(broker: JetStreamBroker, penstock: Penstock) -> None:
+    headers = {"x-long": "x" * (broker.max_payload - 5_000), SCHEMA: codec.JOB, DEAD_REASON: "odd"}
+    letters = await DeadLetters.of(broker, Subjects("penstock"))
+    await letters.bury("validate", "m1", codec.encode(Job(id="one", body={})), headers, ["one"])
+    shown = orjson.loads((await penstock("dead", "show", "1")).stdout)
+    assert shown["headers"][SCHEMA] == codec.JOB and "x-long" not in shown["headers"]
+    assert shown["payload"]["id"] == "one"
+
+
+async def test_a_body_that_gave_way_to_newer_ones(broker: JetStreamBroker, penstock: Penstock) -> None:
+    letters = await DeadLetters.of(broker, Subjects("penstock"))
+    headers = {DEAD_REASON: "odd", DEAD_SUBJECT: "penstock.jobs.low.acme"}
+    await letters.bury("validate", "m1", bytes(1 << 20), headers, ["one"])
+    bucket = await broker.bucket(DEAD_DATA)
+    await bucket.delete((await bucket.entries())[0].key)  # as a full bucket does with its oldest
+    assert orjson.loads((await penstock("dead", "show", "1")).stdout)["payload"] is None
+    retried = await penstock("dead", "retry", "1")
+    assert retried.exit_code == 2 and "the body of dead letter 1 is kept no more; drop it" in retried.stderr
+    assert (await penstock("dead", "drop", "1")).stdout == "dropped 1\n"
+    assert await bucket.entries() == []
 
 
 @pytest.mark.parametrize(
