@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from nats import nuid
 
-from .direct import last_message, stored_messages
+from .direct import held_subjects, last_message, stored_messages
 from .link import Link
 from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
 from .port import MESSAGE_ID, Entry, Message, Published
@@ -34,9 +34,16 @@ class JetStreamBucket:
         return None if message is None or _is_marker(message) else self._entry(message)
 
     async def entries(self, prefix: str = "") -> list[Entry]:
-        # A stream that keeps one message a subject holds exactly the newest of every key.
-        messages = await stored_messages(self._link, self._stream, f"{self._prefix}>")
-        entries = [self._entry(message) for message in messages if not _is_marker(message)]
+        # A wildcard stands for whole tokens, so of a prefix that ends within one a little more is read.
+        wildcard = f"{self._prefix}{prefix[: prefix.rfind('.') + 1]}>"
+        held = await held_subjects(self._link, self._stream, wildcard)
+        newest: dict[str, Message] = {}
+        for message in await stored_messages(self._link, self._stream, wildcard) if held.by_subject else ():
+            newest.pop(message.subject, None)  # a replica that lagged gave an older one
+            # It gives what is deleted, too; but what is newer than the list is no less a key.
+            if message.subject in held.by_subject or message.sequence > held.last:
+                newest[message.subject] = message
+        entries = [self._entry(message) for message in newest.values() if not _is_marker(message)]
         return [entry for entry in entries if entry.key.startswith(prefix)]
 
     async def put(self, key: str, value: bytes) -> int:

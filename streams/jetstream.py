@@ -11,7 +11,7 @@ from nats.aio.subscription import Subscription
 
 from ..schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
 from .buckets import JetStreamBucket
-from .direct import last_message, stored_messages
+from .direct import held_subjects, last_message, stored_messages
 from .link import Link
 from .management import (
     CONSUMER_MISSING,
@@ -151,14 +151,7 @@ class JetStreamBroker:
         return await last_message(self._link, self._stream(stream), subject)
 
     async def held(self, stream: str) -> Held:
-        found: dict[str, int] = {}
-        while True:  # the server pages, above 100,000 subjects
-            request = {"subjects_filter": ">", "offset": len(found)}
-            info = await call(self._link, f"STREAM.INFO.{self._stream(stream)}", request)
-            page: dict[str, int] = info["state"].get("subjects") or {}
-            found |= page
-            if not page or len(found) >= info.get("total", 0):
-                return Held(found, info["state"]["last_seq"])
+        return await held_subjects(self._link, self._stream(stream), ">")
 
     async def delete(self, stream: str, sequence: int) -> bool:
         with allowed(*MESSAGE_MISSING):

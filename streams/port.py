@@ -11,6 +11,8 @@ Guarantees every implementation gives:
 - A work-queue message is delivered until it is acked or terminated: again after `ack_wait` without a sign of life,
   at once after a `nak`, later after `nak(delay)`; `attempt` counts from 1.
 - One consumer delivers first attempts in stream order.
+- A read (`replay`, `last`, `held`, those of a bucket) includes every write that was acknowledged before it began,
+  whoever wrote it.
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ class Bucket(Protocol):
 
     async def get(self, key: str) -> Entry | None: ...
 
-    async def entries(self, prefix: str = "") -> list[Entry]: ...
+    async def entries(self, prefix: str = "") -> list[Entry]:
+        """Those whose keys begin with `prefix`, the longest unwritten first; others are not fetched."""
 
     async def put(self, key: str, value: bytes) -> int:
         """Write whatever was there; returns the revision."""
