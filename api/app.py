@@ -23,6 +23,7 @@ from ..streams.registry import Registry
 from .answers import error_response
 from .batches import add_batches
 from .bridge import Bridge
+from .browsers import Browsers, is_loopback
 from .conversations import add_conversations
 from .door import Door
 from .embeddings import add_embeddings
@@ -110,6 +111,7 @@ def _add_edges(app: FastAPI, settings: Settings) -> None:
     keys = settings.api_keys is not None or settings.api_keys_file is not None
     if keys:
         app.add_middleware(Authentication, keys=Keys(settings.api_keys or (), settings.api_keys_file))
+    app.add_middleware(Browsers, origins=settings.cors_origins or (), local=is_loopback(settings.host))
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -28,6 +28,7 @@ _REASONS: dict[FinishReason, str] = {
 }
 _ERRORS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",

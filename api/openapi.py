@@ -11,10 +11,12 @@ from pydantic import BaseModel
 _REFUSALS = {
     400: "What was asked can never be served; `param` names the fault.",
     401: "No API key, or none that is known.",
+    403: "A foreign web page, or something that this key has no right to.",
     404: "No such model or request.",
     408: "The deadline passed, or the body did not arrive in time.",
     409: "The Idempotency-Key was used for another request.",
     413: "The body is too large.",
+    415: "A browser sent a body that it does not call JSON.",
     429: "The tenant's own limit is reached.",
     499: "The request was cancelled.",
     500: "Penstock failed.",
@@ -68,7 +70,10 @@ def complete(app: FastAPI, *, keys: bool) -> None:
         operations = [(path, operation) for path, methods in schema["paths"].items() for operation in methods.values()]
         for path, operation in operations:
             operation["responses"].pop("422", None)  # FastAPI's own refusal, which nobody here gets
-            if keys and not path.startswith("/health/"):
+            if path.startswith("/health/"):
+                continue
+            operation["responses"] |= refusals(403, 415) if "requestBody" in operation else refusals(403)
+            if keys:
                 operation["responses"] |= refusals(401)
                 operation["security"] = [{"key": []}]
         if keys:

@@ -79,7 +79,9 @@ class Settings(BaseSettings):
         None, description="File of keys, one a line, as `penstock key` prints them; read again when it changes."
     )
     cors_origins: Annotated[tuple[Origin, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
-        None, description="Web pages that may ask from a browser, such as https://chat.example.org, or *."
+        None,
+        description="Web pages that may ask from a browser, such as https://chat.example.org, or *; no others may. A "
+        "server on a loopback address also answers to their hosts.",
     )
     file_limit: ByteSize = Field(ByteSize(512 << 20), gt=0, description="Largest file that may be uploaded.")
     files_quota: ByteSize = Field(ByteSize(10 << 30), gt=0, description="What one tenant's files may hold together.")

@@ -4,11 +4,13 @@ PenstockError
 ├── Refusal                 reply to the client with `status`, and forget the request
 │   ├── InvalidRequest      400  what was asked can never be served; `param` names the fault
 │   ├── Unauthorized        401  no API key, or none that is known
+│   ├── Forbidden           403  this caller may not: a foreign web page, a tool or priority that it has no right to
 │   ├── ModelNotFound       404
 │   ├── StreamNotFound      404  no such request of this tenant, or its events are gone
 │   ├── DeadlineExceeded    408
 │   ├── Conflict            409  an idempotency key used for two different requests
 │   ├── PayloadTooLarge     413
+│   ├── NotJson             415  a browser that does not say that it sends JSON
 │   ├── QuotaExceeded       429  one tenant over its own quota; `retry_after`
 │   ├── Overloaded          503  everyone is; `retry_after`
 │   ├── StorageFull         507  what is kept has reached its share of the store: something must be deleted first
@@ -75,6 +77,12 @@ class Unauthorized(Refusal):
     default_code = "invalid_api_key"
 
 
+class Forbidden(Refusal):
+    status = 403
+    type = "invalid_request_error"
+    default_code = "forbidden"
+
+
 class ModelNotFound(Refusal):
     status = 404
     type = "invalid_request_error"
@@ -103,6 +111,12 @@ class PayloadTooLarge(Refusal):
     status = 413
     type = "invalid_request_error"
     default_code = "payload_too_large"
+
+
+class NotJson(Refusal):
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_media_type"
 
 
 class QuotaExceeded(Refusal):

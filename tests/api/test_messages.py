@@ -114,7 +114,7 @@ class Told:
         self.script = script
         transport = httpx2.ASGITransport(script.app)
         self.client = anthropic.AsyncAnthropic(
-            base_url="http://test",
+            base_url="http://localhost",
             api_key="none",
             max_retries=0,
             http_client=httpx2.AsyncClient(transport=transport),

@@ -35,7 +35,7 @@ async def page(app: Any) -> dict[str, Any]:
 
 
 async def send(app: Any, case: Case[Any]) -> httpx.Response:
-    sent = requests.Request(**case.as_transport_kwargs(base_url="http://test")).prepare()
+    sent = requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
     body: Any = sent.body.encode() if isinstance(sent.body, str) else sent.body
     headers: Any = sent.headers
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:

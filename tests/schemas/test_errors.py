@@ -77,7 +77,7 @@ def test_every_refusal_has_message_type_and_code(refusal: Refusal) -> None:
 def test_every_refusal_says_its_status_type_and_code(kind: type[Refusal]) -> None:
     assert 400 <= kind.status < 600
     assert kind.default_code
-    assert (kind.type == "invalid_request_error") == (kind.status in (400, 401, 404, 413))
+    assert (kind.type == "invalid_request_error") == (kind.status in (400, 401, 403, 404, 413, 415))
 
 
 def test_statuses_are_those_of_the_tree() -> None:
