@@ -11,8 +11,9 @@ import json
 import secrets
 import signal
 import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -22,6 +23,18 @@ from .server import EmbeddedServer
 _READY_TIMEOUT = 60.0  # seconds for an election; servers on busy cores take several of them
 _ANSWER_TIMEOUT = 2.0  # seconds; a stopped server answers nobody
 _POLL = 0.1
+
+
+# From which node to which, whose routes are taken at this port; returns the port to dial instead.
+Dial = Callable[[int, int, int], Awaitable[int]]
+
+
+class _Ports(NamedTuple):
+    """A node's own, besides the one for clients."""
+
+    route: int
+    monitor: int
+    nowhere: int  # where nobody listens
 
 
 class LocalCluster:
@@ -39,18 +52,31 @@ class LocalCluster:
 
     @classmethod
     async def start(
-        cls, state_dir: Path, size: int = 3, binary: Path | None = None, sync_interval: str | None = None
+        cls,
+        state_dir: Path,
+        size: int = 3,
+        binary: Path | None = None,
+        sync_interval: str | None = None,
+        *,
+        dial: Dial | None = None,
     ) -> LocalCluster:
         """Start `size` servers, each with a directory below `state_dir`; returns once a stream can be made on all.
 
-        Raises `StartupError`.
+        `dial` may put something between two of them. Raises `StartupError`.
         """
         token, nodes = secrets.token_hex(16), []
         async with contextlib.AsyncExitStack() as stack:
             reserved = stack.enter_context(contextlib.ExitStack())
-            routes, monitors = ([_reserve(reserved) for _ in range(size)] for _ in range(2))
+            routes, monitors, nowhere = ([_reserve(reserved) for _ in range(size)] for _ in range(3))
             for place in range(size):
-                more = _configuration(place, token, routes, monitors[place])
+                # Every server needs all routes from the beginning: it reads from them how many votes an election takes.
+                others = [
+                    await dial(place, other, port) if dial else port
+                    for other, port in enumerate(routes)
+                    if other != place
+                ]
+                own = _Ports(routes[place], monitors[place], nowhere[place])
+                more = _configuration(place, token, own, others)
                 node = await EmbeddedServer.start(
                     state_dir / f"n{place}", binary, sync_interval, token=token, more=more
                 )
@@ -155,18 +181,18 @@ class LocalCluster:
         return httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
 
 
-def _configuration(place: int, token: str, routes: list[int], monitor: int) -> list[str]:
-    # Every server needs all routes from the beginning: it reads from them how many votes an election takes.
-    others = [f"nats-route://node:{token}@127.0.0.1:{port}" for other, port in enumerate(routes) if other != place]
+def _configuration(place: int, token: str, own: _Ports, others: list[int]) -> list[str]:
     return [
         f"server_name: n{place}",
-        f'http: "127.0.0.1:{monitor}"',
+        f'http: "127.0.0.1:{own.monitor}"',
         "cluster {",
         "  name: local",
-        f'  listen: "127.0.0.1:{routes[place]}"',
+        f'  listen: "127.0.0.1:{own.route}"',
+        # Servers tell each other where they may be dialled; these know it, and must not go round what `dial` gave.
+        f'  advertise: "127.0.0.1:{own.nowhere}"',
         "  no_advertise: true",
         f"  authorization {{ user: node, password: {json.dumps(token)} }}",
-        f"  routes: {json.dumps(others)}",
+        f"  routes: {json.dumps([f'nats-route://node:{token}@127.0.0.1:{port}' for port in others])}",
         "}",
     ]
 
