@@ -39,7 +39,7 @@ from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_stage, installed
 from .stages.tools import Tools
 from .streams.registry import Registry
-from .streams.topology import Subjects, topology
+from .streams.topology import RELAY_GRACE, Subjects, topology
 
 if TYPE_CHECKING:
     from .api.toolbox import Toolbox
@@ -213,10 +213,11 @@ async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
             jobs_limit=settings.jobs_limit,
             queue_limit=settings.queue_limit,
             tenant_limit=settings.tenant_limit,
-            workers_ttl=3 * settings.heartbeat_interval,
+            workers_ttl=settings.worker_ttl,
+            leases_ttl=settings.partition_ttl,
             files_ttl=settings.files_ttl,
             responses_ttl=settings.responses_ttl,
-            relay_age=settings.events_ttl,
+            relay_age=settings.events_ttl + RELAY_GRACE,
             relay_bytes=int(settings.events_limit),
         )
         await broker.reconfigure(streams, buckets)

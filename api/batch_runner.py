@@ -237,7 +237,7 @@ class _Run:
                 case Done():
                     answer = orjson.Fragment(renderer.whole(tokens, final))
                     return "completed", {"status_code": 200, "request_id": request, "body": answer}
-                case Failed(error=error) | Expired(error=error) if error.status in (429, 503):
+                case Failed(error=error) | Expired(error=error) if error.status in (429, 503) or self._is_early(error):
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(error.retry_after or 1.0, LONGEST_PAUSE)):
                             await self._cancelled.wait()
@@ -247,13 +247,18 @@ class _Run:
                 case _:
                     return "cancelled" if isinstance(final, Cancelled) else "expired", None
 
+    def _is_early(self, error: ErrorBody) -> bool:
+        """Whether a line has run out of its own time, and not of the batch's."""
+        return error.status == 408 and self._runner.now() < self.batch.expires_at
+
     async def _begin(self, request: str, body: dict[str, Any], inherited: bool) -> Reading | None:
         """The request's events; None if it was never begun and it is too late now."""
-        tenant, deadline = self.batch.tenant, float(self.batch.expires_at)
+        tenant, now = self.batch.tenant, self._runner.now()
+        deadline = min(float(self.batch.expires_at), now + self._runner.settings.longest_timeout)
         if inherited:
             with contextlib.suppress(StreamNotFound):
                 return await self._bridge.follow(request, tenant, deadline=deadline)
-        if self._cancelled.is_set() or self._runner.now() >= deadline:
+        if self._cancelled.is_set() or now >= deadline:
             return None
         job = Job(id=request, endpoint=self.batch.endpoint, bridge=self._bridge.name, body=body)
         return await self._bridge.open(

@@ -53,7 +53,7 @@ class Bridge:
         self.subjects = subjects
         self._gate = Gate()
         self._open: set[Reading] = set()
-        self._heard: dict[str, Reading] = {}  # by request: those that live on our own wildcard
+        self._heard: dict[str, Reading] = {}  # by subject: those that live on our own wildcard
         self._idle = asyncio.Event()  # nothing is open; set by _closed
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -87,9 +87,8 @@ class Bridge:
         reading = await self._reading(job.id, tenant, deadline, kept=kept or shared, shared=shared)
         headers = {SCHEMA: codec.JOB} | ({DEADLINE: f"{deadline:.3f}"} if deadline else {})
         try:
-            await self.broker.publish(
-                self.subjects.jobs(priority, tenant), codec.encode(job), message_id=job.id, headers=headers
-            )
+            subject, name = self.subjects.jobs(priority, tenant), f"{tenant}.{job.id}"
+            await self.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
         except BaseException as error:
             reading.close()
             match error:
@@ -150,7 +149,7 @@ class Bridge:
         if shared:
             await reading.listen()
         else:
-            self._heard[request] = reading
+            self._heard[subject] = reading
         self._open.add(reading)
         if deadline is not None:
             reading.expire_at(deadline)
@@ -159,13 +158,13 @@ class Bridge:
     def closed(self, reading: Reading) -> None:
         """A reading tells that it is."""
         self._open.discard(reading)
-        if self._heard.get(reading.request) is reading:
-            del self._heard[reading.request]
+        if self._heard.get(reading.subject) is reading:
+            del self._heard[reading.subject]
         if not self._open:
             self._idle.set()
 
     def _hear(self, message: Message) -> None:
-        reading = self._heard.get(message.subject.rpartition(".")[2])
+        reading = self._heard.get(message.subject)
         if reading is not None:
             reading.feed(message)
 
@@ -185,7 +184,7 @@ class Reading:
         self.is_cut = False  # the final event is this bridge's own, and the request may go on; set by end
         self._bridge = bridge
         self._broker = bridge.broker
-        self._subject = subject
+        self.subject = subject
         self._listening: Subscription | None = None  # set by listen
         self._expiry: asyncio.TimerHandle | None = None  # set by expire_at
         self._ready: list[Event] = []
@@ -199,7 +198,7 @@ class Reading:
 
     async def listen(self) -> None:
         """Hear what another bridge may have asked for; what was said before is missed, and asked for by `take`."""
-        self._listening = await self._broker.listen(self._subject, self.feed)
+        self._listening = await self._broker.listen(self.subject, self.feed)
         self.look_back()
 
     @property
@@ -215,7 +214,7 @@ class Reading:
         """Hear one event: repetitions are dropped, a gap is noted and filled by the next `take`."""
         if self.final is not None:
             return
-        self._subject = message.subject  # a wildcard, which it may have been, costs the broker ten times as much
+        self.subject = message.subject  # a wildcard, which it may have been, costs the broker ten times as much
         event = codec.decode_event(message.data)
         match event:
             case Token():
@@ -247,6 +246,8 @@ class Reading:
                 self._missed = True
             case Queued() if message.sequence:
                 pass  # old news, read back
+            case _ if isinstance(event, FINAL) and self._accepted and not (message.sequence or isinstance(event, Done)):
+                self._missed = True  # heard, but is it stored? If the request had just ended otherwise, it is not
             case _ if isinstance(event, FINAL):
                 self.final = event
                 self._ready.append(event)
@@ -285,7 +286,7 @@ class Reading:
 
     async def restore(self) -> bool:
         """Take in what is stored; False where that does not begin at the beginning. Raises `BrokerUnavailable`."""
-        stored = await self._broker.replay("EVENTS", self._subject)
+        stored = await self._broker.replay("EVENTS", self.subject)
         for _ in range(2):  # after an outage, two events may be stored in the wrong order
             for message in stored:
                 self.feed(message)
@@ -304,7 +305,7 @@ class Reading:
                     return
 
     async def ask_to_stop(self) -> None:
-        await self._broker.notify(self._bridge.subjects.cancel(self.request), b"")
+        await self._broker.notify(self._bridge.subjects.cancel(self.tenant, self.request), b"")
 
     def expire_at(self, deadline: float) -> None:
         """End it soon after `deadline` (Unix seconds) should nobody else have: all stages may be dead."""

@@ -31,7 +31,6 @@ from .idempotency import open_once
 from .resuming import Progress, invalid_event_id
 
 TENANT = "default"
-LONGEST = 86400  # seconds that a request may ask for
 Kind = TypeVar("Kind", bound=BaseModel)
 Made = TypeVar("Made")
 
@@ -173,10 +172,14 @@ def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> floa
         given, param = text, "Penstock-Timeout"
         with contextlib.suppress(ValueError):
             given = float(text)
+    longest = settings.longest_timeout
     if given is None:
-        return settings.default_timeout
-    if type(given) not in (int, float) or not 0 < given <= LONGEST:
-        raise InvalidRequest(f"{param} is a number of seconds above 0, at most {LONGEST}.", param=param)
+        return min(settings.default_timeout, longest)
+    if type(given) not in (int, float) or not 0 < given <= longest:
+        raise InvalidRequest(
+            f"{param} is a number of seconds above 0, at most {longest:g}: the setting events_ttl allows no more.",
+            param=param,
+        )
     return float(given)
 
 

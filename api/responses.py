@@ -170,7 +170,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
         if not await door.broker.replay(EVENTS, subjects.events_at(tenant, id)):
             return None
         for message in await door.broker.replay(TOOLS, subjects.tools(tenant)):
-            if message.headers.get(MESSAGE_ID) == id:
+            if message.headers.get(MESSAGE_ID) == f"{tenant}.{id}":
                 job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
                 input = items_of(parse_responses(job.body).input, id)
                 return Stored(Begun(job=job, sources=(), tools=(), history=[], input=input, items=[], index=0))
@@ -184,7 +184,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
         await log.ask_to_stop(job.tenant, job.id)
         for attempt in range(STOPPING):
             if attempt % 10 == 0:
-                await door.broker.notify(door.bridge.subjects.cancel(job.id), b"")
+                await door.broker.notify(door.bridge.subjects.cancel(job.tenant, job.id), b"")
             await asyncio.sleep(LOOK)
             stored = await log.read(job.tenant, job.id) or stored
             if stored.ended is not None:

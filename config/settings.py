@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from ..schemas.jobs import TOKEN_PATTERN, SubjectToken
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
+FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
+LEAST_PARTITION_TTL = 4.0  # seconds
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 _is_server = re.compile(r"((nats|tls)://)?(.*@)?([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?").fullmatch
 RESERVED = ("jobs", "events", "tools", "batches", "dead", "control")  # what else stands in a stage's place in subjects
@@ -88,7 +90,10 @@ class Settings(BaseSettings):
     files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are kept.")
     responses_ttl: float = Field(30 * 86400.0, ge=60, description="How long responses and conversations are kept.")
     events_ttl: float = Field(
-        600.0, ge=60, description="How long what was said of a request is kept, to be resumed; longer than any turn."
+        600.0,
+        ge=60,
+        description="How long what was said of a request is kept, so that it can be resumed and taken over; no request "
+        "may ask for a longer time-out.",
     )
     events_limit: ByteSize = Field(ByteSize(256 << 20), gt=0, description="And how much of it, of all requests.")
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at a time.")
@@ -233,6 +238,26 @@ class Settings(BaseSettings):
         if taken := [name for name in value if name in RESERVED]:
             raise ValueError(f"{', '.join(taken)}: the name means something else in subjects")
         return value
+
+    @property
+    def failover(self) -> float:
+        """Seconds in which a cluster may elect a leader, and nobody can say that he lives; 0 without one."""
+        return FAILOVER if self.nats_replicas > 1 else 0.0
+
+    @property
+    def worker_ttl(self) -> float:
+        """Seconds without a heartbeat after which a worker counts as dead."""
+        return max(3 * self.heartbeat_interval, self.failover)
+
+    @property
+    def partition_ttl(self) -> float:
+        """Seconds without a renewal after which a partition of the stream stage is free."""
+        return max(LEAST_PARTITION_TTL, self.failover)
+
+    @property
+    def longest_timeout(self) -> float:
+        """Seconds that a request may ask for: what a successor needs to go on with it is kept no longer."""
+        return self.events_ttl
 
     @property
     def reserve(self) -> int:

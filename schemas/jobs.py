@@ -97,11 +97,13 @@ class ValidatedJob(_Wire):
 
 
 class InferenceBatch(_Wire):
-    """Jobs that one worker is asked to run together.
+    """Jobs that one worker is asked to run together. Each travels in a message of its own, under the batch's `id`, so
+    that each is acknowledged when it has ended, whatever becomes of the others.
 
     `incarnation` is the process that was meant: another of the same name takes over what that one may have begun.
     `epochs` holds for each job the newest epoch that it may have had elsewhere; none for jobs that were nowhere yet.
-    `sender` names the copy of the batch stage, for the worker's count of what has arrived.
+    `sender` names the copy of the batch stage, which numbers its messages to this process from 1; it still waits for
+    the worker's word on some of them from `oldest` on.
     """
 
     id: SubjectToken
@@ -110,3 +112,5 @@ class InferenceBatch(_Wire):
     incarnation: str = ""
     epochs: Annotated[tuple[int, ...], Field(strict=False)] = ()
     sender: str = ""
+    number: int = 0
+    oldest: int = 0

@@ -43,18 +43,27 @@ class WorkerCard(_Card):
 class Room(_Card):
     """How much more a worker takes, told whenever it changes, in seats: a request for n answers has n.
 
-    `free_high` is for requests of high priority, `free` for the others. `received` counts what has arrived from each
-    copy of the batch stage; what is still on its way is not in the other numbers. `active` run or wait at the worker;
-    `free_tokens` fit into its KV cache beside them. `incarnation` names the process.
+    `free_high` is for requests of high priority, `free` for the others. `received` holds the numbers of the messages
+    that have arrived from each copy of the batch stage, of those that it may still wait for; what is on its way is not
+    in the other fields. `active` run or wait at the worker; `free_tokens` fit into its KV cache beside them.
+    `incarnation` names the process.
     """
 
     worker: SubjectToken
     incarnation: str
     free: int
     free_high: int
-    received: dict[str, int]
+    received: dict[str, list[int]]
     active: int
     free_tokens: int
+
+
+class InFlight(_Card):
+    """The seats, by worker, that a copy of the batch stage has given to requests of which the worker has not told that
+    they arrived: 0 for each when all is idle."""
+
+    sender: SubjectToken
+    seats: dict[str, int]
 
 
 class Admission(_Card):

@@ -30,7 +30,6 @@ from .workers import Seats, Workers
 log = structlog.get_logger(__name__)
 
 TICK = 1.0  # seconds between two words to clients about their positions, and looks at workers that said nothing
-ENVELOPE = 4096  # bytes of a message that are not jobs
 FIRST = -(1 << 60)  # added to the places of jobs that were running already: they stand before those that wait
 
 
@@ -41,6 +40,7 @@ class Batch(JobStage):
     """
 
     name = "batch"
+    is_brief = False
     concurrency = 512  # of each lane
 
     def __init__(self, pipe: Pipe, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
@@ -87,7 +87,7 @@ class Batch(JobStage):
             return
         job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
         if not await self.is_over(job):
-            await self._wait(Waiting(job, message.sequence, len(message.data)))
+            await self._wait(Waiting(job, message.sequence))
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job
@@ -100,15 +100,14 @@ class Batch(JobStage):
         try:
             async with asyncio.TaskGroup() as group:
                 for job, epoch in zip(batch.jobs, epochs, strict=True):
-                    size = len(codec.encode(job))
-                    group.create_task(self._go_on(Waiting(job, place, size, epoch + delivery.attempt)))
+                    group.create_task(self._go_on(Waiting(job, place, epoch + delivery.attempt)))
         except* Transient as errors:
             raise Transient(str(errors.exceptions[0]), delay=0.1) from None
 
     async def _go_on(self, place: Waiting) -> None:
         job = place.job
         try:
-            if not (await self.pipe.transcript(job.id)).finished and not await self.is_over(job):
+            if not (await self.pipe.transcript(job.tenant, job.id)).finished and not await self.is_over(job):
                 await self._wait(place)
         except Refusal as refusal:
             await self.pipe.emit(endings.ending(job.id, refusal), tenant=job.tenant, bridge=job.bridge, place="end")
@@ -123,7 +122,9 @@ class Batch(JobStage):
         self._changed.set()
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), _expire, sent)
         try:
-            with self.pipe.cancellations.calling(job.id, lambda: None if sent.done() else sent.set_result(False)):
+            with self.pipe.cancellations.calling(
+                job.tenant, job.id, lambda: None if sent.done() else sent.set_result(False)
+            ):
                 if not await sent:
                     await self.is_over(job)
         finally:
@@ -147,18 +148,17 @@ class Batch(JobStage):
         return None
 
     def _take(self, lanes: Lanes, head: Waiting, card: WorkerCard, seats: Seats) -> list[Waiting]:
-        """`head` and those behind it, as many as the worker, the batch and one message can hold."""
-        room = self.pipe.broker.max_payload - ENVELOPE
+        """`head` and those behind it, as many as the worker and the batch can hold."""
+        now = asyncio.get_running_loop().time()
         taken: list[Waiting] = []
         place: Waiting | None = head
         while place is not None:
             lanes.pop(place)
+            place.number = seats.send(place.job.seats, now)
             taken.append(place)
-            seats.sent += place.job.seats
-            room -= place.size
             place = next(iter(lanes.heads(self.pipe.now())), None)
             full = len(taken) == self.pipe.settings.max_batch_size
-            if place is not None and (full or place.size > room or not self._fits(place, card, seats)):
+            if place is not None and (full or not self._fits(place, card, seats)):
                 place = None
         return taken
 
@@ -166,31 +166,35 @@ class Batch(JobStage):
         return self._workers.room(seats, place.job) >= min(place.job.seats, card.capacity)
 
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
-        """Publish the batch and settle its jobs' deliveries, for good or bad."""
+        """Publish the jobs of a batch and settle their deliveries, for good or bad."""
+        id, oldest = uuid.uuid4().hex, seats.oldest
+        await asyncio.gather(*(self._send_one(id, worker, seats, place, oldest) for place in chosen))
+
+    async def _send_one(self, id: str, worker: WorkerCard, seats: Seats, place: Waiting, oldest: int) -> None:
         batch = InferenceBatch(
-            id=uuid.uuid4().hex,
+            id=id,
             worker=worker.id,
-            jobs=tuple(place.job for place in chosen),
+            jobs=(place.job,),
             incarnation=worker.incarnation,
-            epochs=tuple(place.epoch for place in chosen),
+            epochs=(place.epoch,),
             sender=self._workers.copy,
+            number=place.number,
+            oldest=oldest,
         )
+        name = f"{place.job.tenant}.{place.job.id}.{id}"
         try:
-            await self.pipe.broker.publish(
-                self.pipe.subjects.infer(worker.id),
-                codec.encode(batch),
-                message_id=batch.id,
-                headers={SCHEMA: codec.BATCH},
+            stored = await self.pipe.broker.publish(
+                self.pipe.subjects.infer(worker.id), codec.encode(batch), message_id=name, headers={SCHEMA: codec.BATCH}
             )
         except Exception as error:
-            seats.sent -= sum(place.job.seats for place in chosen)
-            for place in chosen:
-                if not place.sent.done():
-                    place.sent.set_exception(error)
-            return
-        for place in chosen:
+            seats.lose(place.number)
             if not place.sent.done():
-                place.sent.set_result(True)
+                place.sent.set_exception(error)
+            return
+        if (sent := seats.in_flight.get(place.number)) is not None:  # else the worker was faster
+            sent.sequence = stored.sequence
+        if not place.sent.done():
+            place.sent.set_result(True)
 
     async def _tick(self) -> None:
         while True:
@@ -198,10 +202,24 @@ class Batch(JobStage):
             self._changed.set()
             try:
                 await self._choose_strategy()
+                await self._account()
                 for lanes in self._lanes.values():
                     await self._tell(lanes)
             except Transient as error:
                 log.warning("positions are not told", reason=str(error))
+
+    async def _account(self) -> None:
+        """Say what is in flight, and free the seats of what went astray."""
+        self._workers.check_integrity()
+        in_flight = self._workers.in_flight
+        await self.pipe.broker.notify(
+            self.pipe.subjects.in_flight(in_flight.sender), in_flight.model_dump_json().encode()
+        )
+        await self._workers.heal(self.lease, self._stored_for)
+
+    async def _stored_for(self, worker: str) -> set[int]:
+        stored = await self.pipe.broker.replay("INFER", self.pipe.subjects.infer(worker))
+        return {message.sequence for message in stored}
 
     async def _choose_strategy(self) -> None:
         """What `penstock scheduling` said last, else what the settings say."""

@@ -11,27 +11,43 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Protocol, TypeVar
 
 import structlog
 
 from ..config.settings import Settings
 from ..schemas import codec
-from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, Transient
-from ..schemas.events import FINAL, Cancelled, Event, Usage
+from ..schemas.errors import DeadlineExceeded, Superseded, Transient
+from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Usage
 from ..schemas.jobs import ValidatedJob
 from ..schemas.loops import Step, TurnId
-from ..streams.port import DEADLINE, NEXT, SCHEMA, TRACE_PARENT, Broker, Consumer, Delivery, Headers, Published
+from ..streams.port import (
+    DEADLINE,
+    NEXT,
+    SCHEMA,
+    TRACE_PARENT,
+    Broker,
+    Consumer,
+    Delivery,
+    Headers,
+    Published,
+)
 from ..streams.registry import Registry
 from ..streams.topology import Subjects, partition
 from .cancellations import Cancellations
+from .trail import Trail
 from .transcript import Transcript
+
+Result = TypeVar("Result")
 
 log = structlog.get_logger(__name__)
 
 OUTAGE_PAUSE = 0.2  # seconds between tries while the broker refuses
+MOST_TRAILS = 30_000  # one that is forgotten and needed again is read
 
 
 class Intake(Protocol):
@@ -51,55 +67,102 @@ class Pipe:
     registry: Registry
     cancellations: Cancellations
     now: Callable[[], float] = time.time  # Unix seconds: deadlines are absolute
+    trails: OrderedDict[str, Trail] = field(default_factory=OrderedDict)  # by subject, the least recently used first
 
     async def forward(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> Published:
         """Send a job to the first subject of `route` and the rest of the route with it; returns where it is stored.
 
-        The request's id is the message id, once in every stream, so that a redelivery changes nothing.
+        The request's id is the message id in every stream, so that a redelivery mostly costs nothing; what must not
+        happen twice is fenced further on.
         """
         headers = {SCHEMA: codec.VALIDATED_JOB, DEADLINE: f"{job.deadline:.3f}", NEXT: " ".join(route[1:])}
         if trace := delivery.message.headers.get(TRACE_PARENT):
             headers[TRACE_PARENT] = trace
-        return await self.broker.publish(route[0], codec.encode(job), message_id=job.id, headers=headers)
+        return await self.broker.publish(
+            route[0], codec.encode(job), message_id=f"{job.tenant}.{job.id}", headers=headers
+        )
 
-    def outputs_of(self, request: str) -> str:
+    def outputs_of(self, tenant: str, request: str) -> str:
         """The subject of a request's outputs."""
-        return self.subjects.stream(partition(request, self.settings.stream_partitions), request)
+        return self.subjects.stream(partition(tenant, request, self.settings.stream_partitions), tenant, request)
 
-    async def transcript(self, request: str) -> Transcript:
+    async def transcript(self, tenant: str, request: str) -> Transcript:
         """What workers have said of a request so far; an outage of the broker is waited out."""
-        while True:
-            try:
-                return Transcript.of(await self.broker.replay("STREAM", self.outputs_of(request)))
-            except BrokerUnavailable as error:
-                log.warning("the broker is away; a request waits for what was said of it", reason=str(error))
-                await asyncio.sleep(OUTAGE_PAUSE)
+        subject = self.outputs_of(tenant, request)
+        return Transcript.of(await through_outages(lambda: self.broker.replay("STREAM", subject), subject))
 
-    async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> None:
-        """Store a client event, however long the broker is away; returns when it is stored.
+    async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> bool:
+        """Store a client event, unless it is stored already, however long the broker is away.
 
-        `place` names the event within its request, and makes a repetition harmless. The end of a response's turn is
-        told to the stage tools as well.
+        Returns whether the request is over. `place` names the event within its request. Nothing is stored behind a
+        final event, and the end of a response's turn is told to the stage tools as well.
         """
         request = event.request
-        subject = self.subjects.events(tenant, bridge, request)
-        await self.store(subject, codec.encode(event), f"{request}.{place}", codec.EVENT)
+        subject, name = self.subjects.events(tenant, bridge, request), f"{tenant}.{request}.{place}"
+        is_over = await self._add(event, subject, name)
         if isinstance(event, FINAL) and (turn := TurnId.of(request)):
             step = Step(id=turn.response, turn=request, tenant=tenant, bridge=bridge)
-            await self.store(self.subjects.tools(tenant), codec.encode(step), f"{request}.{place}", codec.STEP)
+            await self.store(self.subjects.tools(tenant), codec.encode(step), name, codec.STEP)
+        return is_over
+
+    async def _add(self, event: Event, subject: str, name: str) -> bool:
+        """Store an event behind the last one of its request, if it is news there; returns whether that is over."""
+        trail = self.trails.get(subject)
+        if isinstance(event, Queued):
+            # No fence: a place in the queue is told often, is worth little, and nobody tells it of what runs.
+            if trail is None or trail.lacks(event):
+                await self.store(subject, codec.encode(event), name, codec.EVENT)
+            return False
+        if trail is None:
+            trail = Trail() if isinstance(event, Accepted) else await self._trail(subject)  # the first, most likely
+        while trail.lacks(event):
+            try:
+                stored = await self.store(subject, codec.encode(event), name, codec.EVENT, expect=trail.last)
+            except Superseded:
+                known, trail = trail, await self._trail(subject)
+                trail.merge(known)
+            else:
+                trail.add(event, stored.sequence)
+        self.trails[subject] = trail
+        self.trails.move_to_end(subject)
+        if len(self.trails) > MOST_TRAILS:
+            self.trails.popitem(last=False)
+        return trail.over
+
+    async def _trail(self, subject: str) -> Trail:
+        newest = await through_outages(lambda: self.broker.last("EVENTS", subject), subject)
+        if newest is None:
+            return Trail()
+        if isinstance(codec.decode_event(newest.data), Accepted):  # nothing was said before
+            return Trail.of([newest])
+        return Trail.of(await through_outages(lambda: self.broker.replay("EVENTS", subject), subject))
 
     async def store(
-        self, subject: str, data: bytes, message_id: str, schema: str, headers: Headers | None = None
+        self,
+        subject: str,
+        data: bytes,
+        message_id: str,
+        schema: str,
+        headers: Headers | None = None,
+        expect: int | None = None,
     ) -> Published:
-        """Publish what must not be skipped: an outage of the broker, or of its disk, is waited out."""
-        while True:
-            try:
-                return await self.broker.publish(
-                    subject, data, message_id=message_id, headers={**(headers or {}), SCHEMA: schema}
-                )
-            except Transient as error:
-                log.warning("the broker does not take it; a message waits", subject=subject, reason=str(error))
-                await asyncio.sleep(OUTAGE_PAUSE)
+        """Publish what must not be skipped: an outage of the broker, or of its disk, is waited out.
+
+        Raises `Superseded` where the last message on the subject is not the one of sequence `expect`.
+        """
+        headers = {**(headers or {}), SCHEMA: schema}
+        publish = partial(self.broker.publish, subject, data, message_id=message_id, headers=headers, expect=expect)
+        return await through_outages(publish, subject)
+
+
+async def through_outages(ask: Callable[[], Awaitable[Result]], subject: str) -> Result:
+    """Ask the broker again and again while it is away, or takes nothing."""
+    while True:
+        try:
+            return await ask()
+        except Transient as error:
+            log.warning("the broker does not answer; a request waits", subject=subject, reason=str(error))
+            await asyncio.sleep(OUTAGE_PAUSE)
 
 
 class Stage(ABC):
@@ -110,6 +173,7 @@ class Stage(ABC):
     """
 
     name: ClassVar[str]
+    is_brief: ClassVar[bool] = True  # `handle` waits for nobody but the broker
     concurrency: int = 64
     prefetch: int = 64
 
@@ -125,7 +189,7 @@ class Stage(ABC):
     @property
     def lease(self) -> float:
         """Seconds without a sign of life after which another copy gets what this one has in hand."""
-        return self.pipe.settings.lease
+        return max(self.pipe.settings.lease, self.pipe.settings.failover)
 
     @abstractmethod
     async def run(self, intake: Intake) -> None:
@@ -162,7 +226,7 @@ class JobStage(Stage):
 
     async def is_over(self, job: ValidatedJob) -> bool:
         """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""
-        if job.id in self.pipe.cancellations:
+        if self.pipe.cancellations.include(job.tenant, job.id):
             cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
             await self.pipe.emit(cancelled, tenant=job.tenant, bridge=job.bridge, place="end")
             return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import traceback
 from collections.abc import Sequence
@@ -13,12 +12,12 @@ import orjson
 import structlog
 
 from ..schemas import codec
-from ..schemas.errors import GenerationFailed, Refusal, Transient
+from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
 from ..schemas.jobs import TOKEN_PATTERN, ValidatedJob
 from ..streams.dead_letters import MOST_REQUESTS, DeadLetters
 from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, MESSAGE_ID, SCHEMA, Delivery, Headers, Message
-from .contract import OUTAGE_PAUSE, Pipe
+from .contract import Pipe, through_outages
 
 log = structlog.get_logger(__name__)
 
@@ -61,13 +60,7 @@ async def give_up(pipe: Pipe, stage: str, job: ValidatedJob, reason: str) -> Non
     headers = {SCHEMA: codec.VALIDATED_JOB, DEAD_SUBJECT: pipe.subjects.batch(job.priority, job.tenant)}
     address = Address(job.id, job.tenant, job.bridge)
     name, data = f"{stage}.{job.tenant}.{job.id}", codec.encode(job)
-    while True:
-        try:
-            await _keep(pipe, stage, name, data, headers, reason, [address])
-            break
-        except Transient as error:
-            log.warning("a dead letter waits", stage=stage, request=job.id, reason=str(error))
-            await asyncio.sleep(OUTAGE_PAUSE)
+    await through_outages(lambda: _keep(pipe, stage, name, data, headers, reason, [address]), pipe.subjects.dead(stage))
     event = ending(job.id, GenerationFailed(f"The request was given up: {reason}."))
     await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
 

@@ -22,6 +22,8 @@ class Guard:
         self._pipe = pipe
         self._intake = intake
         self._held: dict[str, Consumer] = {}  # by dead worker
+        self._outages = pipe.broker.outages
+        self._trusted = 0.0  # loop time from which a card that is missing tells something; set by _look
 
     async def run(self) -> None:
         while True:
@@ -32,7 +34,13 @@ class Guard:
                 log.warning("cannot look after dead workers", reason=str(error))
 
     async def _look(self) -> None:
+        now, outages = asyncio.get_running_loop().time(), self._pipe.broker.outages
+        if outages != self._outages:
+            # Nobody could say that he lives: all get as long as a card does.
+            self._outages, self._trusted = outages, now + self._pipe.settings.worker_ttl
         held = await self._pipe.broker.held("INFER")
+        if now < self._trusted or not self._pipe.broker.connected:
+            return
         living = {card.id for card in self._pipe.registry.workers}
         left = {subject.rpartition(".")[2] for subject in held.by_subject} - living
         for worker in left - self._held.keys():

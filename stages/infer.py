@@ -1,7 +1,7 @@
 """infer: the one place where the broker meets the engine. Batches in, every token out as soon as it exists.
 
-A request's first output announces its epoch, and its store refuses a second announcement of the same epoch, so a batch
-that was dispatched twice runs once. Whoever gets a request that may have run elsewhere announces a newer epoch, which
+A request's first output announces its epoch, where nothing was said before, so a batch that was dispatched twice runs
+once. Whoever gets a request that may have run elsewhere announces a newer epoch right behind the last output, which
 fences the former holder off, and goes on where that one ended.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,12 +17,13 @@ import structlog
 
 from ..engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Transient
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Superseded, Transient
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard
 from ..streams.port import SCHEMA, Delivery
 from . import endings
+from .arrivals import Arrivals
 from .contract import Intake, Pipe, Stage
 from .degradation import slots
 from .transcript import Transcript
@@ -39,6 +39,7 @@ class Infer(Stage):
     """Runs every job of a batch in the engine's continuous batch; a job's failure is its own."""
 
     name = "infer"
+    is_brief = False  # and it counts deaths itself, by request
     concurrency = 1024
     prefetch = 16
 
@@ -46,11 +47,11 @@ class Infer(Stage):
         super().__init__(pipe)
         self._engine = engine
         self._card = card
-        self._voices: dict[str, Voice] = {}  # by request; set by _speak
+        self._voices: dict[tuple[str, str], Voice] = {}  # by tenant and request; set by _speak
         self._leaving = False  # set by leave
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
-        self._received: Counter[str] = Counter()  # seats by copy of the batch stage; set by handle
+        self._arrivals = Arrivals()  # set by handle
         self._active = 0  # seats that are taken; set by _arrive and _depart
         self._welcome = 0  # of the room told last, what has not come yet; set by _tell_room
         self._has_news = asyncio.Event()  # about the room
@@ -100,7 +101,7 @@ class Infer(Stage):
             incarnation=self._card.incarnation,
             free=0 if self._leaving else others - self._active,
             free_high=0 if self._leaving else high - self._active,
-            received=dict(self._received),
+            received=self._arrivals.numbers,
             active=self._active,
             free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
         )
@@ -134,8 +135,8 @@ class Infer(Stage):
         batch = codec.decode_model(InferenceBatch, message.data, message.headers.get(SCHEMA))
         epochs = batch.epochs or (0,) * len(batch.jobs)
         is_ours = batch.incarnation == self._card.incarnation
-        if is_ours and delivery.attempt == 1:
-            self._received[batch.sender] += sum(job.seats for job in batch.jobs)
+        if is_ours:
+            self._arrivals.add(batch.sender, batch.number, batch.oldest)
         async with asyncio.TaskGroup() as group:
             for job, epoch in zip(batch.jobs, epochs, strict=True):
                 self._arrive(job.seats)
@@ -148,7 +149,7 @@ class Infer(Stage):
         engine's own death."""
         try:
             await self._engine.prepare(job.params)  # before anything counts on what follows being at once
-            if running := self._voices.get(job.id):
+            if running := self._voices.get((job.tenant, job.id)):
                 # It came again, since a lease was lost or it was dispatched twice: its end is this delivery's end too.
                 await running.ended.wait()
                 if not self._engine.healthy:
@@ -173,21 +174,22 @@ class Infer(Stage):
         return max(self.pipe.settings.relay_interval, len(self._voices) / _MESSAGES)
 
     async def _speak(self, job: ValidatedJob, newest: int) -> None:
-        voice = self._voices[job.id] = Voice(self.pipe, job, self._interval)
+        voice = self._voices[job.tenant, job.id] = Voice(self.pipe, job, self._interval)
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), voice.expire)
         try:
             if newest == 0:
                 await self._go_on(voice, Transcript())
                 return
-            said = await self.pipe.transcript(job.id)
-            voice.epoch = max(newest, said.epoch) + 1
+            said = await self.pipe.transcript(job.tenant, job.id)
+            if said.finished:
+                return
             if said.kills >= self.pipe.settings.max_kills:
                 reason = f"{said.kills} workers died while they began it"
                 await endings.give_up(self.pipe, self.name, job, reason)
             elif said.silent:
                 # Whichever of a dead worker's requests killed it, if one did, must show alone.
                 async with self._alone:
-                    going_on = asyncio.create_task(self._take_over(voice))
+                    going_on = asyncio.create_task(self._take_over(voice, newest, said))
                     begun = asyncio.create_task(voice.begun.wait())
                     try:
                         await asyncio.wait({going_on, begun}, return_when=asyncio.FIRST_COMPLETED)
@@ -198,22 +200,28 @@ class Infer(Stage):
                         begun.cancel()
                 await going_on
             else:
-                await self._take_over(voice)
+                await self._take_over(voice, newest, said)
         finally:
             timer.cancel()
             voice.silence()
-            del self._voices[job.id]
+            del self._voices[job.tenant, job.id]
             voice.ended.set()
 
-    async def _take_over(self, voice: Voice) -> None:
-        # It announces itself before it reads what was said: nothing can be added after that.
-        if await voice.announce():
-            await self._go_on(voice, await self.pipe.transcript(voice.job.id))
+    async def _take_over(self, voice: Voice, newest: int, said: Transcript) -> None:
+        """Announce an epoch newer than `newest` right behind `said`, and go on from there."""
+        while True:
+            voice.epoch, voice.last = max(newest, said.epoch) + 1, said.last
+            if await voice.announce():
+                await self._go_on(voice, said)
+                return
+            before, said = said, await self.pipe.transcript(voice.job.tenant, voice.job.id)
+            if said.epoch > before.epoch or said.finished:
+                return  # somebody else has taken it over, or its former holder came to the end
 
     async def _go_on(self, voice: Voice, said: Transcript) -> None:
         """Say what is left to be said."""
         voice.handles += [self._engine.open(request) for request in _requests(voice.job, voice.epoch, said)]
-        with self.pipe.cancellations.calling(voice.job.id, voice.silence):
+        with self.pipe.cancellations.calling(voice.job.tenant, voice.job.id, voice.silence):
             await asyncio.gather(*(voice.relay(handle) for handle in voice.handles))
         if voice.is_cut:
             raise DeadlineExceeded("The deadline passed before every input was embedded.")
@@ -247,20 +255,23 @@ def _requests(job: ValidatedJob, epoch: int, said: Transcript) -> list[EngineReq
 class Voice:
     """Publishes the outputs of one request in one epoch; an outage of the broker makes it wait, never skip.
 
-    The epoch's announcement goes out with its first token, or before it where `announce` is called. If somebody else
-    has announced the same epoch, the request is theirs, and this voice stays silent.
+    The epoch's announcement goes out with its first token, or before it where `announce` is called. Every output is
+    stored right behind the one before, or not at all: where somebody else has said something in between, the request
+    is theirs, and this voice falls silent.
     """
 
     def __init__(self, pipe: Pipe, job: ValidatedJob, interval: Callable[[], float]) -> None:
         self.job = job
         self.epoch = 1  # set by Infer
+        self.last = 0  # sequence of the newest output stored; set by Infer and _say
         self.handles: list[RequestHandle] = []  # set by Infer
         self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell
         self.ended = asyncio.Event()  # set by Infer
         self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
         self._pipe = pipe
         self._interval = interval  # least seconds between two deltas of the same choices
-        self._subject = pipe.outputs_of(job.id)
+        self._subject = pipe.outputs_of(job.tenant, job.id)
+        self._holder = uuid.uuid4().hex
         self._turn = asyncio.Lock()  # outputs are stored one after the other
         self._ours: bool | None = None  # None until announced; set by announce
         self._expired = False  # set by expire
@@ -276,14 +287,11 @@ class Voice:
         self.silence()
 
     async def announce(self, *first: Delta) -> bool:
-        """Say that the epoch begins, with its first output if there is one; False if the request is another's."""
-        job, holder = self.job, uuid.uuid4().hex
+        """Say that the epoch begins, with its first output if there is one; False if something else was said first."""
+        job, holder = self.job, self._holder
         form = job.form.model_dump() if job.form else None
         started = Started(job.id, self.epoch, holder, job.tenant, job.bridge, job.choices, job.prompt_tokens, form)
-        self._ours = await self._say((started, *first), "started")
-        if not self._ours:  # somebody else's, or our own, stored by a publish whose answer was lost
-            stored = (await self._pipe.transcript(job.id)).started
-            self._ours = stored is not None and stored.holder == holder
+        self._ours = await self._say((started, *first), f"started.{holder}")
         return self._ours
 
     async def relay(self, handle: RequestHandle) -> None:
@@ -309,11 +317,23 @@ class Voice:
             if self._ours is None:
                 await self.announce(delta)
             elif self._ours:
-                await self._say((delta,), f"{delta.choice}.{delta.index}")
+                self._ours = await self._say((delta,), f"{delta.choice}.{delta.index}.{delta.finish_reason or ''}")
         self.begun.set()
 
     async def _say(self, outputs: Sequence[Output], place: str) -> bool:
         """Publish outputs, however long it takes; False if something else is stored in their place."""
         data = codec.encode_outputs(outputs)
-        message_id = f"{self.job.id}.{self.epoch}.{place}"
-        return not (await self._pipe.store(self._subject, data, message_id, codec.OUTPUTS)).duplicate
+        name = f"{self.job.tenant}.{self.job.id}.{self.epoch}.{place}"
+        while True:
+            try:
+                stored = await self._pipe.store(self._subject, data, name, codec.OUTPUTS, expect=self.last)
+            except Superseded:
+                said = await self._pipe.transcript(self.job.tenant, self.job.id)
+                is_pushed_out = said.last == 0 < self.last  # by the stream's limits: it counts all the same
+                is_ours = said.started is not None and said.started.holder == self._holder
+                if not (is_pushed_out or is_ours):  # else a former holder that does not fence was heard in between
+                    return False
+                self.last = said.last
+            else:
+                self.last = stored.sequence
+                return True

@@ -17,13 +17,13 @@ from ..streams.topology import PRIORITIES
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A job and the promise to its delivery. `sequence` is its place in its lane, `size` its bytes on the wire."""
+    """A job and the promise to its delivery. `sequence` is its place in its lane."""
 
     job: ValidatedJob
     sequence: int
-    size: int
     epoch: int = 0  # the newest that a worker may have given it
     sent: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    number: int = 0  # of the message to its worker; set by the batch stage
     told: int | None = None  # the position that its client heard last; set by the batch stage
 
     @property

@@ -52,16 +52,18 @@ class Queue(JobStage):
         self._warden = Warden(settings.queue_limit, low, settings.high_watermark, settings.default_timeout)
         self._gone: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)  # had left each lane; set by _look
         self._is_due = asyncio.Event()  # a look
-        # By lane and request, the oldest first.
-        self._places: dict[Priority, OrderedDict[str, _Place]] = {priority: OrderedDict() for priority in PRIORITIES}
+        # By lane, and by tenant and request, the oldest first.
+        self._places: dict[Priority, OrderedDict[tuple[str, str], _Place]] = {
+            priority: OrderedDict() for priority in PRIORITIES
+        }
 
     async def run(self, intake: Intake) -> None:
         await super().run(intake)
         async with asyncio.TaskGroup() as group:
 
-            def cancelled(request: str) -> None:
+            def cancelled(tenant: str, request: str) -> None:
                 for lane in self._places.values():
-                    if place := lane.pop(request, None):
+                    if place := lane.pop((tenant, request), None):
                         group.create_task(self._take_out(place))
 
             self.pipe.cancellations.watch(cancelled)
@@ -103,7 +105,7 @@ class Queue(JobStage):
             self._is_due.set()  # what comes until the next regular look would be validated in vain
         cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
         lane = self._places[job.priority]
-        lane[root_of(job.id)] = _Place(job.priority, stored.sequence, cancelled, job.tenant, job.bridge)
+        lane[job.tenant, root_of(job.id)] = _Place(job.priority, stored.sequence, cancelled, job.tenant, job.bridge)
         if len(lane) > MOST_PLACES:
             lane.popitem(last=False)
         accepted = Accepted(job.id, job.model, int(job.created), job.prompt_tokens)

@@ -5,9 +5,13 @@ What an outcome of `handle` means:
     returned            ack
     Refusal             tell the client, then ack
     Transient           nak with its delay
-    anything else       nak, later each time; at `max_attempts` the message goes to the dead letters, its clients are
-                        told, and it is terminated
+    anything else       nak, later each time; after `max_attempts` of these the message goes to the dead letters, its
+                        clients are told, and it is terminated
     cancelled (drain)   nak: another copy takes it at once
+
+A delivery is no failure: a message comes again after an outage, a lost lease or a full stream, however often. Only what
+may have ended the process that handled it is counted too: a message that has come many times is handled alone, and its
+beginning is noted before.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ import structlog
 
 from ..schemas.errors import PenstockError, Refusal, Transient
 from ..streams.port import Consumer, ConsumerSpec, Delivery
+from ..streams.topology import FAILURES
 from . import endings
 from .contract import Pipe, Stage
+from .failures import Count
 
 log = structlog.get_logger(__name__)
-
-CRASHES = 4  # times `max_attempts`: deliveries that were put off, by an outage or a full stream, count here too
 
 
 class Runner:
@@ -38,6 +42,7 @@ class Runner:
         self._pumps: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._has_room = asyncio.Event()  # in one of the pumps, or they are to end
+        self._alone = asyncio.Lock()  # held while a message is handled that may end the process
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # a pump's
 
     async def run(self) -> None:
@@ -120,11 +125,12 @@ class Runner:
 
     async def _work(self, delivery: Delivery) -> None:
         try:
-            if delivery.attempt > CRASHES * self._pipe.settings.max_attempts:
-                # Not one attempt came to an end of its own: each took its process with it, or was only put off.
-                await endings.bury(self._pipe, self._stage.name, delivery, f"delivered {delivery.attempt} times")
-                return
-            await self._stage.handle(delivery)
+            if self._stage.is_brief and delivery.attempt > self._pipe.settings.max_attempts:
+                async with self._alone:
+                    if not await self._handle_suspect(delivery):
+                        return
+            else:
+                await self._stage.handle(delivery)
             await delivery.ack()
         except Refusal as refusal:
             await self._refuse(delivery, refusal)
@@ -137,6 +143,20 @@ class Runner:
         except Exception as error:
             await self._fail(delivery, error)
 
+    async def _handle_suspect(self, delivery: Delivery) -> bool:
+        """Handle what has come often, perhaps because it ends every process that tries; False if it was buried."""
+        deaths = Count(await self._pipe.broker.bucket(FAILURES), self._stage.name, delivery.message, "begun")
+        if await deaths.read() >= self._pipe.settings.max_attempts:
+            reason = f"{await deaths.read()} processes ended while they handled it"
+            await endings.bury(self._pipe, self._stage.name, delivery, reason)
+            return False
+        await deaths.add(1)
+        try:
+            await self._stage.handle(delivery)
+        finally:
+            await asyncio.shield(deaths.add(-1))
+        return True
+
     async def _refuse(self, delivery: Delivery, refusal: Refusal) -> None:
         try:
             await endings.refuse(self._pipe, delivery, refusal)
@@ -146,17 +166,19 @@ class Runner:
             await delivery.ack()
 
     async def _fail(self, delivery: Delivery, error: Exception) -> None:
-        stage, attempt = self._stage.name, delivery.attempt
+        stage = self._stage.name
         # A traceback of ours may be logged; the text of a foreign exception might quote a prompt.
         reason = str(error) if isinstance(error, PenstockError) else type(error).__name__
-        log.error("failed", stage=stage, attempt=attempt, reason=reason, where=endings.place(error))
+        failures = 1
         try:
-            if attempt >= self._pipe.settings.max_attempts:
+            failures = await Count(await self._pipe.broker.bucket(FAILURES), stage, delivery.message, "failed").add(1)
+            log.error("failed", stage=stage, failures=failures, reason=reason, where=endings.place(error))
+            if failures >= self._pipe.settings.max_attempts:
                 await endings.bury(self._pipe, stage, delivery, reason)
                 return
         except Exception as second:
-            log.error("could not be buried", stage=stage, attempt=attempt, reason=type(second).__name__)
-        await delivery.nak(min(2.0 ** (attempt - 1), 30.0))
+            log.error("could not be buried", stage=stage, reason=type(second).__name__)
+        await delivery.nak(min(2.0 ** (failures - 1), 30.0))
 
     async def _beat(self) -> None:
         while True:

@@ -15,7 +15,6 @@ from ..schemas.errors import GenerationFailed
 from ..schemas.events import Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Started
 from ..schemas.jobs import Form
 from ..streams.port import Consumer, Delivery, Message
-from ..streams.topology import LEASE_TTL
 from .contract import Intake, Pipe, Stage
 from .leases import Leases
 from .transcript import Transcript
@@ -31,7 +30,7 @@ class Stream(Stage):
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
-        self._tellers: OrderedDict[str, Teller] = OrderedDict()  # by request, the least recently told first
+        self._tellers: OrderedDict[str, Teller] = OrderedDict()  # by subject, the least recently told first
         self._consumers: dict[int, Consumer] = {}
 
     async def run(self, intake: Intake) -> None:
@@ -44,74 +43,86 @@ class Stream(Stage):
 
         async def lost(share: int) -> None:
             await self._consumers.pop(share).close()
-            for request in [request for request, teller in self._tellers.items() if teller.share == share]:
-                del self._tellers[request]
+            for subject in [subject for subject, teller in self._tellers.items() if teller.share == share]:
+                del self._tellers[subject]
 
         bucket = await self.pipe.broker.bucket("leases")
-        leases = Leases(bucket, self.name, settings.stream_partitions, interval=LEASE_TTL / 4)
+        leases = Leases(bucket, self.name, settings.stream_partitions, interval=settings.partition_ttl / 4)
         await leases.hold(gained, lost)
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
         outputs = codec.decode_outputs(message.data)
-        share, request = message.subject.split(".")[-2:]
-        teller = self._tellers.get(request)
+        teller = self._tellers.get(message.subject)
         if teller is None:
-            teller = self._tellers[request] = Teller(self.pipe, int(share))
+            share = int(message.subject.split(".")[-3])
+            teller = self._tellers[message.subject] = Teller(self.pipe, share)
             if len(self._tellers) > MOST_TELLERS:
                 self._tellers.popitem(last=False)
-        self._tellers.move_to_end(request)
-        try:
-            await teller.tell(outputs, message)
-        except BaseException:
-            # It may have counted what was never published: a new one will read that again.
-            self._tellers.pop(request, None)
-            raise
+        self._tellers.move_to_end(message.subject)
+        await teller.tell(outputs, message)
         if teller.ended:
-            self._tellers.pop(request, None)
+            self._tellers.pop(message.subject, None)
 
 
 class Teller:
-    """One request's way from outputs to events. Outputs come in stored order, each perhaps more than once."""
+    """One request's way from outputs to events. Outputs come perhaps more than once, and seldom out of order."""
 
     def __init__(self, pipe: Pipe, share: int) -> None:
         self.share = share
         self.ended = False  # the final event is stored; set by tell
-        self._over = False  # the final event is decided, and nothing may follow it; set by tell
         self._pipe = pipe
+        self._order = asyncio.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know nothing of the request: the next output has all of it read again."""
         self._said = Transcript()
         self._reader: AnswerReader | None = None  # made with the first announcement; set by _heard
-        self._order = asyncio.Lock()
+        self._over = False  # the final event is decided, and nothing may follow it; set by _heard
+        self._told = 0  # sequence of the newest output whose events are stored; set by tell
 
     async def tell(self, outputs: list[Output], message: Message) -> None:
-        """Publish what these outputs mean to the client; returns when it is stored."""
+        """Publish what these outputs mean to the client, and whatever of those before is missing; returns when it is
+        stored."""
         async with self._order:
-            first = outputs[0]
-            if self._said.started is None and not (isinstance(first, Started) and first.epoch == 1):
-                await self._rebuild(message)
-            events = self._heard(outputs)
-            if self._said.gap:
-                # What is between may only be late, lent to a connection that broke: it is stored all the same.
-                self._said, self._reader = Transcript(), None
-                events = self._heard(await self._stored(message.subject, message.sequence))
-            self._over = self._over or any(place == "end" for _, place in events)
-            if self._said.gap:
-                # Pushed out by the stream's limits, or lost with a disk: nobody has them any more.
-                request = message.subject.rpartition(".")[2]
-                await self._pipe.broker.notify(self._pipe.subjects.cancel(request), b"")
-                raise GenerationFailed("The broker has lost a part of the answer.")
-        # Nothing suspends between here and the sending, so events leave in the order of their outputs.
-        for event, place in events:
-            await self._emit(event, place)
-            self.ended = self.ended or place == "end"
+            if message.sequence <= self._told or self.ended:
+                return
+            try:
+                for event, place in await self._news(outputs, message):
+                    await self._emit(event, place)
+            except BaseException:
+                self._forget()  # it may have counted what was never published
+                raise
+            self._told = message.sequence
 
-    async def _rebuild(self, message: Message) -> None:
-        self._said, self._reader = Transcript(), None
-        self._heard(await self._stored(message.subject, message.sequence - 1))
+    async def _news(self, outputs: list[Output], message: Message) -> list[tuple[Event, str]]:
+        first = outputs[0]
+        begins = isinstance(first, Started) and first.epoch == 1
+        if self._said.started is None and not begins:
+            outputs = await self._stored(message)
+        events = self._heard(outputs)
+        if self._said.gap:
+            # What is between may only be late, lent to a connection that broke: it is stored all the same.
+            self._forget()
+            events = self._heard(await self._stored(message))
+        if self._said.gap:
+            # Pushed out by the stream's limits, or lost with a disk: nobody has them any more.
+            await self._stop(message.subject)
+            raise GenerationFailed("The broker has lost a part of the answer.")
+        return events
 
-    async def _stored(self, subject: str, last: int) -> list[Output]:
-        stored = await self._pipe.broker.replay("STREAM", subject)
-        return [output for one in stored if one.sequence <= last for output in codec.decode_outputs(one.data)]
+    async def _stored(self, message: Message) -> list[Output]:
+        """All outputs of the request up to those of `message`."""
+        stored = await self._pipe.broker.replay("STREAM", message.subject)
+        return [
+            output for one in stored if one.sequence <= message.sequence for output in codec.decode_outputs(one.data)
+        ]
+
+    async def _stop(self, subject: str) -> None:
+        """Have whoever still runs the request stop."""
+        tenant, request = subject.split(".")[-2:]
+        await self._pipe.broker.notify(self._pipe.subjects.cancel(tenant, request), b"")
 
     def _heard(self, outputs: list[Output]) -> list[tuple[Event, str]]:
         events: list[tuple[Event, str]] = []
@@ -123,6 +134,7 @@ class Teller:
                 self._reader = self._reader or AnswerReader(output.request, form, output.choices)
             elif self._reader is not None and not self._over:
                 events += self._events(output, self._reader)
+                self._over = any(place == "end" for _, place in events)
         return events
 
     def _events(self, delta: Delta, reader: AnswerReader) -> list[tuple[Event, str]]:
@@ -146,4 +158,6 @@ class Teller:
     async def _emit(self, event: Event, place: str) -> None:
         started = self._said.started
         assert started is not None  # no delta counts before
-        await self._pipe.emit(event, tenant=started.tenant, bridge=started.bridge, place=place)
+        self.ended = await self._pipe.emit(event, tenant=started.tenant, bridge=started.bridge, place=place)
+        if self.ended and place != "end":  # somebody else has ended it: refused, cancelled, expired
+            await self._stop(self._pipe.outputs_of(started.tenant, started.request))

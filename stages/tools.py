@@ -108,7 +108,7 @@ class Tools(Stage):
             task.cancel()
 
         try:
-            with self.pipe.cancellations.calling(response.request, stop):
+            with self.pipe.cancellations.calling(response.tenant, response.request, stop):
                 await task
         except asyncio.CancelledError:
             if not stopped:  # it is we who must leave
@@ -257,10 +257,8 @@ class Tools(Stage):
         index = stored.index + turn.attempt
         await tell(self.pipe, address(job), Turn(job.id, index, id, _callable(begun)), str(index))
         asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
-        headers = {DEADLINE: f"{job.deadline:.3f}"}
-        await self.pipe.store(
-            self.pipe.subjects.jobs(job.priority, job.tenant), codec.encode(asked), id, codec.JOB, headers
-        )
+        subject, headers = self.pipe.subjects.jobs(job.priority, job.tenant), {DEADLINE: f"{job.deadline:.3f}"}
+        await self.pipe.store(subject, codec.encode(asked), f"{job.tenant}.{id}", codec.JOB, headers)
 
     async def _take(self, stored: Stored, turn: TurnId) -> None:
         """Go on from a turn that has ended."""

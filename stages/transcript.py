@@ -21,6 +21,7 @@ class Transcript:
     """
 
     def __init__(self) -> None:
+        self.last = 0  # sequence of the newest output read; set by of
         self.started: Started | None = None  # of the newest epoch; set by apply
         self.token_ids: list[list[int]] = []  # by choice; set by apply
         self.finish_reasons: list[FinishReason | None] = []  # by choice; set by apply
@@ -35,6 +36,7 @@ class Transcript:
         for message in stored:
             for output in codec.decode_outputs(message.data):
                 said.apply(output)
+            said.last = message.sequence
         return said
 
     def apply(self, output: Output) -> bool:

@@ -29,11 +29,13 @@ from ..schemas.openai import parse_request
 from ..schemas.registry import ModelCard
 from ..schemas.responses import parse_responses
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
+from ..streams.topology import EVENTS
 from . import endings
 from .contract import Intake, Pipe, Stage
 
 _Key = tuple[str, str, str, str]  # what a model's preparer is made of: source, backend, tool and reasoning format
 
+CLOCKS = 2.0  # seconds by which a client's clock may differ from ours
 LONG = 20_000  # bytes of a job; tokenising more than this would hold up the event loop for milliseconds
 
 
@@ -69,10 +71,18 @@ class Validate(Stage):
         message = delivery.message
         priority, tenant = self._lane(message)
         job = self._decode(message)
-        if job.endpoint == "/v1/responses":
-            await self._begin_response(job, message, priority, tenant)
-            return
-        validated = await self._validate(job, job.endpoint, message, priority, tenant)
+        # Asked for meanwhile: whether this is a repetition, of which something was told already.
+        events = self.pipe.subjects.events(tenant, job.bridge, job.id or endings.request_id(message))
+        told = asyncio.create_task(self.pipe.broker.last(EVENTS, events))
+        try:
+            if job.endpoint == "/v1/responses":
+                await self._begin_response(job, message, priority, tenant, told)
+                return
+            validated = await self._validate(job, job.endpoint, message, priority, tenant)
+            if await told is not None:
+                return
+        finally:
+            told.cancel()
         route = [self.pipe.subjects.stage(stage, priority, tenant) for stage in self.pipe.settings.job_stages]
         route.append(self.pipe.subjects.batch(priority, tenant))
         await self.pipe.forward(validated, route, delivery)
@@ -126,7 +136,9 @@ class Validate(Stage):
             dimensions=prepared.dimensions,
         )
 
-    async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:
+    async def _begin_response(
+        self, job: Job, message: Message, priority: Priority, tenant: str, told: asyncio.Task[Message | None]
+    ) -> None:
         """Have the stage tools take turns with the model; each comes here again as a chat request."""
         created = self.pipe.now()
         request = parse_responses(job.body)
@@ -147,9 +159,11 @@ class Validate(Stage):
             deadline=deadline,
             body=job.body,
         )
+        if await told is not None:
+            return
         subject, headers = self.pipe.subjects.tools(tenant), {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB}
         try:
-            await self.pipe.broker.publish(subject, codec.encode(loop), message_id=name, headers=headers)
+            await self.pipe.broker.publish(subject, codec.encode(loop), message_id=f"{tenant}.{name}", headers=headers)
         except StreamFull as error:  # to wait here would hold up the turns that make room there
             if error.storage:
                 raise StorageFull(STORE_FULL) from None
@@ -165,14 +179,25 @@ class Validate(Stage):
     def _deadline(self, timeout: float | None, message: Message, created: float) -> float:
         given = message.headers.get(DEADLINE)
         try:
-            deadline = float(given) if given else created + (timeout or self.pipe.settings.default_timeout)
+            deadline = float(given) if given else created + (timeout or self._default_timeout)
         except ValueError:
             deadline = math.nan
         if not math.isfinite(deadline):
             raise InvalidRequest(f"The header {DEADLINE} must hold Unix seconds.", param="deadline")
+        longest = self.pipe.settings.longest_timeout
+        if deadline > created + longest + CLOCKS:
+            raise InvalidRequest(
+                f"The request may take {longest:g} s at most: what was said of it is kept no longer. Ask for less, or "
+                "have the setting events_ttl raised.",
+                param="timeout",
+            )
         if deadline <= created:
             raise DeadlineExceeded("The deadline passed before the job was looked at.")
         return deadline
+
+    @property
+    def _default_timeout(self) -> float:
+        return min(self.pipe.settings.default_timeout, self.pipe.settings.longest_timeout)
 
     async def _preparer(self, model: ModelCard) -> Preparer:
         """Raises `ModelLoadError` where this machine cannot load the model's tokenizer."""

@@ -86,6 +86,10 @@ class JetStreamBroker:
     def connected(self) -> bool:
         return self._link.connected
 
+    @property
+    def outages(self) -> int:
+        return self._link.outages
+
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         for config in self.configs(streams, buckets):
             await self._ensure(config)

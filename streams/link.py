@@ -76,7 +76,7 @@ class Link:
         self._unanswered = asyncio.Event()
         self._reconnected = asyncio.Event()
         self._held = False  # set by `_disconnected`, reset at the end of `_recover`
-        self._outages = 0
+        self.outages = 0
         self._subscriptions: set[Subscription] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -290,7 +290,7 @@ class Link:
 
     async def _disconnected(self) -> None:
         self._held = True
-        self._outages += 1
+        self.outages += 1
         if not self._client.is_closed:
             log.warning("lost the connection to NATS at %s", self.address)
 
@@ -304,7 +304,7 @@ class Link:
         while True:
             await self._reconnected.wait()
             self._reconnected.clear()
-            outages = self._outages
+            outages = self.outages
             await self._put_back()
             sent: set[str] = set()
             # Sending may pause, and a call made meanwhile must queue up behind what is older.
@@ -313,7 +313,7 @@ class Link:
                     sent.add(token)
                     if (exchange := self._open.get(token)) is not None and not exchange.answer.done():
                         await self._send(token, exchange)
-            if outages == self._outages:
+            if outages == self.outages:
                 self._held = False
                 for callback in tuple(self._restored):
                     callback()

@@ -50,6 +50,10 @@ class MemoryBroker:
     def connected(self) -> bool:
         return not self._closed
 
+    @property
+    def outages(self) -> int:
+        return 0
+
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         for spec in streams:
             if (stream := self._streams.get(spec.name.upper())) is not None:

@@ -184,6 +184,10 @@ class Broker(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    @property
+    def outages(self) -> int:
+        """How often the connection was lost so far."""
+
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         """Create what is missing; what exists stays as it is. Safe to run in several processes at once.
 

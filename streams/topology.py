@@ -32,13 +32,14 @@ RESPONSES = "responses"
 STATE = "state"
 IDEMPOTENCY = "idempotency"
 LEASES = "leases"
+FAILURES = "failures"
 FILES = "files"
 BATCH_STATES = "batches"
 BATCH_RESULTS = "batch-results"
 DEAD_DATA = "dead-data"  # large bodies of dead letters
 OBJECT_DATA = "object-data"  # the bytes of what `objects` keeps elsewhere
 
-LEASE_TTL = 4.0  # seconds without renewal after which a partition is free
+RELAY_GRACE = 180.0  # seconds: outputs and events outlive the longest request until its last holder is missed
 
 _GRACE = 2 * 86400.0  # seconds: two of a batch's windows
 
@@ -54,9 +55,9 @@ def batch_stream(priority: str) -> str:
     return f"BATCH_{_token(priority).upper()}"
 
 
-def partition(request: str, partitions: int) -> int:
-    """Which of `partitions` a request belongs to: the same in every process and release."""
-    return zlib.crc32(request.encode()) % partitions
+def partition(tenant: str, request: str, partitions: int) -> int:
+    """Which of `partitions` a tenant's request belongs to: the same in every process and release."""
+    return zlib.crc32(f"{tenant}.{request}".encode()) % partitions
 
 
 class Topology(NamedTuple):
@@ -91,9 +92,9 @@ class Subjects:
     def infer(self, worker: str) -> str:
         return f"{self.root}.infer.{_token(worker)}"
 
-    def stream(self, share: int, request: str) -> str:
+    def stream(self, share: int, tenant: str, request: str) -> str:
         """`share` is what `partition` gave for the request."""
-        return f"{self.root}.stream.{share}.{_token(request)}"
+        return f"{self.root}.stream.{share}.{_token(tenant)}.{_token(request)}"
 
     def stream_all(self, share: int) -> str:
         return f"{self.root}.stream.{share}.>"
@@ -128,11 +129,11 @@ class Subjects:
     def dead_all(self) -> str:
         return f"{self.root}.dead.>"
 
-    def cancel(self, request: str) -> str:
-        return f"{self.root}.control.cancel.{_token(request)}"
+    def cancel(self, tenant: str, request: str) -> str:
+        return f"{self.root}.control.cancel.{_token(tenant)}.{_token(request)}"
 
     def cancel_all(self) -> str:
-        return f"{self.root}.control.cancel.*"
+        return f"{self.root}.control.cancel.*.*"
 
     def room(self, worker: str) -> str:
         """Where a worker says how much more it takes."""
@@ -140,6 +141,13 @@ class Subjects:
 
     def room_all(self) -> str:
         return f"{self.root}.control.room.*"
+
+    def in_flight(self, sender: str) -> str:
+        """Where a copy of the batch stage says which seats it has sent and no worker has counted yet."""
+        return f"{self.root}.control.in-flight.{_token(sender)}"
+
+    def in_flight_all(self) -> str:
+        return f"{self.root}.control.in-flight.*"
 
     def admission(self) -> str:
         """Where the queue says what it takes."""
@@ -159,6 +167,7 @@ def topology(
     relay_bytes: int = 256 << 20,
     relay_age: float = 600.0,
     workers_ttl: float = 15.0,
+    leases_ttl: float = 4.0,
     models_ttl: float = 600.0,
     responses_ttl: float = 30 * 86400.0,
     batches_limit: int = 10_000,
@@ -169,12 +178,13 @@ def topology(
     Limits are in messages. `queue_limit` holds for each such stage and for each priority's batch queue, `tenant_limit`
     within one for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who
     lost their place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The
-    `_ttl`s say for how many seconds a worker lives without a heartbeat, a model without a worker, a stored response,
-    a dead letter, a file and what is known of a batch.
+    `_ttl`s say for how many seconds a worker lives without a heartbeat, a partition's lease without a renewal, a model
+    without a worker, a stored response, a dead letter, a file and what is known of a batch.
     """
     subjects = Subjects(root)
     work = [
-        _work_queue(JOBS, subjects.jobs_all(), jobs_limit, per_subject=tenant_limit or 0),
+        # Message ids are the publishers' there, and one tenant's must not be taken for another's repetition.
+        _work_queue(JOBS, subjects.jobs_all(), jobs_limit, per_subject=tenant_limit or 0, dedup_window=0.1),
         *(_work_queue(stage_stream(name), subjects.stage_all(name), queue_limit) for name in stages),
         *(
             _work_queue(
@@ -200,14 +210,17 @@ def topology(
         BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + _GRACE, storage="file"),
         BucketSpec(DEAD_DATA, ttl=dead_ttl, storage="file", discard="old"),
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
-        BucketSpec(LEASES, ttl=LEASE_TTL),
+        BucketSpec(LEASES, ttl=leases_ttl),
+        BucketSpec(FAILURES, ttl=3600.0),
         # Longer than a file's life: a batch may still need one whose time is over.
         *(BucketSpec(name, ttl=files_ttl + _GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )
     return Topology((*work, *relays, dead), buckets)
 
 
-def _work_queue(name: str, subject: str, limit: int, *, per_subject: int = 0) -> StreamSpec:
+def _work_queue(
+    name: str, subject: str, limit: int, *, per_subject: int = 0, dedup_window: float = 120.0
+) -> StreamSpec:
     return StreamSpec(
         name,
         (subject,),
@@ -216,6 +229,7 @@ def _work_queue(name: str, subject: str, limit: int, *, per_subject: int = 0) ->
         discard="new",
         max_messages=limit,
         max_messages_per_subject=per_subject,
+        dedup_window=dedup_window,
     )
 
 

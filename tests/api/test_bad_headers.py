@@ -33,10 +33,10 @@ FAULTS: list[tuple[dict[str, Any], dict[str, str], int, str, str, str]] = [
     ({"timeout": -1.5}, {}, 400, "invalid_value", "timeout", "above 0"),
     ({"timeout": True}, {}, 400, "invalid_value", "timeout", "a number of seconds"),
     ({"timeout": "1"}, {}, 400, "invalid_value", "timeout", "a number of seconds"),
-    ({"timeout": 1e9}, {}, 400, "invalid_value", "timeout", "at most 86400"),
+    ({"timeout": 1e9}, {}, 400, "invalid_value", "timeout", "at most 600"),
     ({}, {"Penstock-Timeout": "soon"}, 400, "invalid_value", "Penstock-Timeout", "a number of seconds"),
     ({}, {"Penstock-Timeout": "nan"}, 400, "invalid_value", "Penstock-Timeout", "above 0"),
-    ({}, {"Penstock-Timeout": "inf"}, 400, "invalid_value", "Penstock-Timeout", "at most 86400"),
+    ({}, {"Penstock-Timeout": "inf"}, 400, "invalid_value", "Penstock-Timeout", "at most 600"),
     ({}, {"Penstock-Timeout": "-1"}, 400, "invalid_value", "Penstock-Timeout", "above 0"),
 ]
 

@@ -110,7 +110,7 @@ class Office:
 
         def heard(message: Message) -> None:
             assert message.subject.split(".")[-2:] == ["low", "default"]
-            office.jobs.append(message.headers["Nats-Msg-Id"])
+            office.jobs.append(message.headers["Nats-Msg-Id"].removeprefix("default."))
 
         await office.broker.listen(office.pipeline.pipe.subjects.jobs_all(), heard)
         return office

@@ -99,7 +99,7 @@ async def test_a_cancel_is_repeated_until_it_is_heard() -> None:
     leaving = asyncio.create_task(ask(script.app, "POST", COMPLETIONS, LONG, leave_after=1))
     job = await script.job()
     heard = asyncio.Event()
-    await script.broker.listen(script.subjects.cancel(str(job.id)), lambda _: heard.set())
+    await script.broker.listen(script.subjects.cancel("default", str(job.id)), lambda _: heard.set())
     await script.tell([Accepted("", "echo", 1, 1), Token("", 0, 0, (1,), "x")], job)
     await leaving
     await heard.wait()

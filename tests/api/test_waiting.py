@@ -139,7 +139,7 @@ async def test_every_job_has_an_absolute_deadline(
 async def test_a_deadline_that_no_stage_keeps_is_kept_by_the_bridge() -> None:
     script = await Script.start()
     cancelled = asyncio.Event()
-    await script.broker.listen(script.subjects.cancel("cmpl-late"), lambda _: cancelled.set())
+    await script.broker.listen(script.subjects.cancel("default", "cmpl-late"), lambda _: cancelled.set())
     job = Job(id="cmpl-late", bridge="scripted", body=BODY)
     reading = await script.bridge.open(job, priority="normal", tenant="default", deadline=time.time() - 10)
     (event,) = await reading.take(60.0)

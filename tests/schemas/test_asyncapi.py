@@ -63,7 +63,7 @@ def test_addresses_are_the_subjects_that_are_used(document: dict[str, Any]) -> N
         "custom": subjects.stage("stage", PRIORITIES[0], "tenant"),
         "batch": subjects.batch(PRIORITIES[0], "tenant"),
         "infer": subjects.infer("worker"),
-        "stream": subjects.stream(3, "request"),
+        "stream": subjects.stream(3, "tenant", "request"),
         "tools": subjects.tools("tenant"),
         "events": subjects.events("tenant", "bridge", "request"),
     }

@@ -200,7 +200,7 @@ def test_a_successor_embeds_only_what_is_left(pipeline: Pipeline) -> None:
         text = base64.b64encode(np.array([9, 9], "<f4").tobytes()).decode()
         begun = Started(job.id, 1, uuid.uuid4().hex, job.tenant, job.bridge, job.choices, job.prompt_tokens)
         said = Delta(job.id, 1, 1, 0, (), text, finish_reason="stop")
-        subject = pipeline.pipe.outputs_of(job.id)
+        subject = pipeline.pipe.outputs_of(job.tenant, job.id)
         await pipeline.pipe.store(subject, codec.encode_outputs([begun, said]), uuid.uuid4().hex, codec.OUTPUTS)
         batch = InferenceBatch(id=uuid.uuid4().hex, worker="w0", jobs=(job,), epochs=(0,), incarnation="gone")
         await pipeline.pipe.broker.publish(

@@ -107,7 +107,8 @@ def test_p4_requests_inside_the_window_form_one_batch() -> None:
             readings = await asyncio.gather(*(publish(pipeline) for _ in range(count)))
             for reading in readings:
                 assert isinstance((await whole(reading))[-1], Done)
-            assert [len(batch.jobs) for batch in seen] == [count]
+            assert [len(batch.jobs) for batch in seen] == [1] * count  # each in a message of its own
+            assert len({batch.id for batch in seen}) == 1
 
         @EXAMPLES
         @given(st.integers(1, 16))

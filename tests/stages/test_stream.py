@@ -18,8 +18,10 @@ async def say(pipe: Pipe, job: ValidatedJob, epoch: int, index: int, text: str) 
     """As a worker does that begins an epoch; returns what is stored of it."""
     started = Started(job.id, epoch, f"holder-{epoch}", job.tenant, job.bridge, job.choices, job.prompt_tokens)
     outputs: list[Output] = [started, Delta(job.id, epoch, 0, index, tuple(text.encode()), text)]
-    await pipe.store(pipe.outputs_of(job.id), codec.encode_outputs(outputs), f"{job.id}.{epoch}", codec.OUTPUTS)
-    *_, stored = await pipe.broker.replay("STREAM", pipe.outputs_of(job.id))
+    await pipe.store(
+        pipe.outputs_of(job.tenant, job.id), codec.encode_outputs(outputs), f"{job.id}.{epoch}", codec.OUTPUTS
+    )
+    *_, stored = await pipe.broker.replay("STREAM", pipe.outputs_of(job.tenant, job.id))
     return stored
 
 

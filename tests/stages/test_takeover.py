@@ -41,7 +41,7 @@ async def say(pipeline: Pipeline, job: ValidatedJob, *outputs: Output) -> None:
     """As a worker that is gone had said it."""
     for output in outputs:
         data = codec.encode_outputs([output])
-        await pipeline.pipe.store(pipeline.pipe.outputs_of(job.id), data, uuid.uuid4().hex, codec.OUTPUTS)
+        await pipeline.pipe.store(pipeline.pipe.outputs_of(job.tenant, job.id), data, uuid.uuid4().hex, codec.OUTPUTS)
 
 
 async def events_of(pipeline: Pipeline, job: ValidatedJob) -> list[Event]:
@@ -92,7 +92,7 @@ def test_a_successor_goes_on_with_the_very_next_token(pipeline: Pipeline) -> Non
             done = events[-1]
             assert isinstance(done, Done)
             assert done.usage.completion_tokens == len(TEXT) + 1
-            assert (await pipeline.pipe.transcript(job.id)).epoch == len(ends) + 1
+            assert (await pipeline.pipe.transcript(job.tenant, job.id)).epoch == len(ends) + 1
 
         pipeline.runner.run(scene())
 
@@ -120,7 +120,7 @@ def test_the_late_tokens_of_the_living_dead_are_fenced_off(pipeline: Pipeline) -
         job = job_of(pipeline)
         await say(pipeline, job, started(job, 1), delta(job, 1, 0, TEXT[:5]))
         await dispatch(pipeline, "w0", [job])
-        while (await pipeline.pipe.transcript(job.id)).epoch < 2:  # noqa: ASYNC110
+        while (await pipeline.pipe.transcript(job.tenant, job.id)).epoch < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await say(pipeline, job, delta(job, 1, 5, "WRONG"))
         assert text_of(await events_of(pipeline, job)) == TEXT

@@ -18,11 +18,16 @@ SUBJECTS = Subjects("root")
 
 @pytest.mark.parametrize("name", ["", "a.b", "*", ">", "a b", "a\r\n", "é"])
 def test_only_tokens_enter_a_subject(name: str) -> None:
-    for subject in (SUBJECTS.infer, SUBJECTS.tools, SUBJECTS.dead, SUBJECTS.cancel, SUBJECTS.events_of, stage_stream):
+    for subject in (SUBJECTS.infer, SUBJECTS.tools, SUBJECTS.dead, SUBJECTS.events_of, stage_stream):
         with pytest.raises(ValueError, match="cannot be a token"):
             subject(name)
     with pytest.raises(ValueError, match="cannot be a token"):
         SUBJECTS.events("tenant", name, "request")
+    for of_request in (SUBJECTS.cancel, SUBJECTS.events_at):
+        with pytest.raises(ValueError, match="cannot be a token"):
+            of_request(name, "request")
+        with pytest.raises(ValueError, match="cannot be a token"):
+            of_request("tenant", name)
 
 
 def test_every_subject_belongs_to_one_stream() -> None:
@@ -42,11 +47,11 @@ def test_every_subject_belongs_to_one_stream() -> None:
         "BATCH_LOW",
     ]
     assert owner(SUBJECTS.infer("w1")) == "INFER"
-    assert owner(SUBJECTS.stream(3, "r1")) == "STREAM"
+    assert owner(SUBJECTS.stream(3, "t", "r1")) == "STREAM"
     assert owner(SUBJECTS.events("t", "b", "r1")) == "EVENTS"
     assert owner(SUBJECTS.tools("t")) == "TOOLS"
     assert owner(SUBJECTS.dead("validate")) == "DEAD"
-    assert owner(SUBJECTS.cancel("r1")) is None
+    assert owner(SUBJECTS.cancel("t", "r1")) is None
 
 
 @pytest.mark.parametrize(
@@ -55,11 +60,11 @@ def test_every_subject_belongs_to_one_stream() -> None:
         (SUBJECTS.jobs_all(), SUBJECTS.jobs("high", "t")),
         (SUBJECTS.stage_all("queue"), SUBJECTS.stage("queue", "high", "t")),
         (SUBJECTS.batch_all("low"), SUBJECTS.batch("low", "t")),
-        (SUBJECTS.stream_all(3), SUBJECTS.stream(3, "r")),
+        (SUBJECTS.stream_all(3), SUBJECTS.stream(3, "t", "r")),
         (SUBJECTS.events_of("b"), SUBJECTS.events("t", "b", "r")),
         (SUBJECTS.tools_all(), SUBJECTS.tools("t")),
         (SUBJECTS.dead_all(), SUBJECTS.dead("infer")),
-        (SUBJECTS.cancel_all(), SUBJECTS.cancel("r")),
+        (SUBJECTS.cancel_all(), SUBJECTS.cancel("t", "r")),
     ],
 )
 def test_a_wildcard_takes_in_its_subjects(pattern: str, subject: str) -> None:
@@ -84,7 +89,7 @@ async def test_stream_names_are_case_blind(namespace: str) -> None:
 
 
 def test_partitions_never_change() -> None:
-    assert [partition(name, 8) for name in ("a", "b", "request-1")] == [3, 1, 1]
+    assert [partition("t", name, 8) for name in ("a", "b", "request-1")] == [4, 6, 1]
 
 
 token = st.sampled_from(["a", "b", "*"])
