@@ -53,7 +53,7 @@ def jsonl(lines: Iterable[Any]) -> bytes:
 def client(app: Any, key: str = "no-key-at-all") -> openai.AsyncOpenAI:
     http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app))
     return openai.AsyncOpenAI(
-        base_url="http://penstock/v1",
+        base_url="http://localhost/v1",
         api_key=key,
         max_retries=0,
         http_client=http,

@@ -29,7 +29,7 @@ class Desk:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(script.app), base_url="http://penstock", headers=headers("one")
+            transport=httpx.ASGITransport(script.app), base_url="http://localhost", headers=headers("one")
         )
         self.one, self.two = (openai_client(script, key) for key in KEYS.values())
 
@@ -37,7 +37,7 @@ class Desk:
 def openai_client(script: Script, key: str) -> openai.AsyncOpenAI:
     http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(script.app))
     return openai.AsyncOpenAI(
-        base_url="http://penstock/v1", api_key=key, max_retries=0, http_client=http, _strict_response_validation=True
+        base_url="http://localhost/v1", api_key=key, max_retries=0, http_client=http, _strict_response_validation=True
     )
 
 
