@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Queued, Token
-from .bridge import Reading
 from .chain import Chain
+from .reading import Reading
 from .rendering import Renderer, error_message, error_payload
 from .resuming import Progress, invalid_event_id
 

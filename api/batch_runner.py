@@ -28,9 +28,10 @@ from ..streams.port import ConsumerSpec, Delivery
 from ..streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, FILES
 from .batch_input import check_lines, line_of, read_lines
 from .batches import change
-from .bridge import Bridge, Reading
+from .bridge import Bridge
 from .door import model_of
 from .files import put_file, sweep
+from .reading import Reading
 from .rendering import PREFIX, Embeddings, Renderer, error_payload
 
 log = structlog.get_logger(__name__)

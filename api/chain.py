@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..schemas.events import FINAL, Event, Turn
-from .bridge import Bridge, Reading
+from .bridge import Bridge
+from .reading import Reading
 
 
 class Chain:

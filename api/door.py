@@ -26,8 +26,9 @@ from ..schemas.jobs import Job, JobEndpoint, Priority
 from ..schemas.openai import TIERS, refusal
 from ..streams.port import Broker
 from ..streams.registry import Registry
-from .bridge import Bridge, Reading
+from .bridge import Bridge
 from .idempotency import open_once
+from .reading import Reading
 from .resuming import Progress, invalid_event_id
 
 TENANT = "default"

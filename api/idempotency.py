@@ -18,7 +18,8 @@ from ..schemas.events import Cancelled, Event, Expired, Failed
 from ..schemas.jobs import Job, Priority
 from ..streams.port import Broker
 from ..streams.response_log import ResponseLog
-from .bridge import Bridge, Reading
+from .bridge import Bridge
+from .reading import Reading
 
 MOST_CHARACTERS = 255
 PUBLISHED_ONCE = 100.0  # seconds in which a repeated job is dropped by the broker: less than JOBS' window

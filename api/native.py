@@ -12,9 +12,9 @@ from ..schemas import codec
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Accepted, Cancelled, Event, Queued, Token
 from .answers import EventStream
-from .bridge import Reading
 from .door import Door, tenant_of
 from .openapi import STREAMED, refusals
+from .reading import Reading
 from .resuming import Progress, invalid_event_id
 
 

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline
 
-from penstock.api.bridge import Reading
+from penstock.api.reading import Reading
 from penstock.schemas import codec
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Queued, Token
