@@ -238,7 +238,7 @@ def _requests(job: ValidatedJob, epoch: int, said: Transcript) -> list[EngineReq
         if said.finish_reasons and None not in said.finish_reasons[choices]:
             continue
         request = kind(
-            id=f"{job.id}.{epoch}",
+            id=f"{job.tenant}.{job.id}.{epoch}",
             prompt=prompt,
             params=job.params,
             seed=seed if seed is not None else 0,

@@ -17,6 +17,7 @@ from penstock.schemas.events import Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
+from penstock.stages.failures import Count
 from penstock.streams.memory import MemoryBroker
 from penstock.streams.port import NEXT, Message
 from penstock.streams.registry import Registry
@@ -41,6 +42,8 @@ class Odd(JobStage):
                 raise ZeroDivisionError("secret words of a prompt")
             case "wait" if Odd.attempts == 1:
                 raise Transient("not yet", delay=0.01)
+            case "wait long" if Odd.attempts < 60:
+                raise Transient("not yet", delay=0.0)
         return job
 
 
@@ -85,6 +88,45 @@ def test_a_job_that_cannot_be_handled_is_buried_and_its_client_told(
     logged = capsys.readouterr()
     assert "ZeroDivisionError" in logged.out + logged.err
     assert "secret words" not in logged.out + logged.err
+
+
+def test_deliveries_are_no_failures(odd: Pipeline) -> None:
+    """However often a message was put off, by outages or by a full stream, it is handled once that is over."""
+    assert isinstance(odd.ask(BODY | {"prompt": "wait long"})[-1], Done)
+    assert Odd.attempts == 60
+    assert dead(odd) == []
+
+
+def test_what_may_have_ended_processes_is_handled_alone_and_given_up_at_last(odd: Pipeline) -> None:
+    """Each death of a process that handled the message alone is counted by what it had noted before."""
+    broker = odd.pipe.broker
+    noted: list[int] = []
+
+    async def note(message: Message) -> None:
+        bucket = await broker.bucket("failures")
+        deaths = Count(bucket, "odd", message, "begun")
+        noted.append(await deaths.add(2 - await deaths.read()))
+
+    async def scene() -> list[Event]:
+        stored: list[Message] = []
+        subject = odd.pipe.subjects.stage("odd", "normal", "default")
+        job = Job(id=uuid.uuid4().hex, endpoint="/v1/completions", bridge="test", body=BODY | {"prompt": "wait long"})
+        reading = await odd.bridge.open(job, priority="normal", tenant="default")
+        while not stored:
+            await asyncio.sleep(0)
+            stored = await broker.replay("STAGE_ODD", subject)
+        await note(stored[0])
+        events: list[Event] = []
+        while not reading.ended:
+            events += await reading.take(60.0)
+        reading.close()
+        return events
+
+    (failed,) = odd.runner.run(scene())
+    assert isinstance(failed, Failed) and failed.error.status == 500
+    assert Odd.attempts <= 3
+    (letter,) = dead(odd)
+    assert letter.headers["Penstock-Dead-Reason"] == "2 processes ended while they handled it"
 
 
 def test_the_same_job_twice_runs_once(pipeline: Pipeline) -> None:

@@ -1,0 +1,263 @@
+"""What happens once does so by its fence alone: here no stream remembers a message id, as after a long standstill."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from memory_pipeline import MODEL, Pipeline, validated
+
+from penstock.schemas import codec
+from penstock.schemas.events import FINAL, Accepted, Done, Event, Failed, Started, Token
+from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
+from penstock.stages.stream import Teller
+from penstock.streams.memory import MemoryBroker
+from penstock.streams.port import SCHEMA, BucketSpec, StreamSpec
+from penstock.streams.topology import topology
+
+EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
+TEXT = "every word of it once"
+BODY = {"model": MODEL, "prompt": TEXT, "max_tokens": 64}
+PATIENCE = 10.0  # seconds until a wait counts as endless
+
+
+class Forgetful(MemoryBroker):
+    """No stream has a deduplication window."""
+
+    async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        await super().ensure([replace(spec, dedup_window=0.0) for spec in streams], buckets)
+
+
+@pytest.fixture(scope="module")
+def forgetful() -> Iterator[Pipeline]:
+    with asyncio.Runner() as runner:
+        pipeline = runner.run(Pipeline.start(memory=Forgetful))
+        pipeline.runner = runner
+        yield pipeline
+        runner.run(pipeline.stop())
+
+
+async def stored(pipeline: Pipeline, request: str, tenant: str = "default", bridge: str = "test") -> list[Event]:
+    subject = pipeline.pipe.subjects.events(tenant, bridge, request)
+    return [codec.decode_event(message.data) for message in await pipeline.pipe.broker.replay("EVENTS", subject)]
+
+
+async def ended(pipeline: Pipeline, request: str, tenant: str = "default") -> list[Event]:
+    """Its events, once the final one is there and nothing is under way any more."""
+    async with asyncio.timeout(PATIENCE):
+        while not any(isinstance(event, FINAL) for event in await stored(pipeline, request, tenant)):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await idle(pipeline)
+    return await stored(pipeline, request, tenant)
+
+
+async def idle(pipeline: Pipeline) -> None:
+    settings = pipeline.pipe.settings
+    streams, _ = topology(settings.namespace, settings.job_stages)
+    queues = [spec.name for spec in streams if spec.retention == "work_queue"]
+    while any([(await pipeline.pipe.broker.held(name)).messages for name in queues]):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def check(events: list[Event], *, accepted: bool = True) -> str:
+    """The laws of a request's events as they are stored; returns its text."""
+    assert [event.type for event in events].count("accepted") == int(accepted)
+    assert [event for event in events if isinstance(event, FINAL)] == events[-1:]
+    tokens = [event for event in events if isinstance(event, Token)]
+    place = 0
+    for token in tokens:
+        assert token.index == place
+        place += len(token.token_ids)
+    assert [token.finish_reason is not None for token in tokens] == [False] * (len(tokens) - 1) + [True] * bool(tokens)
+    return "".join(token.text for token in tokens)
+
+
+async def publish(pipeline: Pipeline, job: Job, tenant: str = "default") -> None:
+    subject = pipeline.pipe.subjects.jobs("normal", tenant)
+    await pipeline.pipe.broker.publish(subject, codec.encode(job), message_id=f"{tenant}.{job.id}")
+
+
+async def dispatch(pipeline: Pipeline, job: ValidatedJob, epoch: int = 0) -> None:
+    batch = InferenceBatch(id=uuid.uuid4().hex, worker="w0", jobs=(job,), epochs=(epoch,), incarnation="x" * epoch)
+    subject = pipeline.pipe.subjects.infer("w0")
+    await pipeline.pipe.broker.publish(subject, codec.encode(batch), message_id=batch.id, headers={SCHEMA: codec.BATCH})
+
+
+def job_named(request: str, **body: object) -> Job:
+    return Job(id=request, endpoint="/v1/completions", bridge="test", body=BODY | body)
+
+
+def test_one_job_published_many_times_is_one_request(forgetful: Pipeline) -> None:
+    @EXAMPLES
+    @given(st.integers(2, 6), st.booleans())
+    def at_any_time(times: int, at_once: bool) -> None:
+        async def scene() -> None:
+            job = job_named(f"r-{uuid.uuid4().hex}")
+            for _ in range(times):
+                await publish(forgetful, job)
+                if not at_once:
+                    await ended(forgetful, str(job.id))
+            assert check(await ended(forgetful, str(job.id))) == TEXT
+            outputs = await forgetful.pipe.broker.replay("STREAM", forgetful.pipe.outputs_of("default", str(job.id)))
+            announced = [one for message in outputs for one in codec.decode_outputs(message.data)]
+            assert sum(isinstance(one, Started) for one in announced) == 1
+
+        forgetful.runner.run(scene())
+
+    at_any_time()
+
+
+def test_a_refused_job_that_is_repeated_stays_refused_once(forgetful: Pipeline) -> None:
+    async def scene() -> None:
+        job = job_named(f"r-{uuid.uuid4().hex}", temperature=-1)
+        for _ in range(3):
+            await publish(forgetful, job)
+            events = await ended(forgetful, str(job.id))
+        assert [type(event) for event in events] == [Failed]
+
+    forgetful.runner.run(scene())
+
+
+def test_a_job_dispatched_to_many_is_run_by_one(forgetful: Pipeline) -> None:
+    @EXAMPLES
+    @given(st.lists(st.integers(0, 2), min_size=2, max_size=5))
+    def any_epochs(epochs: list[int]) -> None:
+        """By copies that know of no holder (0), and by some that take over."""
+
+        async def scene() -> None:
+            job = validated(f"r-{uuid.uuid4().hex}", forgetful.pipe)
+            job = job.model_copy(update={"prompts": (tuple(TEXT.encode()),)})
+            for epoch in epochs:
+                await dispatch(forgetful, job, epoch)
+            assert check(await ended(forgetful, job.id), accepted=False) == TEXT
+            outputs = await forgetful.pipe.broker.replay("STREAM", forgetful.pipe.outputs_of(job.tenant, job.id))
+            started = [
+                one.epoch
+                for message in outputs
+                for one in codec.decode_outputs(message.data)
+                if isinstance(one, Started)
+            ]
+            assert len(set(started)) == len(started)
+
+        forgetful.runner.run(scene())
+
+    any_epochs()
+
+
+def test_a_holder_that_stood_still_publishes_nothing_twice(forgetful: Pipeline) -> None:
+    """A copy of the stream stage gets all outputs of a request again, long after another one has published them."""
+
+    @EXAMPLES
+    @given(st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=60))
+    def in_any_order(again: list[tuple[int, bool]]) -> None:
+        async def scene() -> None:
+            pipe = forgetful.pipe
+            request = f"r-{uuid.uuid4().hex}"
+            await publish(forgetful, job_named(request, stream=True))
+            before = await ended(forgetful, request)
+            outputs = await pipe.broker.replay("STREAM", pipe.outputs_of("default", request))
+            pipe.trails.clear()  # it knows of nothing
+            teller = Teller(pipe, 0)
+            for place, is_new in again:
+                message = outputs[place % len(outputs)]
+                teller = Teller(pipe, 0) if is_new else teller
+                await teller.tell(codec.decode_outputs(message.data), message)
+            assert await stored(forgetful, request) == before
+
+        forgetful.runner.run(scene())
+
+    in_any_order()
+
+
+def test_two_copies_at_once_publish_one_stream(forgetful: Pipeline) -> None:
+    async def scene() -> None:
+        pipe = forgetful.pipe
+        job = validated(f"r-{uuid.uuid4().hex}", pipe).model_copy(update={"bridge": "elsewhere"})
+        await dispatch(forgetful, job)
+        subject = pipe.subjects.events(job.tenant, job.bridge, job.id)
+        async with asyncio.timeout(PATIENCE):
+            while not await pipe.broker.replay("EVENTS", subject):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await idle(forgetful)
+        outputs = await pipe.broker.replay("STREAM", pipe.outputs_of(job.tenant, job.id))
+        copies = [replace(pipe, trails=type(pipe.trails)()) for _ in range(3)]
+        tellers = [Teller(copy, 0) for copy in copies]
+        await asyncio.gather(
+            *(teller.tell(codec.decode_outputs(one.data), one) for one in outputs for teller in tellers)
+        )
+        assert check(await stored(forgetful, job.id, bridge="elsewhere"), accepted=False) == "hello"
+
+    forgetful.runner.run(scene())
+
+
+def test_nothing_follows_a_final_event(forgetful: Pipeline) -> None:
+    """A request that one stage has ended is not ended again by another, nor gets it another token."""
+
+    async def scene() -> None:
+        pipe, request = forgetful.pipe, f"r-{uuid.uuid4().hex}"
+        where = {"tenant": "default", "bridge": "test"}
+        await publish(forgetful, job_named(request))
+        before = await ended(forgetful, request)
+        end = before[-1]
+        assert isinstance(end, Done)
+        late: list[Event] = [
+            Token(request, 0, 900, (1,), "late"),
+            Accepted(request, MODEL, 0, 1),
+            end,
+            replace(end, finish_reasons=("length",)),
+        ]
+        for copy in (pipe, replace(pipe, trails=type(pipe.trails)())):
+            for event in late:
+                assert await copy.emit(event, **where, place=f"late.{event.type}")
+        assert await stored(forgetful, request) == before
+
+    forgetful.runner.run(scene())
+
+
+def test_two_tenants_may_use_one_id(forgetful: Pipeline) -> None:
+    async def scene() -> None:
+        texts = {"one": "the words of one tenant", "other": "what the other has to say"}
+        for tenant, text in texts.items():
+            await publish(forgetful, job_named("job-1", prompt=text), tenant)
+        for tenant, text in texts.items():
+            assert check(await ended(forgetful, "job-1", tenant)) == text
+
+    forgetful.runner.run(scene())
+
+
+async def test_a_tenant_cannot_cancel_what_is_another_ones() -> None:
+    pipeline = await Pipeline.start(echo_rate=50.0)
+    for tenant in ("one", "other"):
+        await publish(pipeline, job_named("job-1", max_tokens=40, ignore_eos=True), tenant)
+    async with asyncio.timeout(PATIENCE):
+        while not all([len(await stored(pipeline, "job-1", tenant)) > 2 for tenant in ("one", "other")]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await pipeline.pipe.broker.notify(pipeline.pipe.subjects.cancel("one", "job-1"), b"")
+    assert (await ended(pipeline, "job-1", "one"))[-1].type == "cancelled"
+    assert (await ended(pipeline, "job-1", "other"))[-1].type == "done"
+    await pipeline.stop()
+
+
+@pytest.mark.parametrize("with_header", [False, True])
+def test_a_time_out_that_would_outlive_what_is_kept_is_refused(forgetful: Pipeline, with_header: bool) -> None:
+    async def scene() -> Event:
+        pipe, request = forgetful.pipe, f"r-{uuid.uuid4().hex}"
+        job = job_named(request)
+        headers = {}
+        if with_header:
+            headers["Penstock-Deadline"] = str(pipe.now() + 700)
+        else:
+            job = job.model_copy(update={"timeout": 700.0})
+        subject = pipe.subjects.jobs("normal", "default")
+        await pipe.broker.publish(subject, codec.encode(job), message_id=request, headers=headers)
+        return (await ended(forgetful, request))[-1]
+
+    final = forgetful.runner.run(scene())
+    assert isinstance(final, Failed)
+    assert (final.error.status, final.error.param) == (400, "timeout")
+    assert "600 s at most" in final.error.message and "events_ttl" in final.error.message
