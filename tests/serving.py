@@ -9,9 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Protocol
+
+import openai
 
 START_TIMEOUT = 120.0  # seconds; loading torch in several processes on two busy cores takes a while
 
@@ -101,3 +104,17 @@ class Served:
 
 
 Serve = Callable[..., Served]
+
+
+def answers(url: str, model: str, prompts: list[str], max_tokens: int, **body: object) -> list[str]:
+    """The answers to all prompts, asked at once and streamed."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        def ask(prompt: str) -> str:
+            stream = client.completions.create(
+                model=model, prompt=prompt, temperature=0, max_tokens=max_tokens, stream=True, extra_body=body
+            )
+            return "".join(chunk.choices[0].text for chunk in stream)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts))

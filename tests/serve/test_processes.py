@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import pytest
-from serving import Process, Start
+from serving import Process, Start, answers
 
 from penstock.streams.server import EmbeddedServer
 
@@ -87,27 +86,13 @@ class Parts:
         return self._start("stage", name, environment=self._environment)
 
 
-def answers(url: str, model: str, prompts: list[str], **body: object) -> list[str]:
-    """The answers to all prompts, asked at once and streamed."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-
-        def ask(prompt: str) -> str:
-            stream = client.completions.create(
-                model=model, prompt=prompt, temperature=0, max_tokens=TOKENS, stream=True, extra_body=body
-            )
-            return "".join(chunk.choices[0].text for chunk in stream)
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(ask, prompts))
-
-
 def test_six_processes_give_what_one_gives(start: Start, nats_url: str, tiny_model: Path, model_server: object) -> None:
     from serving import Served
 
     assert isinstance(model_server, Served)
     parts = Parts(start, nats_url, str(tiny_model), "--dtype", "float32", "--served-model-name", "tiny")
     prompts = [f"prompt number {place}" for place in range(8)]
-    assert answers(parts.url, "tiny", prompts) == answers(model_server.url, "tiny", prompts)
+    assert answers(parts.url, "tiny", prompts, TOKENS) == answers(model_server.url, "tiny", prompts, TOKENS)
 
 
 @pytest.mark.parametrize("victim", STAGES)
@@ -115,7 +100,7 @@ def test_a_stage_killed_under_load_loses_nothing(start: Start, nats_url: str, vi
     parts = Parts(start, nats_url, "--backend", "echo", "--echo-rate", "100")
     prompts = [f"request {place} " + "abc " * 40 for place in range(REQUESTS)]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(answers, parts.url, "echo", prompts)
+        asked = pool.submit(answers, parts.url, "echo", prompts, TOKENS)
         first_half = pool_of_early_requests(parts.url)
         parts.stages[victim].send(signal.SIGKILL)
         parts.stages[victim].wait()
@@ -126,7 +111,7 @@ def test_a_stage_killed_under_load_loses_nothing(start: Start, nats_url: str, vi
 
 def pool_of_early_requests(url: str) -> list[str]:
     """One short answer: when it is there, the pipeline is in the middle of the others."""
-    return answers(url, "echo", ["early"])
+    return answers(url, "echo", ["early"], TOKENS)
 
 
 def test_a_second_copy_takes_over(start: Start, nats_url: str) -> None:
@@ -135,7 +120,7 @@ def test_a_second_copy_takes_over(start: Start, nats_url: str) -> None:
         parts.stage(name)
     prompts = [f"request {place} " + "abc " * 40 for place in range(REQUESTS)]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(answers, parts.url, "echo", prompts)
+        asked = pool.submit(answers, parts.url, "echo", prompts, TOKENS)
         assert pool_of_early_requests(parts.url) == ["early"]
         for process in parts.stages.values():
             process.send(signal.SIGKILL)
