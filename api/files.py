@@ -25,6 +25,7 @@ from .door import Door, tenant_of
 from .openapi import refusals
 
 PURPOSES = ("batch", "user_data")
+SLOWEST = 16 << 10  # bytes a second of an upload, after which it is given up
 FORM_ROOM = 64 << 10  # bytes of an upload beside the file
 
 _FORM = {
@@ -154,11 +155,12 @@ async def _form(request: Request, limit: int, patience: float) -> FormData:
         raise _too_large(limit)
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("Send the file as multipart/form-data.", code="invalid_form")
-    size = 0
+    size, clock = 0, asyncio.get_running_loop().time
+    begun = clock()
 
     async def limited() -> Message:
         nonlocal size
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout_at(min(clock(), begun + size / SLOWEST) + patience):
             message = await request.receive()
         size += len(message.get("body", b""))
         if size > limit + FORM_ROOM:
@@ -168,7 +170,10 @@ async def _form(request: Request, limit: int, patience: float) -> FormData:
     try:
         return await Request(request.scope, limited).form(max_files=1, max_fields=8)
     except TimeoutError:
-        raise DeadlineExceeded(f"Nothing more came within {patience:g} seconds.", code="body_timeout") from None
+        raise DeadlineExceeded(
+            f"Nothing more came within {patience:g} seconds, or less than {SLOWEST} bytes a second.",
+            code="body_timeout",
+        ) from None
     except HTTPException as error:
         raise InvalidRequest(f"The form cannot be read: {error.detail}", code="invalid_form") from None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
+from typing import Any, cast
 
 import uvicorn
 
@@ -16,6 +18,9 @@ from ..streams.topology import Subjects
 from .app import create_app
 from .batch_runner import BatchRunner
 from .bridge import Bridge
+from .connections import protocol
+
+SPARE_FILES = 512  # that the process opens besides connections
 
 
 async def serve_http(
@@ -27,6 +32,7 @@ async def serve_http(
     stopping: asyncio.Event,
 ) -> None:
     """Serve HTTP until `stopping`, then until open requests have ended or the drain limit has passed."""
+    _allow_sockets(settings.max_connections)
     bridge = Bridge(broker, subjects)
     await bridge.start()
     application = create_app(bridge, broker, registry, settings, __version__)
@@ -35,8 +41,10 @@ async def serve_http(
             application,
             log_config=None,
             access_log=False,
+            http=cast(Any, protocol(settings)),  # a class, for all that uvicorn says
+            ws="none",
             timeout_graceful_shutdown=5,
-            timeout_keep_alive=75,
+            timeout_keep_alive=cast(int, settings.idle_timeout),
         )
     )
 
@@ -64,3 +72,12 @@ class _Server(uvicorn.Server):
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
+
+
+def _allow_sockets(count: int) -> None:
+    """Have the system let this process open so many, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -74,6 +74,20 @@ class Settings(BaseSettings):
     )
     max_body_size: ByteSize = Field(ByteSize(4 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
     body_timeout: float = Field(30.0, gt=0, description="How long a request's body may take to arrive, before 408.")
+    max_header_size: ByteSize = Field(
+        ByteSize(64 << 10),
+        ge=1024,
+        description="Largest line and headers of an HTTP request, before 431.",
+    )
+    header_timeout: float = Field(10.0, gt=0, description="How long they may take to arrive, before 408.")
+    idle_timeout: float = Field(75.0, gt=0, description="How long a connection stays open between two requests.")
+    write_timeout: float = Field(
+        30.0, gt=0, description="How long a client may leave an answer unread before its connection is cut."
+    )
+    max_connections: int = Field(4096, ge=1, description="Connections that may be open; more are refused with 503.")
+    max_connections_per_address: int = Field(
+        2048, ge=1, description="The same from one address, or IPv6 network of 64 bits; a proxy in front is one."
+    )
     api_keys: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_hashed)] = Field(
         None, min_length=1, description="KEY or TENANT=KEY, several with commas; without any, everybody may ask."
     )

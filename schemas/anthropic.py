@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from .chat import Body, ModelName
+from .chat import MOST_MESSAGES, Body, ModelName
 from .errors import InvalidRequest
 from .jobs import Priority
 
@@ -118,7 +118,7 @@ class CountRequest(_Marked):
     """Body of `/v1/messages/count_tokens`: what makes the prompt."""
 
     model: ModelName
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Texts = Field(default_factory=list)
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None

@@ -9,6 +9,7 @@ from pydantic_core import CoreSchema
 
 from .bounds import bounded
 
+MOST_MESSAGES = 10_000
 MOST_MODEL = 256  # characters of a model's name
 ModelName = Annotated[str, Field(min_length=1, max_length=MOST_MODEL)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from .bounds import MOST_LISTED, listed
-from .chat import Body, ChatMessage, ModelName, ResponseFormat, Tool, ToolChoice
+from .chat import MOST_MESSAGES, Body, ChatMessage, ModelName, ResponseFormat, Tool, ToolChoice
 from .embeddings import EmbeddingRequest
 from .errors import InvalidRequest
 from .jobs import Endpoint, Priority
@@ -91,7 +91,7 @@ class _Sampling(Body):
 class ChatRequest(_Sampling):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

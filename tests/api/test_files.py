@@ -14,6 +14,7 @@ import orjson
 import pytest
 from applications import Script
 
+from penstock.api import files
 from penstock.api.files import sweep
 from penstock.schemas.batches import Batch
 from penstock.streams.objects import Objects
@@ -213,6 +214,20 @@ async def test_an_upload_that_stalls_is_ended(desk: Desk) -> None:
     response = await desk.http.post(
         "/v1/files", content=stalling(), headers={"content-type": "multipart/form-data; boundary=b"}
     )
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
+
+
+async def test_an_upload_that_comes_drop_by_drop_is_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SLOWEST", 1 << 40)
+
+    async def dripping() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        while True:
+            yield b"x"
+            await asyncio.sleep(0)
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    response = await desk.http.post("/v1/files", content=dripping(), headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
 
 

@@ -159,6 +159,7 @@ PARAMETERS = [
 ]
 MESSAGE_FAULTS = [
     wrong("messages", [], "at least 1 item"),
+    wrong("messages", MESSAGES * 10_001, "at most 10000 items"),
     wrong_type("messages", None, "valid list"),
     wrong_type("messages", "hello", "valid list"),
     wrong_type("messages", MESSAGES[0], "valid list"),
