@@ -1,8 +1,8 @@
 """The side effects of a response: listing what may be called, and calling it, each call once.
 
-A call is claimed in the response's log before it is made, and its result is kept there. Where the process dies in
-between, nobody can know whether the call took effect: it is made again only if its tool says that this is harmless, and
-else the model is told.
+A call is claimed in the response's log before it is made, and its result is kept there. Where it breaks off in between,
+with its process or in an outage, nobody can know whether it took effect: it is made again only if its tool says that
+this is harmless, and else the model is told. A copy that lives gives back what it does not make any more.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from ..schemas import codec
 from ..schemas.errors import InvalidRequest, ToolFailed, Transient
-from ..schemas.events import FINAL, Done, Event, Token
+from ..schemas.events import Event
 from ..schemas.events import Item as Shown
 from ..schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
-from ..streams.response_log import Claim, Place, ResponseLog
-from ..streams.topology import EVENTS
+from ..streams.response_log import FREE, Claim, Place, ResponseLog
 from .contract import Pipe
 from .endings import Address
 
 log = structlog.get_logger(__name__)
 
 LOOK = 0.2  # seconds between two looks for the result of a call that another copy makes
+LEAVING = 1.0  # seconds that whoever breaks off a call waits until others know
 UNKNOWN = ToolResult(
     "The call was interrupted. It is not known whether it took effect; check before you call again.", True
 )
@@ -125,27 +124,6 @@ async def show(pipe: Pipe, job: LoopJob, index: int, items: Items, *, finished: 
         await tell(pipe, address(job), Shown(job.id, place, item, finished), str(place))
 
 
-async def answer_of(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token], Event | None]:
-    """What a turn's model said, in order, and how it ended."""
-    tokens: list[Token] = []
-    final: Event | None = None
-    for message in await pipe.broker.replay(EVENTS, pipe.subjects.events_at(tenant, request)):
-        event = codec.decode_event(message.data)
-        if isinstance(event, Token):
-            tokens.append(event)
-        elif isinstance(event, FINAL):
-            final = event
-    said: list[Token] = []
-    place = 0
-    for token in sorted(tokens, key=lambda token: token.index):  # an outage may change their order, or repeat one
-        if token.index == place and not (said and said[-1].finish_reason):
-            said.append(token)
-            place += len(token.token_ids)
-    if isinstance(final, Done) and place != final.usage.completion_tokens:
-        final = None
-    return said, final
-
-
 def address(job: LoopJob) -> Address:
     return Address(job.id, job.tenant, job.bridge)
 
@@ -164,6 +142,7 @@ class Calls:
         self._log = log
         self._owner = owner
         self._turns: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # while anybody is at the place
+        self._leaving: set[asyncio.Task[None]] = set()  # calls whose claims are being given back
 
     async def make_all(self, begun: Begun, turn: int, items: Items, index: int, *, made: int = 0) -> Items:
         """The items of a turn with the calls that wait among them made, all at a time, and told in their order."""
@@ -201,19 +180,33 @@ class Calls:
 
     async def _make(self, place: Place, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
         """What the call at this place comes to, made now, or before by whoever claimed it."""
-        # A delivery whose lease ran out comes again, perhaps while the call is still being made.
-        async with self._turns.setdefault(place, asyncio.Lock()):
-            claim = await self._claim(place, tool.repeatable)
-            if claim.result is not None:
-                return claim.result
-            try:
+        claim: Claim | None = None
+        result: ToolResult | None = None
+        try:
+            # A delivery whose lease ran out comes again, perhaps while the call is still being made.
+            async with self._lock(place):
+                claim = await self._claim(place, tool.repeatable)
+                if claim.result is not None:
+                    return claim.result
+                result = None if tool.repeatable else UNKNOWN  # should it break off
                 result = await self._toolbox.call(source, tool, arguments)
-            except asyncio.CancelledError:
-                if not tool.repeatable:  # whoever comes next need not wait
-                    with contextlib.suppress(Transient):
-                        await asyncio.shield(self._log.settle(place, claim, UNKNOWN))
-                raise
-            return await patiently(partial(self._log.settle, place, claim, result))
+                return await patiently(partial(self._log.settle, place, claim, result))
+        except BaseException:
+            if claim is None or claim.result is None:
+                leaving = asyncio.create_task(self._leave(place, claim, result))
+                self._leaving.add(leaving)
+                leaving.add_done_callback(self._leaving.discard)
+                await asyncio.wait([leaving], timeout=LEAVING)
+            raise
+
+    async def _leave(self, place: Place, claim: Claim | None, result: ToolResult | None) -> None:
+        """Let others go on with a call that is made here no more, as soon as the broker is back. Without `claim` it is
+        not known whether the call was claimed."""
+        async with self._lock(place):
+            if claim is None:
+                claim = await patiently(partial(self._log.claim, place, self._owner))
+            if claim.owner == self._owner and claim.result is None:
+                await patiently(partial(self._log.leave, place, claim, result))
 
     async def _claim(self, place: Place, repeatable: bool) -> Claim:
         """A claim of our own, or one with its result. What a copy that is gone has claimed is ours if repeatable."""
@@ -223,10 +216,13 @@ class Calls:
                 return claim
             if self._lives(claim.owner):
                 await asyncio.sleep(LOOK)
-            elif not repeatable:
+            elif not repeatable and claim.owner != FREE:
                 return claim._replace(result=await patiently(partial(self._log.settle, place, claim, UNKNOWN)))
             elif (ours := await patiently(partial(self._log.take_over, place, claim, self._owner))) is not None:
                 return ours
+
+    def _lock(self, place: Place) -> asyncio.Lock:
+        return self._turns.setdefault(place, asyncio.Lock())
 
     def _lives(self, owner: str) -> bool:
         """Whether another copy is still there, as far as one can see, and so perhaps at its call."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ..schemas import codec
 from ..schemas.codec import DecodeError
-from ..schemas.errors import DeadlineExceeded, GenerationFailed, Refusal, Transient
+from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Refusal, Transient
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Turn, Usage
 from ..schemas.item_messages import chat_messages
 from ..schemas.items import Approval, approved_calls
@@ -27,11 +27,11 @@ from ..streams.conversations import Conversations
 from ..streams.port import DEADLINE, SCHEMA, Delivery
 from ..streams.response_log import ResponseLog, Stored
 from ..streams.topology import EVENTS
+from .answer import answer_of
 from .calls import (
     Calls,
     Toolbox,
     address,
-    answer_of,
     at_once,
     count,
     for_model,
@@ -142,6 +142,8 @@ class Tools(Stage):
         turn, stored = TurnId.of(step.turn), await self._log.read(step.tenant, step.id)
         if turn is None or stored is None or turn.turn < len(stored.turns):
             return  # the response is forgotten, or further on
+        if turn.turn > len(stored.turns) + 1 and stored.ended is None:
+            raise BrokerUnavailable(f"{step.turn} has ended, and turn {len(stored.turns) + 1} cannot be read yet")
         if turn.turn > len(stored.turns) and stored.ended is None:
             await self._advance(stored, self._take(stored, turn))
         else:

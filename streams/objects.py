@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator
@@ -16,6 +17,8 @@ from .port import Broker, Bucket
 from .topology import OBJECT_DATA
 
 CHUNK = 128 << 10  # bytes of an object in one message, where the broker takes as much
+LOOK = 0.1  # seconds between two looks for a piece that must be there
+LOOKS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +87,20 @@ class Objects:
     async def read(self, info: ObjectInfo) -> AsyncIterator[bytes]:
         """The bytes, piece by piece. Raises `BrokerUnavailable`, also where the object was deleted meanwhile."""
         for number in range(info.chunks):
-            entry = await self._data.get(f"{info.version}.{number}")
-            if entry is None:
-                raise BrokerUnavailable("an object was removed while it was read")
-            yield entry.value
+            yield await self._piece(info, number)
 
     async def delete(self, info: ObjectInfo) -> None:
         await self._infos.delete(info.name)
         await self._drop(info)
+
+    async def _piece(self, info: ObjectInfo, number: int) -> bytes:
+        for _ in range(LOOKS):
+            if (entry := await self._data.get(f"{info.version}.{number}")) is not None:
+                return entry.value
+            if await self.info(info.name) != info:
+                raise BrokerUnavailable("an object was removed while it was read")
+            await asyncio.sleep(LOOK)  # it was written before its name, so it is there
+        raise BrokerUnavailable(f"a piece of the object {info.name} cannot be read")
 
     async def _drop(self, info: ObjectInfo) -> None:
         for number in range(info.chunks):

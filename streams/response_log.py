@@ -18,6 +18,7 @@ from .objects import Objects
 from .port import Broker, Bucket
 from .topology import RESPONSES
 
+FREE = ""  # whose claim a call is that nobody makes
 LOST = 60.0  # seconds after its deadline in which a response may still say how it ended
 
 Entry = TypeVar("Entry", Begun, Turned, Ended)
@@ -145,7 +146,7 @@ class ResponseLog:
                 return Claim(first, False, ToolResult(*rest) if rest else None, entry.revision)
 
     async def take_over(self, place: Place, claim: Claim, owner: str) -> Claim | None:
-        """Make a call whose owner is gone `owner`'s; None where somebody else was faster."""
+        """Make a call that nobody makes any more `owner`'s; None where somebody else was faster."""
         revision = await self._ledger.update(place.key, orjson.dumps([owner]), claim.revision)
         return None if revision is None else Claim(owner, True, None, revision)
 
@@ -156,6 +157,11 @@ class ResponseLog:
             if claim.result is not None:
                 return claim.result
         return result
+
+    async def leave(self, place: Place, claim: Claim, result: ToolResult | None) -> None:
+        """Give a claim back, or keep the result that is known of its call; harmless where somebody else has it now."""
+        kept = [FREE] if result is None else [claim.owner, *result]
+        await self._ledger.update(place.key, orjson.dumps(kept), claim.revision)
 
     async def keep_sealed(self, tenant: str, id: str, sealed: dict[str, str]) -> None:
         """Keep what was sealed for each label, until `drop_sealed`."""

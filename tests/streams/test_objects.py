@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.schemas.errors import BrokerUnavailable, PayloadTooLarge
-from penstock.streams.objects import ObjectInfo, Objects
+from penstock.streams.objects import LOOK, ObjectInfo, Objects
 from penstock.streams.port import Broker, BucketSpec
 from penstock.streams.topology import OBJECT_DATA
 
@@ -104,6 +104,22 @@ async def test_a_reader_learns_that_its_object_has_gone(objects: Objects) -> Non
     await objects.delete(info)
     with pytest.raises(BrokerUnavailable):
         await anext(found)
+
+
+async def test_pieces_that_cannot_be_read_yet_are_waited_for(objects: Objects, broker: Broker) -> None:
+    info = await put(objects, "name", BIG)
+    data = await broker.bucket(OBJECT_DATA)
+    key = f"{info.version}.1"
+    entry = await data.get(key)
+    assert entry is not None
+    await data.delete(key)
+    found = objects.read(info)
+    first = await anext(found)
+    second = asyncio.ensure_future(anext(found))
+    await asyncio.wait([second], timeout=2 * LOOK)
+    assert not second.done()
+    await data.put(key, entry.value)
+    assert b"".join([first, await second, *[piece async for piece in found]]) == BIG
 
 
 async def test_many_at_once(objects: Objects) -> None:
