@@ -10,13 +10,13 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from random import Random
 from typing import Any, NamedTuple
 
 from .bench_load import Client, Sample, clock
 
-PATIENCE = 120.0  # seconds until a request is given up
+PATIENCE = 120.0  # seconds until a request is given up where nothing is away for longer
 PAUSE = 0.2  # seconds before the next try at another bridge
 WORDS = "der Fluß|水力発電|dam|🙂|naïve|гидро|3.14|«ja»|क्ष|pipe\n|é̂|water.|👩\u200d🔧|end;".split("|")  # noqa: SIM905
 
@@ -53,6 +53,16 @@ class Answer(Sample):
     # How often it was resumed behind an event id, or repeated before there was one, or refused, by status and code.
     detours: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def texts(self) -> dict[int, str]:
+        """What was said, by choice."""
+        parts = {name.partition(", ")[0]: text for name, text in self.said.items() if name.endswith(", text")}
+        return {int(name.removeprefix("choice ")): "".join(text) for name, text in parts.items()}
+
+    def pauses(self, since: float, until: float) -> list[tuple[float, float]]:
+        """From when to when nothing came, where that overlaps a stretch of time; the wait for the first is one."""
+        return [gap for gap in pairwise((self.sent, *self.times, self.ended)) if gap[0] < until and gap[1] > since]
+
     def add(self, event: dict[str, Any], now: float) -> None:
         super().add(event, now)
         if self.error is not None:
@@ -69,12 +79,14 @@ class Answer(Sample):
             self.said["usage"].append((usage["prompt_tokens"], usage["completion_tokens"]))
 
 
-async def ask(clients: Sequence[Client], path: str, body: dict[str, Any], key: str, first: int) -> Answer:
+async def ask(
+    clients: Sequence[Client], path: str, body: dict[str, Any], key: str, first: int, patience: float = PATIENCE
+) -> Answer:
     """Ask at client number `first`, and read to the end, wherever that is. What fails for good is the `error`."""
     answer, place, sent, reason = Answer(), first, clock(), ""
     headers = {"Penstock-Resumable": "true", "Idempotency-Key": key}
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(patience):
             while not answer.ends:
                 answer.error = answer.retry_after = None
                 resume = {"Last-Event-ID": answer.last} if answer.last else {}
@@ -90,7 +102,7 @@ async def ask(clients: Sequence[Client], path: str, body: dict[str, Any], key: s
                     answer.detours[reason.partition(":")[0]] += 1
                 await asyncio.sleep(wait)
     except TimeoutError:
-        answer.error = f"given up after {PATIENCE:g} s; the last time: {reason}"
+        answer.error = f"given up after {patience:g} s; the last time: {reason}"
     answer.sent, answer.ended = sent, clock()
     return answer
 

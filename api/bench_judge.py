@@ -76,7 +76,7 @@ def judge(events: Account, outputs: Account, texts: Mapping[int, str] | None) ->
 
 
 def _read_events(request: str, messages: Sequence[Message], account: Account) -> Iterator[Broken]:
-    accepted, number = 0, -1
+    accepted, numbers = 0, list[int]()
     for message in messages:
         at = f"EVENTS {message.sequence}"
         try:
@@ -95,17 +95,15 @@ def _read_events(request: str, messages: Sequence[Message], account: Account) ->
                 if accepted > 1:
                     yield Broken("accepted once", at)
             case Token():
-                if not accepted:
-                    yield Broken("accepted before the first token", at)
                 yield from account.choice(event.choice).take("events", at, event)
             case Item() | Turn():
-                if event.index <= number:
-                    yield Broken("items are told in their order", f"{at}: {event.index} after {number}")
-                number = event.index
+                numbers.append(event.index)
             case Queued():
                 pass
             case _:
                 account.final = account.final or event
+    if sorted(numbers) != list(range(len(numbers))):
+        yield Broken("items have every number once", f"{numbers}")
     if account.final is None:
         yield Broken("one final event", f"none among {len(messages)}")
     elif isinstance(account.final, Done) and account.choices:

@@ -40,11 +40,11 @@ class Proxy:
     @property
     def connections(self) -> int:
         """How many go through now."""
-        return len(self._connections)
+        return len(self._whole)
 
     def cut(self) -> int:
         """Reset all connections, on both sides; returns how many there were."""
-        pairs = [pair for pair in self._connections.values() if not pair[0].is_closing()]
+        pairs = self._whole
         for writer in (writer for pair in pairs for writer in pair):
             with contextlib.suppress(OSError):  # closed by its other end already
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
@@ -68,6 +68,10 @@ class Proxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _whole(self) -> list[tuple[StreamWriter, ...]]:
+        return [pair for pair in self._connections.values() if not pair[0].is_closing()]
 
     def _accepted(self, reader: StreamReader, writer: StreamWriter) -> None:
         task = asyncio.create_task(self._relay(reader, writer))

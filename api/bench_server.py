@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -21,29 +21,44 @@ from .supervisor import ready
 START_LIMIT = 180.0  # seconds until all parts run: torch is loaded once for each worker
 
 
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A directory that goes with all that is in it, and no news of parts that come and go."""
+    logging.basicConfig(handlers=[logging.NullHandler()])
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as state:
+        yield Path(state)
+
+
 @contextlib.asynccontextmanager
-async def running(
-    settings: Settings, parts: Sequence[Part], urls: Sequence[str]
-) -> AsyncIterator[tuple[EmbeddedServer, Keeper]]:
+async def running(settings: Settings, parts: Sequence[Part], urls: Sequence[str]) -> AsyncIterator[None]:
     """A broker and `parts` around it, kept alive as `penstock serve` does; ready at all `urls` once entered.
 
     Their state and what they log go with them. Raises `StartupError` with their last words where they cannot run.
     """
-    # That a part went away is no news here.
-    logging.basicConfig(handlers=[logging.NullHandler()])
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     async with contextlib.AsyncExitStack() as stack:
-        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
-        output = stack.enter_context((state / "output").open("a+b"))
+        state = stack.enter_context(workplace())
         server = await EmbeddedServer.start(state, settings.nats_server, settings.nats_sync_interval)
         stack.push_async_callback(server.stop)
+        keeping = asyncio.create_task(keep_broker(server))
+        stack.callback(keeping.cancel)
+        environment = child_environment(settings.model_copy(update={"state_dir": state}), server.url)
+        async with kept(settings, state, {part: environment for part in parts}, urls):
+            yield
+
+
+@contextlib.asynccontextmanager
+async def kept(
+    settings: Settings, state: Path, parts: Mapping[Part, dict[str, str]], urls: Sequence[str]
+) -> AsyncIterator[Keeper]:
+    """Keep `parts` alive, each with its environment; ready at all `urls` once entered. Raises as `running` does."""
+    async with contextlib.AsyncExitStack() as stack:
+        output = stack.enter_context((state / "output").open("a+b"))
         keeper = Keeper(settings.drain_timeout, most_delay=LEAST_DELAY, output=output)
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.callback(group.create_task(keep_broker(server)).cancel)
-        stack.callback(keeper.stopping.set)
-        stack.callback(keeper.at_once.set)
-        environment = child_environment(settings.model_copy(update={"state_dir": state}), server.url)
-        for part in parts:
+        for end in (keeper.may_start, keeper.stopping, keeper.at_once):
+            stack.callback(end.set)
+        for part, environment in parts.items():
             group.create_task(keeper.keep(part, environment, keeper.stopping))
         starting = group.create_task(_all_ready(urls, settings.workers))
         given_up = group.create_task(keeper.stopping.wait())
@@ -53,7 +68,7 @@ async def running(
             output.seek(0)
             said = output.read().decode(errors="replace").splitlines()
             raise StartupError("\n".join([f"{fault}; the last words:", *said[-5:]]))
-        yield server, keeper
+        yield keeper
 
 
 async def _all_ready(urls: Sequence[str], workers: int) -> None:

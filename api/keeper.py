@@ -44,6 +44,8 @@ class Keeper:
     def __init__(self, drain: float, *, most_delay: float = MOST_DELAY, output: IO[bytes] | None = None) -> None:
         self.stopping = asyncio.Event()  # set by `keep` where no start would help, and by whoever wants the end
         self.at_once = asyncio.Event()  # set by whoever will not wait for the drain
+        self.may_start = asyncio.Event()  # cleared while what has died is to stay dead
+        self.may_start.set()
         self.fatal: Fatal | None = None  # why no start would help; set by `keep`
         self.running: dict[str, Process] = {}  # by part, the dead too until their successors start; set by `keep`
         self._drain, self._most_delay, self._output = drain, most_delay, output
@@ -53,6 +55,7 @@ class Keeper:
         delay = LEAST_DELAY
         is_first = True
         while not until.is_set() and self.fatal is None:
+            await self.may_start.wait()
             born = asyncio.get_running_loop().time()
             child = self.running[part.name] = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "penstock", *part.arguments),

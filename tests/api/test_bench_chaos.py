@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -121,21 +122,50 @@ def test_requests_are_mixed_and_the_same_again() -> None:
     assert all(10 <= body["max_tokens"] <= 80 for body in bodies)
 
 
-def test_an_unknown_victim_and_a_bad_model_are_told(tmp_path: Path, start: Start) -> None:
-    result = CliRunner().invoke(app, ["bench", "chaos", "--victims", "worker,butler"])
-    assert result.exit_code == 2
-    assert "butler: no such part; known: worker, validate" in " ".join(result.stderr.split())
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        ("butler: no such part; known: worker, validate", ["--victims", "worker,butler"]),
+        ("needs several brokers", ["--slow", "1"]),
+        ("must be whole numbers", ["--stops", "6,x"]),
+        ("needs --victims to choose from", ["--stops", "6", "--victims", ""]),
+        ("needs a model that calls tools", ["--tools", "3", "--backend", "echo"]),
+    ],
+)
+def test_what_cannot_be_asked_for_is_told(said: str, asked: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "chaos", *asked], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and said in " ".join(result.stderr.split())
+
+
+def test_a_bad_model_is_told(tmp_path: Path, start: Start) -> None:
     process = start("bench", "chaos", str(tmp_path / "nothing"))
     assert process.wait() == 2
     assert re.search(r"worker [01] cannot run", process.output) and "nothing" in process.output
 
 
-def test_nothing_is_lost_while_processes_die(start: Start, tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    asked = ("--requests", "12", "--concurrency", "4", "--longest", "60", "--broker-restarts", "1", "--json", str(path))
-    process = start("bench", "chaos", *asked, "--victims", "worker,batch,stream,bridge", "--interval", "2")
+def run(start: Start, path: Path, *asked: str) -> dict[str, Any]:
+    """The figures of a run in which nothing was wrong."""
+    process = start("bench", "chaos", "--concurrency", "4", "--longest", "60", "--json", str(path), *asked)
     assert process.wait() == 0, process.output
-    found = json.loads(path.read_bytes())
-    assert [found[name] for name in ("requests", "lost", "doubled", "different", "faults")] == [12, 0, 0, 0, []]
-    assert "broker" in [kill["part"] for kill in found["kills"]]
-    assert all(kill["away"] is not None for kill in found["kills"])
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    assert [found[name] for name in ("lost", "doubled", "different", "faults", "raw")] == [0, 0, 0, [], []]
+    assert all(strike["away"] is not None for strike in found["strikes"])
+    return found
+
+
+def test_nothing_is_lost_while_parts_are_killed_cut_off_stopped_and_all_gone(start: Start, tmp_path: Path) -> None:
+    often = ("--victims", "worker,batch,stream,bridge", "--interval", "2", "--resets", "1")
+    once = ("--broker-restarts", "1", "--stops", "2", "--blackout", "1")
+    found = run(start, tmp_path / "figures.json", "--requests", "12", *often, *once)
+    assert found["requests"] >= 12
+    faults = {strike["kind"].rpartition(" ")[0] for strike in found["strikes"]}
+    assert faults == {"kill", "reset", "stop 2 s", "blackout"}
+    assert "kill broker" in [strike["kind"] for strike in found["strikes"]]
+
+
+def test_agents_do_everything_once_while_a_broker_is_behind_and_another_killed(start: Start, tmp_path: Path) -> None:
+    own = ("--tools", "4", "--victims", "tools", "--max-batch-size", "4")
+    cluster = ("--brokers", "3", "--broker-restarts", "1", "--slow", "0.2")
+    found = run(start, tmp_path / "figures.json", "--requests", "4", *own, *cluster)
+    assert found["responses"] == 4
+    assert {"kill broker", "slow broker"} <= {strike["kind"] for strike in found["strikes"]}

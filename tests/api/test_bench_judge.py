@@ -67,14 +67,14 @@ def test_what_is_right_breaks_no_law() -> None:
         ("one final event", (*RIGHT, FAILED)),
         ("the final event is the last", (*RIGHT, QUEUED)),
         ("accepted once", (ACCEPTED, *RIGHT)),
-        ("accepted before the first token", RIGHT[1:]),
         ("events are contiguous", (ACCEPTED, ONE, ONE, TWO, OTHER, DONE)),
         ("events are contiguous", (ACCEPTED, TWO, OTHER, DONE)),
         ("events end with the finish reason", (ACCEPTED, ONE, TWO, TWO, OTHER, DONE)),
         ("every choice has its finish reason", (ACCEPTED, ONE, OTHER, DONE)),
         ("the usage is what was said", (ACCEPTED, ONE, TWO, OTHER, Done("r", DONE.finish_reasons, Usage(7, 5, 12)))),
         ("events are the request's own", (ACCEPTED, ONE, TWO, OTHER, Done("q", DONE.finish_reasons, DONE.usage))),
-        ("items are told in their order", (ACCEPTED, Item("r", 1, {}), Item("r", 1, {}), FAILED)),
+        ("items have every number once", (ACCEPTED, Item("r", 0, {}), Item("r", 0, {}), FAILED)),
+        ("items have every number once", (ACCEPTED, Item("r", 1, {}), FAILED)),
     ],
 )
 def test_a_fault_of_the_events(law: str, events: Sequence[Event]) -> None:
