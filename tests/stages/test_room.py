@@ -131,7 +131,7 @@ async def answered(pipeline: Pipeline) -> None:
 
 
 async def test_a_message_that_comes_on_its_second_attempt_takes_no_room_for_good() -> None:
-    pipeline = await Pipeline.start(max_batch_size=4)
+    pipeline = await Pipeline.start(max_batch_size=4, lease=60.0)  # no message is overdue before that
     for _ in range(8):  # twice the room that there is
         thief, delivery = await steal(pipeline)
         await thief.close()

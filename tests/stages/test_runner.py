@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 from memory_pipeline import MODEL, Pipeline, validated
@@ -19,7 +20,7 @@ from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.failures import Count
 from penstock.streams.memory import MemoryBroker
-from penstock.streams.port import NEXT, Message
+from penstock.streams.port import NEXT, Delivery, Message
 from penstock.streams.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
@@ -32,6 +33,12 @@ class Odd(JobStage):
 
     name = "odd"
     attempts = 0
+    begun: ClassVar[list[int]] = []  # as noted before each attempt
+
+    async def handle(self, delivery: Delivery) -> None:
+        bucket = await self.pipe.broker.bucket("failures")
+        Odd.begun.append(await Count(bucket, self.name, delivery.message, "begun").read())
+        await super().handle(delivery)
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         Odd.attempts += 1
@@ -44,12 +51,14 @@ class Odd(JobStage):
                 raise Transient("not yet", delay=0.01)
             case "wait long" if Odd.attempts < 60:
                 raise Transient("not yet", delay=0.0)
+            case "wait long and crash" if Odd.attempts < 61:
+                raise Transient("not yet", delay=0.0) if Odd.attempts < 60 else ZeroDivisionError()
         return job
 
 
 @pytest.fixture
 def odd() -> Iterator[Pipeline]:
-    Odd.attempts = 0
+    Odd.attempts, Odd.begun = 0, []
     with asyncio.Runner() as runner:
         pipeline = runner.run(Pipeline.start(Odd, pipeline=PIPELINE, max_attempts=2))
         pipeline.runner = runner
@@ -94,6 +103,10 @@ def test_deliveries_are_no_failures(odd: Pipeline) -> None:
     """However often a message was put off, by outages or by a full stream, it is handled once that is over."""
     assert isinstance(odd.ask(BODY | {"prompt": "wait long"})[-1], Done)
     assert Odd.attempts == 60
+    assert Odd.begun == [0, 0, *[1] * 58]  # and not one of them has ended the process
+    Odd.attempts = 0
+    assert isinstance(odd.ask(BODY | {"prompt": "wait long and crash"})[-1], Done)
+    assert Odd.attempts == 61
     assert dead(odd) == []
 
 
