@@ -11,7 +11,8 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,8 +39,9 @@ from .stages import Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_stage, installed
 from .stages.tools import Tools
+from .streams.deployment import joined
 from .streams.registry import Registry
-from .streams.topology import RELAY_GRACE, Subjects, topology
+from .streams.topology import Subjects
 
 if TYPE_CHECKING:
     from .api.toolbox import Toolbox
@@ -60,7 +62,7 @@ def serve(
     configure_logging(loaded.settings)
     _check(loaded.settings)
     sealed = {"secret_key": loaded.settings.secret_key or secrets.token_hex(32)}
-    _run(Supervisor(_with_model(loaded.settings).model_copy(update=sealed)).run())
+    _run(Supervisor(replace(loaded, settings=_with_model(loaded.settings).model_copy(update=sealed))).run())
 
 
 @app.command(rich_help_panel="Run")
@@ -74,7 +76,8 @@ def worker(
     if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
         raise StartupError(f"--id {id!r}: letters, digits, '_' and '-' alone, at most 64")
     configure_logging(loaded.settings, process="worker")
-    _run(_worker(_with_model(loaded.settings), id or f"w-{uuid.uuid4().hex[:8]}"))
+    whole = replace(loaded, settings=_with_model(loaded.settings))
+    _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}"))
 
 
 @app.command(rich_help_panel="Run")
@@ -88,7 +91,7 @@ def stage(
     """Run stages alone, in one process, against a broker that other parts share."""
     stages = [find_stage(name) for name in names]
     configure_logging(loaded.settings, process="stage")
-    _run(_parts(loaded.settings, stages, None))
+    _run(_parts(loaded, lambda _: stages, None))
 
 
 @app.command(rich_help_panel="Run")
@@ -103,7 +106,7 @@ def bridge(loaded: Loaded) -> None:
         log.info("listening; the other parts may still be missing", url=base_url(listener))
         announcing = asyncio.create_task(announce(base_url(listener)))
         try:
-            await _parts(loaded.settings, [], listener)
+            await _parts(loaded, lambda _: [], listener)
         finally:
             announcing.cancel()
 
@@ -114,21 +117,26 @@ def bridge(loaded: Loaded) -> None:
 @with_settings
 def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening socket.")] = 0) -> None:
     """Run the bridge and the light stages in one process: what `serve` starts."""
-    settings = loaded.settings
-    configure_logging(settings, process="front")
-    stages = [LIGHT[name] for name in (*settings.pipeline, "tools") if name in LIGHT]
-    stages += [find_stage(name) for name in settings.job_stages if installed(name)]
-    _run(_parts(settings, stages, socket.socket(fileno=fd)))
+    configure_logging(loaded.settings, process="front")
+
+    def stages(settings: Settings) -> list[type[Stage]]:
+        light = [LIGHT[name] for name in (*settings.pipeline, "tools") if name in LIGHT]
+        return light + [find_stage(name) for name in settings.job_stages if installed(name)]
+
+    _run(_parts(loaded, stages, socket.socket(fileno=fd)))
 
 
-async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: socket.socket | None) -> None:
+async def _parts(
+    loaded: Loaded, choose: Callable[[Settings], Sequence[type[Stage]]], listener: socket.socket | None
+) -> None:
     """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
     async with (
-        _pipe(settings, "-".join(kind.name for kind in stages) or "bridge") as pipe,
+        _pipe(loaded, "bridge" if listener else "stage") as pipe,
         contextlib.AsyncExitStack() as ending,
         asyncio.TaskGroup() as group,
     ):
         stopping = _stop_signal()  # not before: what waits for the broker may simply be killed
+        settings, stages = pipe.settings, choose(pipe.settings)
         toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
         parts = [Tools(pipe, toolbox) if toolbox and kind is Tools else kind(pipe) for kind in stages]
         runners = [Runner(part, pipe) for part in parts]
@@ -146,10 +154,11 @@ async def _parts(settings: Settings, stages: Sequence[type[Stage]], listener: so
             task.cancel()
 
 
-async def _worker(settings: Settings, name: str) -> None:
+async def _worker(loaded: Loaded, name: str) -> None:
     from .engine import EngineConfig
     from .stages.infer import Infer
 
+    settings = loaded.settings
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     own = {"model": settings.model or "echo", "max_batch_size": settings.max_batch_size + settings.reserve}
     config = EngineConfig(**{name: getattr(settings, name) for name in shared} | own)
@@ -176,12 +185,12 @@ async def _worker(settings: Settings, name: str) -> None:
             incarnation=uuid.uuid4().hex,
             host=socket.gethostname(),
         )
-        async with _pipe(settings, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
+        async with _pipe(loaded, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
             stopping = _stop_signal()  # not before: what loads, or waits for the broker, may simply be killed
             runner = Runner(Infer(pipe, engine, card), pipe)
             running = group.create_task(runner.run())
             log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend)
-            retiring = group.create_task(_retire(settings, engine, stopping))
+            retiring = group.create_task(_retire(pipe.settings, engine, stopping))
             await stopping.wait()
             retiring.cancel()
             runner.stop()
@@ -204,23 +213,13 @@ async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio
 
 
 @contextlib.asynccontextmanager
-async def _pipe(settings: Settings, name: str) -> AsyncIterator[Pipe]:
-    """A connected broker with its topology in place, and what the parts share around it."""
-    async with connected(settings, name, patient=True) as broker:
-        streams, buckets = topology(
-            settings.namespace,
-            settings.job_stages,
-            jobs_limit=settings.jobs_limit,
-            queue_limit=settings.queue_limit,
-            tenant_limit=settings.tenant_limit,
-            workers_ttl=settings.worker_ttl,
-            leases_ttl=settings.partition_ttl,
-            files_ttl=settings.files_ttl,
-            responses_ttl=settings.responses_ttl,
-            relay_age=settings.events_ttl + RELAY_GRACE,
-            relay_bytes=int(settings.events_limit),
-        )
-        await broker.reconfigure(streams, buckets)
+async def _pipe(loaded: Loaded, name: str) -> AsyncIterator[Pipe]:
+    """A connected broker with its topology in place, and what the parts share around it; the settings are the agreed.
+
+    Raises `ConfigurationError` where a setting was given that differs from what the deployment has agreed on.
+    """
+    async with connected(loaded.settings, name, patient=True) as broker:
+        settings = await joined(broker, loaded)
         subjects = Subjects(settings.namespace)
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import uuid
 from typing import Annotated, Literal
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
-from ..config.sources import SECRET, Loaded, flag, variable
+from ..config.sources import Loaded
 from ..schemas.asyncapi import asyncapi, json_schemas
 from ..schemas.errors import StartupError
 from ..schemas.events import Cancelled, Done, Expired, Failed, Token
@@ -31,6 +30,7 @@ from .chat import chat
 from .chat_client import models as served_by
 from .chat_client import server_at
 from .dead import dead
+from .deployment import config
 from .keys import make_key
 from .options import ApiKey, ServerUrl, with_settings
 from .supervisor import connected
@@ -52,6 +52,7 @@ app.add_typer(bench, name="bench", rich_help_panel="Measure")
 app.add_typer(dead, name="dead", rich_help_panel="Look")
 app.command(rich_help_panel="Use")(chat)
 app.command("key", rich_help_panel="Look")(make_key)
+app.command("config", rich_help_panel="Look")(config)
 
 
 def _version(asked: bool) -> None:
@@ -65,29 +66,6 @@ def penstock(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     pass
-
-
-@app.command(rich_help_panel="Look")
-@with_settings
-def config(loaded: Loaded) -> None:
-    """Print every setting's effective value and where it comes from."""
-    rows = [(name, _shown(name, value), loaded.origins[name]) for name, value in loaded.settings.model_dump().items()]
-    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    sys.stdout.writelines(f"{name:<{names}}  {value:<{values}}  {origin}\n" for name, value, origin in rows)
-    if sys.stdout.isatty():
-        sys.stdout.write(
-            f"\nSet one with its flag ({flag('max_batch_size')}), its variable ({variable('max_batch_size')}) "
-            "or its key in penstock.toml.\n"
-        )
-
-
-def _shown(name: str, value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(re.sub("=sha256:.*", "=***", part) if name in SECRET else part for part in value)
-    if value is None:
-        return ""
-    # Up to the last @, since a password may hold anything: of several servers only the last one shows.
-    return re.sub(r"^(\w+://)?.*@", r"\1***@", str(value), flags=re.DOTALL) if name in SECRET else str(value)
 
 
 @app.command(rich_help_panel="Look")

@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import IO
 
@@ -120,10 +121,12 @@ async def keep_broker(server: EmbeddedServer) -> None:
             await asyncio.sleep(MOST_DELAY)
 
 
-def child_environment(settings: Settings, url: str) -> dict[str, str]:
-    """What gives a child the parent's settings, with the broker at `url`, whose token is not for every eye."""
-    values = settings.model_dump(exclude_none=True) | {"nats_url": url}
+def child_environment(settings: Settings, url: str, *, without: Collection[str] = ()) -> dict[str, str]:
+    """What gives a child the parent's settings but for those named, with the broker at `url`, whose token is not for
+    every eye. What a child is not given, it takes from its deployment."""
+    values = settings.model_dump(exclude_none=True, exclude=set(without)) | {"nats_url": url}
     texts = {
         variable(name): ",".join(value) if isinstance(value, tuple) else str(value) for name, value in values.items()
     }
-    return os.environ | texts | {"PENSTOCK_CONFIG": os.devnull}  # what a file said is among the values
+    inherited = {name: value for name, value in os.environ.items() if name not in map(variable, without)}
+    return inherited | texts | {"PENSTOCK_CONFIG": os.devnull}  # what a file said is among the values

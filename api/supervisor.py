@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import structlog
 from rich.console import Console
 
+from ..config.deployment import explicit
 from ..config.settings import Settings
+from ..config.sources import Loaded
+from ..schemas.deployment import SHARED
 from ..schemas.errors import BrokerAway, StartupError
+from ..streams.deployment import owned
 from ..streams.jetstream import JetStreamBroker
 from ..streams.server import EmbeddedServer
 from .keeper import LEAST_DELAY, Keeper, Part, child_environment, keep_broker
@@ -51,9 +57,10 @@ def base_url(listener: socket.socket) -> str:
 class Supervisor:
     """Runs until a signal, or until a child says that a person must mend something first."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._keeper = Keeper(settings.drain_timeout)
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._settings = loaded.settings
+        self._keeper = Keeper(loaded.settings.drain_timeout)
 
     async def run(self) -> None:
         settings, keeper = self._settings, self._keeper
@@ -62,7 +69,9 @@ class Supervisor:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             url = settings.nats_url or await self._embedded(stack)
-            environment = child_environment(settings, url)
+            # The children take from the deployment what nobody gave; on our own broker we have seen to the rest.
+            given = explicit(self._loaded) if settings.nats_url else {}
+            environment = child_environment(settings, url, without=[name for name in SHARED if name not in given])
             front = Part("front", ("front", "--fd", str(listener.fileno())), (listener.fileno(),))
             workers = [Part(f"worker w{place}", ("worker", "--id", f"w{place}")) for place in range(settings.workers)]
             # Workers outlive the front, which drains what clients still wait for.
@@ -94,12 +103,24 @@ class Supervisor:
         stack.push_async_callback(server.stop)
         watching = asyncio.create_task(keep_broker(server))
         stack.callback(watching.cancel)
+        await self._set_up(server.url)
         path = settings.state_dir / URL_FILE
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(server.url)
         stack.callback(path.unlink, missing_ok=True)
         return server.url
+
+    async def _set_up(self, url: str) -> None:
+        """Agree with ourselves: the flags of whoever owns the broker are the act that changes a deployment."""
+        loaded, settings = self._loaded, self._settings.model_copy(update={"nats_url": url})
+        if loaded.origins["store_limit"] == "default":
+            free = shutil.disk_usage(settings.state_dir).free * 3 // 4
+            if free < settings.store_limit:
+                log.warning("the disk has little room; the store's limit is lower", store_limit=free)
+                settings = settings.model_copy(update={"store_limit": free})
+        async with connected(settings, "serve") as broker:
+            await owned(broker, replace(loaded, settings=settings))
 
 
 async def ready(url: str, workers: int = 1) -> None:

@@ -109,7 +109,9 @@ class Settings(BaseSettings):
         description="How long what was said of a request is kept, so that it can be resumed and taken over; no request "
         "may ask for a longer time-out.",
     )
-    events_limit: ByteSize = Field(ByteSize(256 << 20), gt=0, description="And how much of it, of all requests.")
+    events_limit: ByteSize = Field(
+        ByteSize(256 << 20), gt=0, description="And how much of it, of all requests; at most a quarter of store_limit."
+    )
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at a time.")
     default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
     keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream before a keep-alive is sent.")
@@ -127,6 +129,12 @@ class Settings(BaseSettings):
     nats_server: Path | None = Field(None, description="Binary for the embedded server; the bundled one by default.")
     nats_timeout: float = Field(5.0, gt=0, description="How long one broker operation may take.")
     nats_replicas: int = Field(1, ge=1, le=5, description="Copies that a NATS cluster keeps of each stream.")
+    store_limit: ByteSize = Field(
+        ByteSize(16 << 30),
+        ge=64 << 20,
+        description="What all streams may hold on disk, each its share; the embedded broker begins with three quarters "
+        "of the free disk where that is less.",
+    )
     nats_sync_interval: str | None = Field(
         None,
         pattern=r"^(always|[0-9]+(ms|s|m))$",
@@ -151,6 +159,13 @@ class Settings(BaseSettings):
     tenant_limit: int | None = Field(
         None, ge=1, description="The same for one tenant, before 429; no limit of its own by default."
     )
+    infer_limit: int = Field(
+        10_000, ge=1, description="Batches on their way to workers, above which the others wait in their lanes."
+    )
+    tools_limit: int = Field(10_000, ge=1, description="Steps of responses that may wait, before 503.")
+    batches_limit: int = Field(10_000, ge=1, description="Batches that may wait or run, before 503.")
+    dead_limit: int = Field(10_000, ge=1, description="Dead letters that are kept; the oldest give way to new ones.")
+    dead_ttl: float = Field(30 * 86400.0, ge=60, description="How long dead letters are kept.")
     high_watermark: float = Field(
         0.9, gt=0, le=1, description="Share of a queue's limit above which nothing is accepted."
     )

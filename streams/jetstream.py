@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -14,6 +13,7 @@ from .buckets import JetStreamBucket
 from .direct import held_subjects, last_message, stored_messages
 from .link import Link
 from .management import (
+    BUCKET,
     CONSUMER_MISSING,
     EXPECTED_SEQUENCE,
     KEY_VALUE,
@@ -108,9 +108,11 @@ class JetStreamBroker:
                 await self._ensure(config)
             else:
                 _check_fixed(config, present)
-                with _told(config):
+                try:
                     # What an operator has added, such as a placement, stays.
                     await call(self._link, f"STREAM.UPDATE.{config['name']}", present | config)
+                except ApiError as error:
+                    raise _refused(config, error) from error
             self._configs[config["name"]] = config
 
     def configs(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> list[Json]:
@@ -119,6 +121,34 @@ class JetStreamBroker:
             *(stream_config(self._stream(spec.name), spec, self.replicas) for spec in streams),
             *(bucket_config(self._bucket(spec.name), spec, self.replicas) for spec in buckets),
         ]
+
+    def server_name(self, name: str) -> str:
+        """The stream that the server has for a stream (`JOBS`) or a bucket (`workers`)."""
+        return f"{BUCKET}{self._bucket(name)}" if name == name.lower() else self._stream(name)
+
+    async def consumers(self, stream: str) -> list[Json]:
+        """What the server says of each consumer."""
+        found: list[Json] = []
+        while True:
+            answer = await call(self._link, f"CONSUMER.LIST.{self._stream(stream)}", {"offset": len(found)})
+            found += answer["consumers"] or []
+            if not answer["consumers"] or len(found) >= answer["total"]:
+                return found
+
+    async def unsettled(self, stream: str) -> int:
+        """Messages that somebody has still to take or to acknowledge; 0 where there is no such stream."""
+        with allowed(STREAM_MISSING):
+            info = await call(self._link, f"STREAM.INFO.{self._stream(stream)}")
+            if info["config"]["retention"] == "workqueue":
+                return int(info["state"]["messages"])
+            return sum(each["num_pending"] + each["num_ack_pending"] for each in await self.consumers(stream))
+        return 0
+
+    async def remove(self, stream: str) -> None:
+        """Delete a stream with all that is in it; harmless where there is none."""
+        self._configs.pop(self._stream(stream), None)
+        with allowed(STREAM_MISSING):
+            await call(self._link, f"STREAM.DELETE.{self._stream(stream)}")
 
     async def present(self, name: str) -> Json | None:
         """The configuration of the stream that the server knows as `name`."""
@@ -211,11 +241,13 @@ class JetStreamBroker:
 
     async def _ensure(self, config: Json) -> None:
         try:
-            with _told(config):
-                await call(self._link, f"STREAM.CREATE.{config['name']}", config)
-        except _Exists:
-            if (present := await self.present(config["name"])) is not None:
-                _check_fixed(config, present)
+            await call(self._link, f"STREAM.CREATE.{config['name']}", config)
+        except ApiError as error:
+            # A server whose room is given away says so before it looks whether the stream is there.
+            is_there = error.code in (STREAM_EXISTS, *STREAM_FULL)
+            if not is_there or (present := await self.present(config["name"])) is None:
+                raise _refused(config, error) from error
+            _check_fixed(config, present)
 
     async def _restore(self) -> None:
         """Make again what a restarted server has lost; what exists may be newer than what we know, and stays."""
@@ -224,6 +256,9 @@ class JetStreamBroker:
                 await call(self._link, f"STREAM.CREATE.{name}", config, at_once=True)
             except ApiError as error:
                 if error.code != STREAM_EXISTS:
+                    with allowed(STREAM_MISSING):
+                        await call(self._link, f"STREAM.INFO.{name}", at_once=True)
+                        continue
                     log.error("stream %s: %s", name, error)
 
     def _stream(self, name: str) -> str:
@@ -233,20 +268,9 @@ class JetStreamBroker:
         return f"{self._namespace}_{name}"
 
 
-class _Exists(Exception):
-    """Under this name there is a stream, with another configuration."""
-
-
-@contextlib.contextmanager
-def _told(config: Json) -> Iterator[None]:
-    """Turns the server's refusal of a stream's configuration into a `StartupError` that says what to do."""
-    try:
-        yield
-    except ApiError as error:
-        if error.code == STREAM_EXISTS:
-            raise _Exists from error
-        advice = f" for the {config['max_bytes']:,} bytes of it; lower --store-limit, or give the server more"
-        raise StartupError(f"stream {config['name']}: {error}{advice if error.code in STREAM_FULL else ''}") from error
+def _refused(config: Json, error: ApiError) -> StartupError:
+    advice = f" for the {config['max_bytes']:,} bytes of it; lower --store-limit, or give the server more"
+    return StartupError(f"stream {config['name']}: {error}{advice if error.code in STREAM_FULL else ''}")
 
 
 def _check_fixed(config: Json, present: Json) -> None:

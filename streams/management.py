@@ -30,7 +30,7 @@ TOO_LARGE = 10054
 
 EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"  # header of a publish
 
-KEY_VALUE = "$KV."  # begins the subjects of buckets
+BUCKET, KEY_VALUE = "KV_", "$KV."  # begin the names and the subjects of the streams behind buckets
 
 _MAX_CONSUMERS = 1_000_000  # the server's own limit is 1,000 a stream: INFER has one a worker, EVENTS one a client
 _TRANSIENT = 503  # the class of "no leader", "starting up" and the like
@@ -111,8 +111,8 @@ def stream_config(name: str, spec: StreamSpec, replicas: int) -> Json:
 def bucket_config(bucket: str, spec: BucketSpec, replicas: int) -> Json:
     """As other clients make a key-value bucket, so that `nats kv` shows ours."""
     return {
-        "name": f"KV_{bucket}",
-        "subjects": [f"$KV.{bucket}.>"],
+        "name": f"{BUCKET}{bucket}",
+        "subjects": [f"{KEY_VALUE}{bucket}.>"],
         "retention": "limits",
         "storage": spec.storage,
         "discard": spec.discard,

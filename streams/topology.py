@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..schemas.jobs import Priority
@@ -41,7 +41,7 @@ OBJECT_DATA = "object-data"  # the bytes of what `objects` keeps elsewhere
 
 RELAY_GRACE = 180.0  # seconds: outputs and events outlive the longest request until its last holder is missed
 
-_GRACE = 2 * 86400.0  # seconds: two of a batch's windows
+GRACE = 2 * 86400.0  # seconds: two of a batch's windows
 
 _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
 
@@ -161,6 +161,7 @@ def topology(
     jobs_limit: int = 1_000,
     queue_limit: int = 10_000,
     tenant_limit: int | None = None,
+    infer_limit: int = 10_000,
     tools_limit: int = 10_000,
     dead_limit: int = 10_000,
     dead_ttl: float = 30 * 86400.0,
@@ -172,6 +173,7 @@ def topology(
     responses_ttl: float = 30 * 86400.0,
     batches_limit: int = 10_000,
     files_ttl: float = 30 * 86400.0,
+    store_limit: int = 1 << 30,
 ) -> Topology:
     """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
 
@@ -179,7 +181,8 @@ def topology(
     within one for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who
     lost their place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The
     `_ttl`s say for how many seconds a worker lives without a heartbeat, a partition's lease without a renewal, a model
-    without a worker, a stored response, a dead letter, a file and what is known of a batch.
+    without a worker, a stored response, a dead letter, a file and what is known of a batch. `store_limit` is in bytes:
+    each stream and bucket has its share of them, so that what is kept can never take the room of what runs.
     """
     subjects = Subjects(root)
     work = [
@@ -192,8 +195,8 @@ def topology(
             )
             for priority in PRIORITIES
         ),
-        # Unlimited: a batch has left its lane, and the lanes' limits are what refuses.
-        _work_queue(INFER, f"{root}.infer.*", 0),
+        # Full, it makes the batch stage wait: the lanes' limits are what refuses.
+        _work_queue(INFER, f"{root}.infer.*", infer_limit),
         _work_queue(TOOLS, subjects.tools_all(), tools_limit),
         _work_queue(BATCHES, subjects.batches_all(), batches_limit),
     ]
@@ -207,15 +210,50 @@ def topology(
         BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known again as soon as the broker is back
         BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
         BucketSpec(STATE, storage="file"),
-        BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + _GRACE, storage="file"),
+        BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + GRACE, storage="file"),
         BucketSpec(DEAD_DATA, ttl=dead_ttl, storage="file", discard="old"),
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=leases_ttl),
         BucketSpec(FAILURES, ttl=3600.0),
         # Longer than a file's life: a batch may still need one whose time is over.
-        *(BucketSpec(name, ttl=files_ttl + _GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
+        *(BucketSpec(name, ttl=files_ttl + GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )
-    return Topology((*work, *relays, dead), buckets)
+    return _bounded(Topology((*work, *relays, dead), buckets), store_limit - 2 * relay_bytes)
+
+
+# Parts of the store. Those not named here are work queues, which all have `_QUEUE`.
+_QUEUE = 4
+_SHARES = {
+    BATCHES: 1,
+    DEAD: 2,
+    DEAD_DATA: 4,
+    MODELS: 1,
+    STATE: 1,
+    IDEMPOTENCY: 2,
+    RESPONSES: 12,
+    OBJECT_DATA: 48,
+    FILES: 1,
+    BATCH_STATES: 1,
+    BATCH_RESULTS: 4,
+}
+_IN_MEMORY = 16 << 20  # bytes of a bucket there
+
+
+def _bounded(whole: Topology, room: int) -> Topology:
+    """With `max_bytes` everywhere: the streams and buckets that have none in files share `room` bytes."""
+    specs: list[StreamSpec | BucketSpec] = [*whole.streams, *whole.buckets]
+    unbounded = [spec for spec in specs if spec.storage == "file" and not spec.max_bytes]
+    parts = sum(_SHARES.get(spec.name, _QUEUE) for spec in unbounded)
+
+    def most(spec: StreamSpec | BucketSpec) -> int:
+        if spec.max_bytes:
+            return spec.max_bytes
+        return room * _SHARES.get(spec.name, _QUEUE) // parts if spec.storage == "file" else _IN_MEMORY
+
+    return Topology(
+        tuple(replace(spec, max_bytes=most(spec)) for spec in whole.streams),
+        tuple(replace(spec, max_bytes=most(spec)) for spec in whole.buckets),
+    )
 
 
 def _work_queue(
