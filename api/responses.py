@@ -103,7 +103,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
     @app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))
     async def create(request: Request) -> Response:
         """OpenAI's `/v1/responses`, with tools that are run here; Penstock's own parameters are in the schema too."""
-        body = await read_as(partial(_sealed, settings=settings), request, settings)
+        body = await read_as(partial(_sealed, settings=settings, tenant=tenant_of(request)), request, settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "retrieve the response with stream=true and starting_after"
@@ -205,7 +205,7 @@ def shown(stored: Stored) -> dict[str, Any]:
     return response_object(stored.begun, stored.turns, ended)
 
 
-def _sealed(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def _sealed(body: dict[str, Any], settings: Settings, tenant: str) -> dict[str, Any]:
     """The body with its secrets unreadable: what is published is stored. Raises `InvalidRequest`."""
     tools = body.get("tools")
     servers = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
@@ -221,11 +221,13 @@ def _sealed(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
             param="tools",
         )
     key = settings.secret_key.encode()
-    secrets = {tool.server_label: tool.secrets for tool in parse_responses(body).mcp_tools}
+    parsed = {tool.server_label: tool for tool in parse_responses(body).mcp_tools}
 
     def without(tool: Any) -> Any:
-        secret = secrets.get(tool.get("server_label")) if tool.get("type") == "mcp" else None
+        server = parsed.get(tool.get("server_label")) if tool.get("type") == "mcp" else None
         plain = {name: value for name, value in tool.items() if name not in ("headers", "authorization")}
-        return plain | {"sealed": seal(secret, key)} if secret else plain
+        if server is None or not server.secrets:
+            return plain
+        return plain | {"sealed": seal(server.secrets, key, tenant, server.server_url or "")}
 
     return {**body, "tools": [without(tool) for tool in servers]}

@@ -10,32 +10,33 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-import httpx2
 import jsonschema
 import referencing.exceptions
 from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 
 from ..config.settings import Settings
-from ..schemas.errors import ConfigurationError, InvalidRequest, ToolFailed
+from ..schemas.errors import InvalidRequest, ToolFailed
 from ..schemas.loops import LoopTool, Source, ToolResult
 from .functions import Function, find_functions
 from .mcp_client import McpClient
-from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers, parse_url
+from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers
 from .sealing import unseal
+from .tool_policy import Place, ToolPolicy, each, refuse
 
 MAX_CLIENTS = 256  # servers that clients name, each with one set of headers
 MAX_SCHEMA = 4000  # characters of a schema that a model is reminded of
 
+Unseal = Callable[[str, str, str], dict[str, str]]  # of what was sealed, for a tenant, for a URL
+
 # What says who is asked, or how a message is framed: none of a client's business.
 _OURS = frozenset({"host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect"})
 _header = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+").fullmatch
-_hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
 
 
 class Toolbox:
     """`servers` are the configured ones, by name. `allowed_urls` are prefixes of the URLs that a request may name
-    itself; none allows none. `unseal` opens `Source.sealed`.
+    itself; none allows none. `unseal` opens `Source.sealed`. `policy` is the operator's word on what they all may do.
 
     Raises `ConfigurationError` for a prefix that is no URL.
     """
@@ -45,31 +46,35 @@ class Toolbox:
         servers: Mapping[str, ServerConfig],
         functions: Sequence[Function] = (),
         allowed_urls: Sequence[str] = (),
-        unseal: Callable[[str], dict[str, str]] | None = None,
+        unseal: Unseal | None = None,
+        policy: ToolPolicy | None = None,
     ) -> None:
         self._servers = servers
         self._functions = {function.name: function for function in functions}
-        self._allowed = _prefixes(allowed_urls)
+        self._allowed = each(Place.prefix, allowed_urls)
         self._unseal = unseal
+        self._policy = policy or ToolPolicy()
         self._clients: dict[tuple[str, str, tuple[tuple[str, str], ...]], McpClient] = {}  # the longest unused first
         self._named: dict[str, McpClient] = {}
 
     def check(self, source: Source) -> None:
         """Raises `InvalidRequest` for a server that a request may not use. Nothing is asked of the network."""
         if source.url is not None:
-            place = _place(source.url)
-            if not any(place.origin == one.origin and place.path[: len(one.path)] == one.path for one in self._allowed):
-                _refuse(
+            place = Place.of(source.url)
+            if not any(place.is_within(one) for one in self._allowed):
+                refuse(
                     f"The server_url of {source.label} is not among those that this installation allows; the setting "
                     "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names them."
                 )
         elif source.sealed is not None:
-            _refuse(f"Headers go with a server_url; those of {source.label} are the configuration's.")
+            refuse(f"Headers go with a server_url; those of {source.label} are the configuration's.")
         elif source.label == FUNCTIONS:
             if not self._functions:
-                _refuse("This installation has no functions as tools.")
+                refuse("This installation has no functions as tools.")
         elif source.label not in self._servers:
-            _refuse(f"No MCP server is called {source.label} here; give its server_url.")
+            refuse(f"No MCP server is called {source.label} here; give its server_url.")
+        if not self._policy.may_use(source):
+            refuse(f"The tools of {source.label} are not for this tenant; the setting tool_grants says which are.")
 
     async def tools(self, source: Source) -> list[LoopTool]:
         """All that may be called. Raises `ToolFailed`, and `InvalidRequest` as `check` does."""
@@ -101,16 +106,16 @@ class Toolbox:
                     )
                 )
         return [
-            tool.model_copy(update={"approval": source.needs_approval(tool.tool)})
+            tool.model_copy(update={"approval": self._policy.needs_approval(source, tool.tool)})
             for tool in found
-            if _is_allowed(source, tool.tool)
+            if self._is_allowed(source, tool.tool)
         ]
 
     async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
         """Run a tool with the arguments that a model wrote. All that goes wrong is a text for the model."""
         try:
             self.check(source)
-            if not _is_allowed(source, tool.tool):
+            if not self._is_allowed(source, tool.tool):
                 raise ToolFailed(f"The tool {tool.name} is not allowed.")
             given = parse_arguments(tool, arguments)
             if not _is_functions(source):
@@ -120,6 +125,9 @@ class Toolbox:
             return await self._functions[tool.tool].run(given)
         except (InvalidRequest, ToolFailed) as error:
             return ToolResult(str(error), is_error=True)
+
+    def _is_allowed(self, source: Source, tool: str) -> bool:
+        return (source.allowed is None or tool in source.allowed) and self._policy.may_use(source, tool)
 
     async def __aenter__(self) -> Self:
         return self
@@ -152,7 +160,7 @@ class Toolbox:
             return {}
         if self._unseal is None:
             raise ToolFailed("This installation takes no authorisation for MCP servers.")
-        headers = _lowered(self._unseal(source.sealed))
+        headers = _lowered(self._unseal(source.sealed, source.tenant, source.url or ""))
         for name, value in headers.items():
             if not _header(name) or name in _OURS or name.startswith("mcp-") or not value.isprintable():
                 raise ToolFailed(f"A header that {source.label} is given cannot be sent.")
@@ -166,7 +174,8 @@ def toolbox_of(settings: Settings) -> Toolbox:
     servers = load_servers(settings.mcp_config, stdio=False) if settings.mcp_config else {}
     key = settings.secret_key
     opening = partial(unseal, key=key.encode()) if key else None
-    return Toolbox(servers, find_functions(settings.tool_functions), settings.mcp_allowed_urls, opening)
+    policy = ToolPolicy(settings.tool_grants, settings.tools_without_approval)
+    return Toolbox(servers, find_functions(settings.tool_functions), settings.mcp_allowed_urls, opening, policy)
 
 
 def parse_arguments(tool: LoopTool, arguments: str) -> dict[str, Any]:
@@ -207,46 +216,8 @@ def _without_patterns(schema: Any) -> Any:
     }
 
 
-class _Place:
-    """A URL as the allow-list compares it."""
-
-    def __init__(self, url: httpx2.URL) -> None:
-        self.origin = (url.scheme, url.host, url.port)
-        self.path = [step for step in url.raw_path.split(b"?")[0].split(b"/") if step]
-
-
-def _place(text: str) -> _Place:
-    try:
-        url = parse_url(text)
-    except ValueError as error:
-        _refuse(f"The server_url cannot be used: {error}.")
-    path = text.split("?")[0].split("//", 1)[1]
-    # A server may read such a path as another than it looks.
-    if _hidden_step(path) or "//" in path or any(step == "." or step.startswith("..") for step in path.split("/")):
-        _refuse("The server_url cannot be used: its path is not plain.")
-    return _Place(url)
-
-
-def _prefixes(urls: Sequence[str]) -> list[_Place]:
-    faults, places = [], []
-    for url in urls:
-        try:
-            if "?" in url:
-                raise ValueError("a prefix has no query")
-            places.append(_place(url))
-        except (ValueError, InvalidRequest) as error:
-            faults.append(f"the allowed MCP URL {url!r}: {error}")
-    if faults:
-        raise ConfigurationError(faults)
-    return places
-
-
 def _is_functions(source: Source) -> bool:
     return source.url is None and source.label == FUNCTIONS
-
-
-def _is_allowed(source: Source, tool: str) -> bool:
-    return source.allowed is None or tool in source.allowed
 
 
 def _lowered(headers: Mapping[str, str]) -> dict[str, str]:
@@ -255,7 +226,3 @@ def _lowered(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise InvalidRequest(message, param="tools")

@@ -201,6 +201,16 @@ class Settings(BaseSettings):
     tool_functions: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         (), description="Python functions that models may call, as module:name or file.py:name."
     )
+    tool_grants: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+        None,
+        description="Which tenant may use which tools, as TENANT=SERVER, TENANT=SERVER/TOOL or TENANT=https://…, with "
+        "* for all of either; without it everybody may use all.",
+    )
+    tools_without_approval: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+        None,
+        description="Tools that may run without approval, as SERVER, SERVER/TOOL, https://… or *; any other needs one, "
+        "whatever a request says. Without it requests decide.",
+    )
     secret_key: str | None = Field(
         None,
         min_length=16,

@@ -74,8 +74,9 @@ class Source(_Kept):
     """Where a response's tools come from: an MCP server, by its URL or by the name that the configuration gives it
     (`label`, where `url` is None), or the functions of this installation (label `functions`).
 
-    `sealed` holds the headers to send, readable by Penstock alone. `allowed` names the tools that may be called; None
-    allows all. `approval`: which of them a person must approve first; `spared` never need it.
+    `sealed` holds the headers to send, readable by Penstock alone. `tenant` is whose request it is. `allowed` names the
+    tools that may be called; None allows all. `approval`: which of them a person must approve first; `spared` never
+    need it.
     """
 
     label: str
@@ -84,6 +85,7 @@ class Source(_Kept):
     allowed: tuple[str, ...] | None = None
     approval: Literal["always", "never"] | tuple[str, ...] = "never"
     spared: tuple[str, ...] = ()
+    tenant: str = "default"
 
     def needs_approval(self, tool: str) -> bool:
         if isinstance(self.approval, tuple):

@@ -154,13 +154,13 @@ class ResponsesRequest(Body):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self, tenant: str = "default") -> tuple[Source, ...]:
         """Where the tools come from that are run here. Raises `InvalidRequest` for a secret that is not sealed."""
         for place, tool in enumerate(self.tools or ()):
             if isinstance(tool, McpTool) and tool.secrets:
                 param = f"tools[{place}].{'headers' if tool.headers else 'authorization'}"
                 raise InvalidRequest(f"{param}: secrets are taken over HTTP alone, which seals them.", param=param)
-        return tuple(tool.source for tool in self.mcp_tools)
+        return tuple(tool.source.model_copy(update={"tenant": tenant}) for tool in self.mcp_tools)
 
     def chat_body(
         self,

@@ -169,7 +169,7 @@ class Tools(Stage):
         Raises `InvalidRequest`.
         """
         request = parse_responses(job.body)
-        sources = request.sources()
+        sources = request.sources(job.tenant)
         for source in sources:
             self._toolbox.check(source)
         history, input = await self._past.items(job, request)

@@ -19,6 +19,7 @@ from penstock.api.bridge import Bridge
 from penstock.api.functions import tool
 from penstock.api.mcp_config import HttpServer
 from penstock.api.sealing import unseal
+from penstock.api.tool_policy import ToolPolicy
 from penstock.api.toolbox import Toolbox
 from penstock.engine.models import BUNDLED, resolve_model
 from penstock.schemas.params import GenerationParams
@@ -61,7 +62,8 @@ class Office:
             "everything": HttpServer(url=self.everything.url),
             "silent": HttpServer(url=f"http://127.0.0.1:{self.silent.getsockname()[1]}/mcp"),
         }
-        self.toolbox = Toolbox(servers, self._functions(), ["http://127.0.0.1:9/mcp"], self._unseal)
+        policy = ToolPolicy(["default=*", "*=everything"], ["everything", "functions", "http://127.0.0.1:9/"])
+        self.toolbox = Toolbox(servers, self._functions(), ["http://127.0.0.1:9/mcp"], self._unseal, policy)
         self.pipeline = runner.run(
             Pipeline.start(
                 kind=Scripted,
@@ -93,8 +95,8 @@ class Office:
         assert isinstance(self.pipeline.backend, Scripted)
         return self.pipeline.backend
 
-    def _unseal(self, text: str) -> dict[str, str]:
-        return unseal(text, KEY.encode())
+    def _unseal(self, text: str, tenant: str, url: str) -> dict[str, str]:
+        return unseal(text, tenant, url, KEY.encode())
 
     def _functions(self) -> list[Any]:
         @tool

@@ -108,11 +108,21 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_sealed_secret_is_opened_with_its_key_alone() -> None:
-    secret = {"Authorization": "Bearer s3cret-token", "X": "é"}
-    sealed = seal(secret, b"k")
-    assert sealed == seal(dict(reversed(secret.items())), b"k")
+    secret, place = {"Authorization": "Bearer s3cret-token", "X": "é"}, ("acme", "https://a/mcp")
+    sealed = seal(secret, b"k", *place)
+    assert sealed == seal(dict(reversed(secret.items())), b"k", *place)
     assert "s3cret" not in sealed and sealed.isascii()
-    assert unseal(sealed, b"k") == secret
+    assert unseal(sealed, *place, b"k") == secret
     for text, key in ((sealed, b"other"), (sealed[:-4] + "AAAA", b"k"), ("nonsense", b"k"), ("é", b"k"), ("", b"k")):
-        with pytest.raises(ToolFailed, match="sealed by another installation; send it again"):
-            unseal(text, key)
+        with pytest.raises(ToolFailed, match="not sealed here for this tenant and server; send it again"):
+            unseal(text, *place, key)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "url"),
+    [("other", "https://a/mcp"), ("acme", "https://b/mcp"), ("acme", "https://a/mcp/"), ("acmeh", "ttps://a/mcp")],
+)
+def test_sealed_secret_is_nobody_elses_and_for_nowhere_else(tenant: str, url: str) -> None:
+    sealed = seal({"A": "b"}, b"k", "acme", "https://a/mcp")
+    with pytest.raises(ToolFailed, match="not sealed here"):
+        unseal(sealed, tenant, url, b"k")

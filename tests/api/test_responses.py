@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ from asgi import Response, ask
 from office import Office, call, functions, kinds, results, said, server
 from responses_rules import check_responses, read_events
 
+from penstock.api.answers import FOR_EVER
 from penstock.schemas import codec
-from penstock.schemas.events import Accepted, Cancelled
+from penstock.schemas.events import Accepted, Cancelled, Done, Event, Failed
+from penstock.schemas.jobs import Job
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
 from penstock.schemas.registry import StageCard
 from penstock.stages.calls import UNKNOWN, Calls
@@ -494,3 +497,22 @@ def test_a_refusal_of_the_first_turn_has_its_status_and_leaves_nothing(office: O
         assert office.refused(400, input="x " * 9000, **way)["code"] == "context_length_exceeded"
     assert office.refused(404, input="Hi.", model="none")["code"] == "model_not_found"
     assert office.kept() == before
+
+
+@pytest.mark.parametrize(("label", "fits"), [("everything", True), ("functions", False)])
+def test_a_job_has_the_tools_of_its_tenant(office: Office, label: str, fits: bool) -> None:
+    async def final() -> Event | None:
+        bridge, id = office.pipeline.bridge, f"resp_{uuid.uuid4().hex}"
+        body = {"model": "echo", "input": "x", "tools": server(label)}
+        job = Job(id=id, endpoint="/v1/responses", bridge=bridge.name, body=body)
+        reading = await bridge.open(job, priority="normal", tenant="stranger")
+        while not reading.ended:
+            await reading.take(FOR_EVER)
+        return reading.final
+
+    office.model.texts = ["done"]
+    match office.run(final()):
+        case Failed(error=error):
+            assert not fits and "not for this tenant" in error.message
+        case other:
+            assert fits and isinstance(other, Done)

@@ -27,8 +27,12 @@ def double(n: int) -> int:
     return 2 * n
 
 
-def opened(text: str) -> dict[str, str]:
-    return unseal(text, KEY)
+def opened(text: str, tenant: str, url: str) -> dict[str, str]:
+    return unseal(text, tenant, url, KEY)
+
+
+def sealed_for(url: str, headers: dict[str, str], key: bytes = KEY) -> str:
+    return seal(headers, key, "default", url)
 
 
 @pytest.fixture
@@ -206,7 +210,7 @@ def test_url_beside_the_allowed_ones_is_refused(url: str) -> None:
 async def test_no_request_leaves_for_a_refused_url() -> None:
     async with counting_socket() as (url, connections):
         toolbox = Toolbox({}, (), [f"{url}/allowed"], opened)
-        source = Source(label="a", url=f"{url}/other", sealed=seal({"Authorization": SECRET}, KEY))
+        source = Source(label="a", url=f"{url}/other", sealed=sealed_for(f"{url}/other", {"Authorization": SECRET}))
         with pytest.raises(InvalidRequest):
             await toolbox.tools(source)
         result = await toolbox.call(source, a_tool("add"), "{}")
@@ -214,7 +218,7 @@ async def test_no_request_leaves_for_a_refused_url() -> None:
         told += "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names them."
         assert result == ToolResult(told, True)
         assert connections == []
-        allowed = source.model_copy(update={"url": f"{url}/allowed"})
+        allowed = source.model_copy(update={"url": f"{url}/allowed", "sealed": None})
         assert (await toolbox.call(allowed, a_tool("add"), "{}")).is_error
         assert connections != []
         await toolbox.close()
@@ -228,11 +232,11 @@ def test_prefix_that_is_no_url_is_refused(url: str) -> None:
 
 async def test_sealed_headers_are_sent_and_never_shown(toolbox: Toolbox, server: McpServer) -> None:
     server.token = SECRET
-    source = Source(label="mine", url=server.url, sealed=seal({"Authorization": SECRET}, KEY))
+    source = Source(label="mine", url=server.url, sealed=sealed_for(server.url, {"Authorization": SECRET}))
     (tells,) = [tool for tool in await toolbox.tools(source) if tool.name == "tells"]
     assert await toolbox.call(source, tells, "{}") == ToolResult("You sent [hidden].")
     assert {headers["authorization"] for _, headers in server.requests} == {SECRET}
-    other = source.model_copy(update={"sealed": seal({"Authorization": "Bearer other-secret"}, KEY)})
+    other = source.model_copy(update={"sealed": sealed_for(server.url, {"Authorization": "Bearer other-secret"})})
     text, is_error = await toolbox.call(other, tells, "{}")
     assert is_error and text == "mine could not run tells: it answered 401 Unauthorized"
     with pytest.raises(ToolFailed, match="401"):
@@ -243,7 +247,7 @@ async def test_headers_go_with_a_url_alone(server: McpServer) -> None:
     """What the operator has configured is not for requests to add to."""
     server.token = SECRET
     config = HttpServer(url=server.url, headers={"authorization": "Bearer of the house"})
-    sealed = seal({"Authorization": SECRET}, KEY)
+    sealed = sealed_for(server.url, {"Authorization": SECRET})
     toolbox = Toolbox({"desk": config}, (), [server.url], opened)
     with pytest.raises(InvalidRequest, match="the configuration's"):
         toolbox.check(Source(label="desk", sealed=sealed))
@@ -265,15 +269,15 @@ async def test_headers_go_with_a_url_alone(server: McpServer) -> None:
 )
 async def test_headers_that_are_not_a_clients_business_are_refused(headers: dict[str, str], said: str) -> None:
     async with counting_socket() as (url, connections):
-        source = Source(label="a", url=url, sealed=seal(headers, KEY))
+        source = Source(label="a", url=url, sealed=sealed_for(url, headers))
         assert await Toolbox({}, (), [url], opened).call(source, a_tool("add"), "{}") == ToolResult(said, True)
         assert connections == []
 
 
 async def test_sealed_headers_that_cannot_be_opened_are_an_error(server: McpServer) -> None:
-    source = Source(label="a", url=server.url, sealed=seal({"A": "b"}, b"another key"))
+    source = Source(label="a", url=server.url, sealed=sealed_for(server.url, {"A": "b"}, b"another key"))
     text, is_error = await Toolbox({}, (), [server.url], opened).call(source, a_tool("add"), "{}")
-    assert is_error and "sealed by another installation" in text
+    assert is_error and "not sealed here" in text
     text, is_error = await Toolbox({}, (), [server.url]).call(source, a_tool("add"), "{}")
     assert is_error and "takes no authorisation" in text
     assert server.requests == []
