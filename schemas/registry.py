@@ -46,6 +46,7 @@ class Room(_Card):
     `free_high` is for requests of high priority, `free` for the others. `received` holds the numbers of the messages
     that have arrived from each copy of the batch stage, of those that it may still wait for; what is on its way is not
     in the other fields. `active` run or wait at the worker; `free_tokens` fit into its KV cache beside them.
+    `total_tokens` is what that holds when it is empty; 0 if the worker does not say.
     `incarnation` names the process.
     """
 
@@ -56,6 +57,7 @@ class Room(_Card):
     received: dict[str, list[int]]
     active: int
     free_tokens: int
+    total_tokens: int = 0
 
 
 class InFlight(_Card):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import structlog
 
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded, Refusal, Transient
+from ..schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ..schemas.events import Queued
 from ..schemas.jobs import InferenceBatch, ValidatedJob
 from ..schemas.registry import WorkerCard
@@ -24,7 +24,7 @@ from . import endings
 from .contract import Intake, JobStage, Pipe
 from .guard import Guard
 from .lanes import Lanes, Waiting
-from .scheduling import STRATEGIES, Strategy
+from .scheduling import STRATEGIES, Strategy, most_tokens
 from .workers import Seats, Workers
 
 log = structlog.get_logger(__name__)
@@ -117,6 +117,7 @@ class Batch(JobStage):
         job, sent = place.job, place.sent
         if self._leaving:
             raise _leaving()
+        self._check_size(job, self._workers.living(job.model))
         lanes = self._lanes[job.model]
         lanes.push(place)
         self._changed.set()
@@ -136,16 +137,32 @@ class Batch(JobStage):
         living = self._workers.living(model)
         is_blocked = False
         for head in lanes.heads(self.pipe.now()):
+            try:
+                self._check_size(head.job, living)  # those that had more room may have gone
+            except Overloaded as refusal:
+                head.sent.set_exception(refusal)
+                continue
             if is_blocked and head.job.priority != "high":  # for whom alone there may be room where others have none
                 continue
             fitting = {card.id: (card, seats) for card, seats in living if self._fits(head, card, seats)}
             candidates = [self._workers.candidate(card, seats) for card, seats in fitting.values()]
-            chosen = self._strategy.pick(candidates, _tokens(head.job)) if candidates else None
+            chosen = self._strategy.pick(candidates, most_tokens(head.job)) if candidates else None
             if chosen is not None:
                 card, seats = fitting[chosen.worker]
                 return card, seats, self._take(lanes, head, card, seats)
             is_blocked = True
         return None
+
+    def _check_size(self, job: ValidatedJob, living: Sequence[tuple[WorkerCard, Seats]]) -> None:
+        """Raises `Overloaded` for a job that fits into no living worker's cache, however long it waits."""
+        sizes = [seats.room.total_tokens for _, seats in living]
+        tokens = self._strategy.needs(job)
+        if sizes and all(0 < size < tokens for size in sizes):
+            raise Overloaded(
+                f"No worker can hold the request: it may need {tokens} tokens, and the largest KV cache holds "
+                f"{max(sizes)}. Ask for fewer tokens or choices.",
+                code="no_worker_fits",
+            )
 
     def _take(self, lanes: Lanes, head: Waiting, card: WorkerCard, seats: Seats) -> list[Waiting]:
         """`head` and those behind it, as many as the worker and the batch can hold."""
@@ -247,8 +264,3 @@ def _leaving() -> Transient:
 def _expire(sent: asyncio.Future[bool]) -> None:
     if not sent.done():
         sent.set_exception(DeadlineExceeded("No worker had room for the request before its deadline."))
-
-
-def _tokens(job: ValidatedJob) -> int:
-    """At most what the job keeps in a worker's cache."""
-    return job.prompt_tokens + job.choices * job.params.max_tokens

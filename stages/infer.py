@@ -104,6 +104,7 @@ class Infer(Stage):
             received=self._arrivals.numbers,
             active=self._active,
             free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
+            total_tokens=cache.num_tokens if cache else 0,
         )
 
     def _arrive(self, seats: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..schemas.jobs import ValidatedJob
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -17,11 +19,28 @@ class Candidate:
 
 
 class Strategy(Protocol):
+    def needs(self, job: ValidatedJob) -> int:
+        """Tokens that a worker's whole KV cache must hold, or this strategy will never pick it for the job."""
+
     def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
         """Choose one of `workers`, which is never empty, for a request of `tokens`; None: the request must wait."""
 
 
-class RoundRobin:
+def most_tokens(job: ValidatedJob) -> int:
+    """At most what the job keeps in a worker's cache at a time."""
+    if job.endpoint == "/v1/embeddings":  # its inputs take turns
+        return max(map(len, job.prompts))
+    return job.prompt_tokens + job.choices * job.params.max_tokens
+
+
+class _ByTurns:
+    """Fits where the longest prompt and a first token do: the engine lets choices wait for each other."""
+
+    def needs(self, job: ValidatedJob) -> int:
+        return max(map(len, job.prompts)) + (job.endpoint != "/v1/embeddings")
+
+
+class RoundRobin(_ByTurns):
     """Each worker in turn, whichever come and go in between."""
 
     def __init__(self) -> None:
@@ -34,7 +53,7 @@ class RoundRobin:
         return chosen
 
 
-class LeastLoaded:
+class LeastLoaded(_ByTurns):
     """One of those with the fewest requests; among equals, each in turn."""
 
     def __init__(self) -> None:
@@ -47,6 +66,9 @@ class LeastLoaded:
 
 class MemoryAware:
     """The one with the most room in its KV cache, if the request fits there."""
+
+    def needs(self, job: ValidatedJob) -> int:
+        return most_tokens(job)
 
     def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
         roomiest = max(workers, key=lambda candidate: (candidate.free_tokens, -candidate.active))

@@ -7,13 +7,16 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_pipeline import validated
 
 from penstock.config.settings import Settings
 from penstock.schemas import codec
+from penstock.schemas.events import Failed
 from penstock.schemas.jobs import InferenceBatch, Priority
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import Admission, ModelCard, Room, WorkerCard
@@ -24,7 +27,7 @@ from penstock.stages.degradation import slots
 from penstock.stages.queue import Queue
 from penstock.stages.scheduling import Candidate, LeastLoaded, MemoryAware, RoundRobin
 from penstock.streams.memory import MemoryBroker
-from penstock.streams.port import NEXT, SCHEMA
+from penstock.streams.port import NEXT, SCHEMA, Message
 from penstock.streams.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
@@ -124,9 +127,9 @@ def test_memory_takes_away_speed_first_then_the_low_then_all() -> None:
 
 
 @contextlib.asynccontextmanager
-async def alone(kind: Callable[[Pipe], Stage], **values: float) -> AsyncIterator[Pipe]:
+async def alone(kind: Callable[[Pipe], Stage], **values: Any) -> AsyncIterator[Pipe]:
     """One stage, and nobody before or behind it."""
-    chosen = Settings(backend="echo", **values)  # type: ignore[arg-type]
+    chosen = Settings(backend="echo", **values)
     broker, subjects = MemoryBroker(), Subjects(chosen.namespace)
     await broker.ensure(*topology(chosen.namespace, chosen.job_stages))
     pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
@@ -154,7 +157,7 @@ async def batches_of(pipe: Pipe) -> list[InferenceBatch]:
     return seen
 
 
-async def tell_room(pipe: Pipe, *, free: int, free_high: int) -> None:
+async def tell_room(pipe: Pipe, *, free: int, free_high: int, total_tokens: int = 0) -> None:
     """As a worker does that has received nothing so far."""
     worker = WorkerCard(
         id="w0",
@@ -166,7 +169,14 @@ async def tell_room(pipe: Pipe, *, free: int, free_high: int) -> None:
     await pipe.registry.announce_worker(worker)
     await pipe.registry.refresh()
     room = Room(
-        worker="w0", incarnation="i", free=free, free_high=free_high, received={}, active=0, free_tokens=1 << 20
+        worker="w0",
+        incarnation="i",
+        free=free,
+        free_high=free_high,
+        received={},
+        active=0,
+        free_tokens=total_tokens or 1 << 20,
+        total_tokens=total_tokens,
     )
     await pipe.broker.notify(pipe.subjects.room("w0"), room.model_dump_json().encode())
 
@@ -209,6 +219,38 @@ async def test_p4_who_comes_within_the_window_goes_along() -> None:
         await until(lambda: len(seen) == 3)
         assert [job.id for batch in seen for job in batch.jobs] == ["first", "second", "third"]
         assert len({batch.id for batch in seen}) == 1
+
+
+@pytest.mark.parametrize("scheduling", ["memory_aware", "least_loaded", "round_robin"])
+async def test_what_fits_no_worker_is_refused_at_once_and_holds_up_nobody(scheduling: str) -> None:
+    """Before, `memory_aware` waited for room that no worker has, and so did everybody behind."""
+    refused: list[Failed] = []
+
+    def hear(message: Message) -> None:
+        event = codec.decode_event(message.data)
+        if isinstance(event, Failed):
+            refused.append(event)
+
+    async with alone(Batch, scheduling=scheduling) as pipe:
+        await pipe.broker.listen(pipe.subjects.root + ".events.>", hear)
+        seen = await batches_of(pipe)
+        await submit(pipe, "batch", "before", n=8)  # 8 choices of 256 tokens: nobody is there yet who is too small
+        await submit(pipe, "batch", "fits")
+        await tell_room(pipe, free=99, free_high=99, total_tokens=1_000)
+        await until(lambda: "fits" in {job.id for batch in seen for job in batch.jobs})
+        await submit(pipe, "batch", "after", n=8)
+        await submit(pipe, "batch", "small")
+        await until(lambda: "small" in {job.id for batch in seen for job in batch.jobs})
+        large = {"before", "after"}
+        if scheduling == "memory_aware":
+            await until(lambda: {event.request for event in refused} == large)
+            assert {(event.error.status, event.error.code) for event in refused} == {(503, "no_worker_fits")}
+            assert "2053 tokens, and the largest KV cache holds 1000" in refused[0].error.message
+        else:  # the engine lets the choices wait for each other
+            await until(lambda: {job.id for batch in seen for job in batch.jobs} >= large)
+            await tell_room(pipe, free=99, free_high=99, total_tokens=5)
+            await submit(pipe, "batch", "long")
+            await until(lambda: [event.request for event in refused] == ["long"])
 
 
 async def test_whose_turn_it_is_keeps_the_others_back_but_no_high_one_from_its_reserved_seat() -> None:
