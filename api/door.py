@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from ..config.settings import Settings
 from ..schemas.bounds import LONG, load_json
 from ..schemas.chat import MOST_MODEL
-from ..schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge
+from ..schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge
 from ..schemas.jobs import Job, JobEndpoint, Priority
 from ..schemas.openai import TIERS, refusal
 from ..streams.port import Broker
@@ -135,13 +135,14 @@ async def open_request(
 
     `kept`: it goes on though its client leaves.
 
-    Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, and `InvalidRequest` for a header.
+    Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, `InvalidRequest` for a header, and `Forbidden` for
+    a priority.
     """
     headers, bridge, tenant = request.headers, door.bridge, tenant_of(request)
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
     streaming = body.get("stream") is True
     deadline = time.time() + _timeout(body, headers, door.settings)
-    priority = _priority(body)
+    priority = _priority(request, body, door.settings)
     job = Job(id=f"{prefix}{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
     progress = None
     if (last := headers.get("last-event-id")) is not None:
@@ -184,9 +185,26 @@ def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> floa
     return float(given)
 
 
-def _priority(body: dict[str, Any]) -> Priority:
-    # An unknown one goes on as normal: validate refuses it, with every other fault.
-    given: Any = body.get("priority")
-    tier = body.get("service_tier")
-    other = TIERS.get(tier, "normal") if isinstance(tier, str) else "normal"
-    return given if given in get_args(Priority) else other
+def _priority(request: Request, body: dict[str, Any], settings: Settings) -> Priority:
+    """The lane of a request, which without a wish gets what it may have.
+
+    Raises `Forbidden` for a wish beyond its key's ceiling. Values that are none go on: validate refuses them, with
+    every other fault.
+    """
+    order = get_args(Priority)
+    most = getattr(request.state, "max_priority", None) or settings.max_priority
+    priority, tier = body.get("priority"), body.get("service_tier")
+    wish: Priority | None = None
+    if isinstance(priority, str) and priority in order:
+        wish, param = cast(Priority, priority), "priority"
+    elif isinstance(tier, str) and tier != "auto":
+        wish, param = TIERS.get(tier), "service_tier"
+    if wish is not None and order.index(wish) < order.index(most):
+        raise Forbidden(
+            f"This key's requests have the priority {most} at most: ask for that, or leave {param} out.",
+            code="priority_not_allowed",
+            param=param,
+        )
+    if wish is None:
+        return "low" if most == "low" else "normal"
+    return wish

@@ -20,7 +20,7 @@ import typer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..config.settings import hashed_key
+from ..config.api_keys import ApiKey
 from ..schemas.errors import ConfigurationError, Unauthorized
 from ..schemas.events import ErrorBody
 from ..schemas.jobs import TOKEN_PATTERN
@@ -38,17 +38,17 @@ class Keys:
     """
 
     def __init__(self, given: Iterable[str], file: Path | None = None) -> None:
-        """`given` as `hashed_key` makes them. Raises `ConfigurationError`, which names the faulty lines."""
+        """`given` as `ApiKey.parse` takes them. Raises `ConfigurationError`, which names the faulty lines."""
         self._file = file
-        self._given = _tenants({f"key {place}": entry for place, entry in enumerate(given, 1)})
-        self._read: Mapping[str, str] = {}  # hash → tenant; set by _load
+        self._given = _owners({f"key {place}": entry for place, entry in enumerate(given, 1)})
+        self._read: Mapping[str, ApiKey] = {}  # by hash; set by _load
         self._version: object = None  # of the file, when it was read last
         if file is not None:
             self._version = _version(file)
             self._load(file)
 
-    def tenant(self, key: str) -> str | None:
-        """Whose key this is."""
+    def find(self, key: str) -> ApiKey | None:
+        """Whose key this is, and what for."""
         if self._file is not None and (version := _version(self._file)) != self._version:
             self._version = version
             try:
@@ -70,23 +70,23 @@ class Keys:
             for number, line in enumerate(lines, 1)
             if (text := line.strip()) and not text.startswith("#")
         }
-        self._read = _tenants(entries)
+        self._read = _owners(entries)
         if readable and any("sha256:" not in text for text in entries.values()):
             log.warning("a file that others can read holds keys in plain text", file=str(file))
 
 
-def _tenants(entries: Mapping[str, str]) -> dict[str, str]:
-    """Hash → tenant, of entries by their places."""
-    found: dict[str, str] = {}
+def _owners(entries: Mapping[str, str]) -> dict[str, ApiKey]:
+    """By hash, of entries by their places."""
+    found: dict[str, ApiKey] = {}
     faults = []
     for place, entry in entries.items():
         try:
-            tenant, _, digest = hashed_key(entry).partition("=sha256:")
+            key = ApiKey.parse(entry)
         except ValueError as error:
             faults.append(f"{place}: {error}")
         else:
-            if found.setdefault(digest, tenant) != tenant:
-                faults.append(f"{place}: this key is another tenant's too")
+            if found.setdefault(key.digest, key) != key:
+                faults.append(f"{place}: this key is another tenant's too, or has another max_priority")
     if faults:
         raise ConfigurationError(faults)
     return found
@@ -113,8 +113,8 @@ class Authentication:
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             bearer = bearer.strip() if scheme.lower() == "bearer" else ""
             given = [key for key in (bearer, headers.get("x-api-key")) if key]  # the latter of Anthropic's clients
-            tenant = next((found for key in given if (found := self.keys.tenant(key))), None)
-            if tenant is None:
+            owner = next((found for key in given if (found := self.keys.find(key))), None)
+            if owner is None:
                 refusal = Unauthorized(
                     "Incorrect API key." if given else "No API key: send one as `Authorization: Bearer KEY`."
                 )
@@ -122,15 +122,22 @@ class Authentication:
                 response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope.setdefault("state", {}).update(tenant=owner.tenant, max_priority=owner.max_priority)
         await self.app(scope, receive, send)
 
 
 def make_key(
     tenant: Annotated[str, typer.Argument(help="Whose key it is; quotas, prefixes and answers are a tenant's own.")],
+    max_priority: Annotated[
+        str | None, typer.Option(help="The most that its requests may ask for: high, normal or low.")
+    ] = None,
 ) -> None:
     """Make an API key, and print the line of it for the file that --api-keys-file names."""
     if re.fullmatch(TOKEN_PATTERN, tenant) is None:
         raise typer.BadParameter("a tenant's name holds letters, digits, '_' and '-' alone, at most 64")
     key = f"sk-penstock-{secrets.token_urlsafe(32)}"
-    print(f"The key, which is shown this once:\n{key}\n\nIts line in the file:\n{hashed_key(f'{tenant}={key}')}")
+    try:
+        entry = ApiKey.parse(f"{tenant}={key}" + (f" max_priority={max_priority}" if max_priority else ""))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    print(f"The key, which is shown this once:\n{key}\n\nIts line in the file:\n{entry}")

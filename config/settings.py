@@ -6,7 +6,6 @@ A field here is at once a flag (`--max-batch-size`), an environment variable (`P
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ..schemas.jobs import TOKEN_PATTERN, SubjectToken
+from ..schemas.jobs import TOKEN_PATTERN, Priority, SubjectToken
+from .api_keys import ApiKey
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
@@ -29,30 +29,9 @@ def _split(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-def hashed_key(entry: str) -> str:
-    """An API key as it is kept, `tenant=sha256:<hex>`, from `key`, `tenant=key`, `sha256:<hex>` or what it is already.
-
-    Raises `ValueError`, whose message does not tell the key.
-    """
-    tenant, named, key = entry.partition("=")
-    if not named:
-        tenant, key = "default", entry
-    if not re.fullmatch(TOKEN_PATTERN, tenant):
-        raise ValueError("a tenant's name, before the first '=', holds letters, digits, '_' and '-' alone, at most 64")
-    if key.startswith("sha256:"):
-        digest = key.removeprefix("sha256:").lower()
-        if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError("behind sha256: stand 64 hexadecimal digits")
-    elif re.fullmatch("[!-~]{8,}", key):
-        digest = hashlib.sha256(key.encode()).hexdigest()
-    else:
-        raise ValueError("a key has at least 8 characters, all of them visible ASCII")
-    return f"{tenant}=sha256:{digest}"
-
-
 def _hashed(value: object) -> object:
     entries = _split(value)
-    return [hashed_key(entry) for entry in entries] if isinstance(entries, list) else entries
+    return [str(ApiKey.parse(entry)) for entry in entries] if isinstance(entries, list) else entries
 
 
 def _default_state_dir() -> Path:
@@ -93,6 +72,9 @@ class Settings(BaseSettings):
     )
     api_keys_file: Path | None = Field(
         None, description="File of keys, one a line, as `penstock key` prints them; read again when it changes."
+    )
+    max_priority: Priority = Field(
+        "high", description="Highest priority of a request over HTTP whose key does not say, as max_priority=normal."
     )
     cors_origins: Annotated[tuple[Origin, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
         None,

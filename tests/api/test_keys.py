@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from penstock.api.cli import app
 from penstock.api.keeper import child_environment
 from penstock.api.keys import Keys
+from penstock.config.api_keys import ApiKey
 from penstock.config.settings import Settings
 from penstock.config.sources import load
 from penstock.schemas.errors import ConfigurationError
@@ -34,6 +35,11 @@ ANSWER: list[Event] = [
 
 def sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def tenant(keys: Keys, key: str) -> str | None:
+    found = keys.find(key)
+    return found and found.tenant
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -131,9 +137,9 @@ def rewrite(file: Path, text: str) -> None:
 
 def test_a_key_is_revoked_and_added_while_all_runs(file: Path) -> None:
     keys = Keys((), file)
-    assert (keys.tenant(ADA), keys.tenant(BOB)) == ("ada", None)
+    assert (tenant(keys, ADA), tenant(keys, BOB)) == ("ada", None)
     rewrite(file, f"bob=sha256:{sha256(BOB).upper()}")
-    assert (keys.tenant(ADA), keys.tenant(BOB)) == (None, "bob")
+    assert (tenant(keys, ADA), tenant(keys, BOB)) == (None, "bob")
 
 
 @pytest.mark.parametrize("fault", ["gone", "malformed", "binary", "folder"])
@@ -151,13 +157,13 @@ def test_a_broken_file_leaves_the_keys_that_were_known(file: Path, fault: str) -
             file.mkdir()
     with capture_logs() as logs:
         for _ in range(3):
-            assert keys.tenant(ADA) == "ada"
+            assert tenant(keys, ADA) == "ada"
     (entry,) = logs
     assert entry["log_level"] == "error" and str(file) in entry["reason"]
     if fault == "folder":
         file.rmdir()
     rewrite(file, f"bob={BOB}")
-    assert (keys.tenant(ADA), keys.tenant(BOB)) == (None, "bob")
+    assert (tenant(keys, ADA), tenant(keys, BOB)) == (None, "bob")
 
 
 def test_every_faulty_line_is_named_and_no_key_is_told(file: Path) -> None:
@@ -180,14 +186,14 @@ def test_plain_keys_for_every_eye_are_warned_of(file: Path, mode: int, key: str,
     file.write_text(f"ada={key}")
     os.chmod(file, mode)
     with capture_logs() as logs:
-        assert Keys((), file).tenant(ADA) == "ada"
+        assert tenant(Keys((), file), ADA) == "ada"
     assert [entry["log_level"] for entry in logs] == ["warning"] * warned
 
 
 def test_an_empty_file_lets_nobody_in(file: Path) -> None:
     file.write_text("")
-    assert Keys((), file).tenant(ADA) is None
-    assert Keys((), file).tenant("") is None
+    assert tenant(Keys((), file), ADA) is None
+    assert tenant(Keys((), file), "") is None
 
 
 def config(**variables: str) -> tuple[int, str]:
@@ -231,8 +237,72 @@ def test_a_key_that_was_made_works(file: Path) -> None:
     (entry,) = (line for line in lines if line.startswith("acme="))
     assert key not in entry and len(key) > 40
     file.write_text(entry)
-    assert Keys((), file).tenant(key) == "acme"
+    assert tenant(Keys((), file), key) == "acme"
     assert key not in CliRunner().invoke(app, ["key", "acme"]).output
+
+
+NORMAL = f"ada={ADA} max_priority=normal,bob={BOB} max_priority=low,sk-nobody-in-particular"
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "lane"),
+    [
+        (ADA, {}, "normal"),
+        (ADA, {"priority": "normal"}, "normal"),
+        (ADA, {"service_tier": "auto"}, "normal"),
+        (ADA, {"service_tier": "flex"}, "low"),
+        (ADA, {"priority": "high"}, None),
+        (ADA, {"service_tier": "priority"}, None),
+        (BOB, {}, "low"),
+        (BOB, {"service_tier": "auto"}, "low"),
+        (BOB, {"priority": "low"}, "low"),
+        (BOB, {"priority": "normal"}, None),
+        (BOB, {"service_tier": "default"}, None),
+        ("sk-nobody-in-particular", {"priority": "high"}, "high"),
+        ("sk-nobody-in-particular", {"service_tier": "priority"}, "high"),
+        ("sk-nobody-in-particular", {}, "normal"),
+        (ADA, {"priority": "urgent"}, "normal"),  # which validate refuses, with every other fault
+        (ADA, {"priority": ["high"], "service_tier": 5}, "normal"),
+    ],
+)
+async def test_a_key_has_a_ceiling(key: str, body: dict[str, Any], lane: str | None) -> None:
+    script = await Script.start(api_keys=NORMAL)
+    asking = asyncio.create_task(ask(script.app, "POST", "/v1/completions", BODY | body, bearer(key)))
+    if lane is None:
+        response = await asking
+        assert (response.status, response.error["code"]) == (403, "priority_not_allowed")
+        assert response.error["param"] == next(iter(body)) and script.jobs == []
+    else:
+        owner = {ADA: "ada", BOB: "bob"}.get(key, "default")
+        await script.tell(ANSWER, await script.job(), owner)
+        assert (await asking).status == 200
+        assert script.jobs[-1].subject.endswith(f".{lane}.{owner}")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings", "/generate"])
+async def test_the_ceiling_holds_on_every_path(path: str) -> None:
+    script = await Script.start(max_priority="normal")
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "priority": "high"}
+    assert (await ask(script.app, "POST", path, body)).status == 403
+    assert script.jobs == []
+
+
+def test_the_ceiling_of_a_key_is_in_its_line(file: Path) -> None:
+    ran = CliRunner().invoke(app, ["key", "acme", "--max-priority", "low"])
+    (entry,) = (line for line in ran.output.splitlines() if line.startswith("acme="))
+    (key,) = (line for line in ran.output.splitlines() if line.startswith("sk-penstock-"))
+    file.write_text(f"{entry}\nada={ADA}   max_priority=high\n")
+    keys = Keys((), file)
+    assert keys.find(key) == ApiKey("acme", sha256(key), "low")
+    assert keys.find(ADA) == ApiKey("ada", sha256(ADA), "high")
+    assert CliRunner().invoke(app, ["key", "acme", "--max-priority", "urgent"]).exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["max_priority=urgent", "max_priority", "max=low", "max_priority=low x=y"])
+def test_what_stands_behind_a_key_is_checked(file: Path, option: str) -> None:
+    file.write_text(f"ada={ADA} {option}")
+    with pytest.raises(ConfigurationError, match="line 1: behind a key may stand max_priority="):
+        Keys((), file)
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "a=b", "a.b", "x" * 65])
@@ -246,4 +316,4 @@ def test_a_key_for_no_proper_tenant_is_refused(tenant: str) -> None:
 def test_keys_may_be_a_list_and_end_in_padding(values: dict[str, Any]) -> None:
     given = values["api_keys"]
     keys = Keys(Settings(**values).api_keys or ())
-    assert keys.tenant(ADA + ("==" if isinstance(given, str) else "")) == "ada"
+    assert tenant(keys, ADA + ("==" if isinstance(given, str) else "")) == "ada"

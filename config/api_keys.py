@@ -1,0 +1,51 @@
+"""API keys as they are written down: one line each, the key itself as its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import NamedTuple, Self, cast, get_args
+
+from ..schemas.jobs import TOKEN_PATTERN, Priority
+
+
+class ApiKey(NamedTuple):
+    """`tenant=sha256:<hex>`, and behind it perhaps ` max_priority=normal`: what its requests may ask for at most."""
+
+    tenant: str
+    digest: str
+    max_priority: Priority | None = None
+
+    @classmethod
+    def parse(cls, entry: str) -> Self:
+        """From `key`, `tenant=key`, `sha256:<hex>` or the whole. Raises `ValueError`, which does not tell the key."""
+        given, *options = entry.split() or [""]
+        tenant, named, key = given.partition("=")
+        if not named:
+            tenant, key = "default", given
+        if not re.fullmatch(TOKEN_PATTERN, tenant):
+            raise ValueError(
+                "a tenant's name, before the first '=', holds letters, digits, '_' and '-' alone, at most 64"
+            )
+        if key.startswith("sha256:"):
+            digest = key.removeprefix("sha256:").lower()
+            if not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError("behind sha256: stand 64 hexadecimal digits")
+        elif re.fullmatch("[!-~]{8,}", key):
+            digest = hashlib.sha256(key.encode()).hexdigest()
+        else:
+            raise ValueError("a key has at least 8 characters, all of them visible ASCII")
+        return cls(tenant, digest, _ceiling(options))
+
+    def __str__(self) -> str:
+        ceiling = f" max_priority={self.max_priority}" if self.max_priority else ""
+        return f"{self.tenant}=sha256:{self.digest}{ceiling}"
+
+
+def _ceiling(options: list[str]) -> Priority | None:
+    if not options:
+        return None
+    name, _, value = options[0].partition("=")
+    if len(options) > 1 or name != "max_priority" or value not in get_args(Priority):
+        raise ValueError(f"behind a key may stand max_priority= and one of {', '.join(get_args(Priority))}")
+    return cast(Priority, value)
