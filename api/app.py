@@ -19,6 +19,7 @@ from ..schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal,
 from ..schemas.events import ErrorBody
 from ..schemas.registry import ModelCard
 from ..streams.port import Broker
+from ..streams.quotas import NO_SPACE, Quotas
 from ..streams.registry import Registry
 from .answers import error_response
 from .batches import add_batches
@@ -48,7 +49,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
     _add_errors(app)
     _add_edges(app, settings)
-    door = Door(bridge, broker, registry, settings)
+    door = Door(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota))
     add_generation(app, door)
     add_embeddings(app, door)
     add_generate(app, door)
@@ -143,7 +144,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(_: Request, error: Refusal) -> Response:
         response = error_response(ErrorBody.of(error))
-        if error.status == 409:
+        if error.status in (409, 507) or error.code == NO_SPACE:
             response.headers["x-should-retry"] = "false"  # else the official client asks twice more
         if error.code == "body_timeout":
             response.headers["connection"] = "close"  # what is still to come of the body must not hold it

@@ -13,18 +13,19 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import orjson
 import structlog
 
 from ..config.settings import Settings
-from ..schemas.batches import FINAL, Batch, Counts, Fault, Faults, Status
+from ..schemas.batches import FINAL, NOT_RUN, Batch, Counts, Ending, Fault, Faults, Status
 from ..schemas.errors import Overloaded, PenstockError, Refusal, StreamNotFound, Transient
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
 from ..schemas.jobs import Job
 from ..streams.objects import ObjectInfo, Objects
 from ..streams.port import ConsumerSpec, Delivery
+from ..streams.quotas import NO_SPACE, Quotas
 from ..streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, FILES
 from .batch_input import check_lines, line_of, read_lines
 from .batches import change
@@ -40,12 +41,7 @@ AT_ONCE = 4  # batches in one process
 LONGEST_PAUSE = 30.0  # seconds
 SWEEP = 600.0  # seconds between two looks for files whose time is over
 
-Ending = Literal["completed", "failed", "expired", "cancelled"]
 Outcome = tuple[Ending, dict[str, Any] | None]  # with what HTTP would have answered
-NOT_RUN: dict[Ending, dict[str, str]] = {
-    "expired": {"code": "batch_expired", "message": "The completion window ended before this request was answered."},
-    "cancelled": {"code": "batch_cancelled", "message": "This request was cancelled before it was answered."},
-}
 
 
 class BatchRunner:
@@ -61,6 +57,7 @@ class BatchRunner:
         self.settings = settings
         self.now = now
         self.patience = patience
+        self.quotas = Quotas(bridge.broker, settings.tenant_quota)
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
@@ -226,6 +223,8 @@ class _Run:
             tokens: list[Token] = []
             final: Event | None
             try:
+                if not inherited:
+                    await self._runner.quotas.check(self.batch.tenant)
                 reading = await self._begin(request, body, inherited)
             except Refusal as refusal:
                 final = Failed(request, ErrorBody.of(refusal))
@@ -238,7 +237,7 @@ class _Run:
                 case Done():
                     answer = orjson.Fragment(renderer.whole(tokens, final))
                     return "completed", {"status_code": 200, "request_id": request, "body": answer}
-                case Failed(error=error) | Expired(error=error) if error.status in (429, 503) or self._is_early(error):
+                case Failed(error=error) | Expired(error=error) if self._may_still(error):
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(error.retry_after or 1.0, LONGEST_PAUSE)):
                             await self._cancelled.wait()
@@ -248,9 +247,11 @@ class _Run:
                 case _:
                     return "cancelled" if isinstance(final, Cancelled) else "expired", None
 
-    def _is_early(self, error: ErrorBody) -> bool:
-        """Whether a line has run out of its own time, and not of the batch's."""
-        return error.status == 408 and self._runner.now() < self.batch.expires_at
+    def _may_still(self, error: ErrorBody) -> bool:
+        """Whether a line can be tried again: there was no room, or its own time was over, and not the batch's."""
+        if error.status == 408:
+            return self._runner.now() < self.batch.expires_at
+        return error.status in (429, 503) and error.code != NO_SPACE
 
     async def _begin(self, request: str, body: dict[str, Any], inherited: bool) -> Reading | None:
         """The request's events; None if it was never begun and it is too late now."""

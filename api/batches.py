@@ -25,7 +25,10 @@ def add_batches(app: FastAPI, door: Door) -> None:
     broker = door.broker
 
     @app.post(
-        "/v1/batches", tags=["openai"], openapi_extra=body_of(BatchRequest), responses=refusals(400, 404, 408, 413, 503)
+        "/v1/batches",
+        tags=["openai"],
+        openapi_extra=body_of(BatchRequest),
+        responses=refusals(400, 404, 408, 413, 429, 503, 507),
     )
     async def create(request: Request) -> Any:
         """Run the requests of a file, within a day and behind everybody else's."""
@@ -50,6 +53,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
             output_ttl=lifetime,
         )
         data = batch.model_dump_json().encode()
+        await door.quotas.check(tenant, len(data))
         try:
             # First, so that no batch can be seen that nobody would run.
             await broker.publish(door.bridge.subjects.batches(tenant), data, message_id=batch.id)

@@ -22,7 +22,7 @@ from .openapi import body_of, refusals
 MOST_ITEMS = 20  # that one request adds
 
 Metadata = Annotated[dict[str, str], Field(max_length=16)]
-_FAULTS = refusals(400, 404, 408, 413, 503)
+_FAULTS = refusals(400, 404, 408, 413, 429, 503, 507)
 
 
 class ConversationBody(Body):
@@ -45,6 +45,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
     async def create(request: Request) -> Any:
         """Begin a conversation."""
         asked = await read_as(partial(parsed, ConversationBody), request, door.settings)
+        await door.quotas.check(tenant_of(request), _length(request))
         made = Conversation(id=f"conv_{uuid.uuid4().hex}", created_at=int(time.time()), metadata=asked.metadata or {})
         store, tenant = await Conversations.of(door.broker), tenant_of(request)
         await store.create(tenant, made)
@@ -77,6 +78,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
         """Add items at the end."""
         asked = await read_as(partial(parsed, ItemsBody), request, door.settings)
         store, _ = await _find(id, request)
+        await door.quotas.check(tenant_of(request), _length(request))
         items = await _add(store, tenant_of(request), id, asked.items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
         return {"object": "list", "data": items, **ends}
@@ -115,6 +117,12 @@ async def _add(store: Conversations, tenant: str, id: str, given: list[InputItem
     items = input_items(given, part)
     await store.add(tenant, id, part, items)
     return items
+
+
+def _length(request: Request) -> int:
+    """About what its body is stored as."""
+    declared = request.headers.get("content-length", "")
+    return int(declared[:20]) if declared.isdecimal() else 0
 
 
 def _there(id: str, found: Conversation | None) -> Conversation:

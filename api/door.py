@@ -25,6 +25,7 @@ from ..schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, Payloa
 from ..schemas.jobs import Job, JobEndpoint, Priority
 from ..schemas.openai import TIERS, refusal
 from ..streams.port import Broker
+from ..streams.quotas import Quotas
 from ..streams.registry import Registry
 from .bridge import Bridge
 from .idempotency import open_once
@@ -44,6 +45,7 @@ class Door:
     broker: Broker
     registry: Registry
     settings: Settings
+    quotas: Quotas
 
 
 class Opened(NamedTuple):

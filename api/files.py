@@ -44,7 +44,7 @@ _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": 
 def add_files(app: FastAPI, door: Door) -> None:
     settings = door.settings
 
-    @app.post("/v1/files", tags=["openai"], openapi_extra=_UPLOAD, responses=refusals(400, 408, 413, 503))
+    @app.post("/v1/files", tags=["openai"], openapi_extra=_UPLOAD, responses=refusals(400, 408, 413, 429, 503, 507))
     async def upload(request: Request) -> Any:
         """Keep a file; `purpose` is `batch` or `user_data`."""
         form = await _form(request, settings.file_limit, settings.body_timeout)
@@ -58,14 +58,9 @@ def add_files(app: FastAPI, door: Door) -> None:
                 raise InvalidRequest(f"purpose is one of {', '.join(PURPOSES)}.", param="purpose")
             name, lifetime = f"{tenant_of(request)}.file-{uuid.uuid4().hex}", _lifetime(form, settings.files_ttl)
             objects = await Objects.of(door.broker, FILES)
-            await _check_quota(objects, tenant_of(request), settings.files_quota, file.size or 0)
+            await door.quotas.check(tenant_of(request), file.size or 0)
             info = await put_file(objects, name, _chunks(file), file.filename or "file", str(purpose), lifetime)
             assert info is not None, "nobody else has the name"
-            try:
-                await _check_quota(objects, tenant_of(request), settings.files_quota)  # others may have come meanwhile
-            except PayloadTooLarge:
-                await objects.delete(info)
-                raise
         finally:
             await form.close()
         return _shown(info)
@@ -176,17 +171,6 @@ async def _form(request: Request, limit: int, patience: float) -> FormData:
         ) from None
     except HTTPException as error:
         raise InvalidRequest(f"The form cannot be read: {error.detail}", code="invalid_form") from None
-
-
-async def _check_quota(objects: Objects, tenant: str, quota: int, coming: int = 0) -> None:
-    """Raises `PayloadTooLarge` where the tenant's files hold more than `quota` bytes with the `coming` ones."""
-    held = sum(info.size for info in await objects.infos(f"{tenant}.") if not _is_over(info))
-    if held + coming > quota:
-        raise PayloadTooLarge(
-            f"Your files would hold {held + coming} bytes, and the setting files_quota allows {quota}: "
-            "delete some that /v1/files lists, the outputs of batches among them, or have it raised.",
-            code="files_quota_exceeded",
-        )
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

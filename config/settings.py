@@ -82,7 +82,11 @@ class Settings(BaseSettings):
         "server on a loopback address also answers to their hosts.",
     )
     file_limit: ByteSize = Field(ByteSize(512 << 20), gt=0, description="Largest file that may be uploaded.")
-    files_quota: ByteSize = Field(ByteSize(10 << 30), gt=0, description="What one tenant's files may hold together.")
+    tenant_quota: ByteSize = Field(
+        ByteSize(4 << 30),
+        gt=0,
+        description="What is kept for one tenant at most: files, results of batches, responses and conversations.",
+    )
     files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are kept.")
     responses_ttl: float = Field(30 * 86400.0, ge=60, description="How long responses and conversations are kept.")
     events_ttl: float = Field(

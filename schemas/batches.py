@@ -13,6 +13,11 @@ WINDOW = 86400  # seconds that a batch may take
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+Ending = Literal["completed", "failed", "expired", "cancelled"]  # of one line
+NOT_RUN: dict[Ending, dict[str, str]] = {
+    "expired": {"code": "batch_expired", "message": "The completion window ended before this request was answered."},
+    "cancelled": {"code": "batch_cancelled", "message": "This request was cancelled before it was answered."},
+}
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]

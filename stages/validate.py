@@ -29,6 +29,7 @@ from ..schemas.openai import parse_request
 from ..schemas.registry import ModelCard
 from ..schemas.responses import parse_responses
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
+from ..streams.quotas import Quotas
 from ..streams.topology import EVENTS
 from . import endings
 from .contract import Intake, Pipe, Stage
@@ -48,6 +49,7 @@ class Validate(Stage):
         super().__init__(pipe)
         self._preparers: dict[_Key, asyncio.Task[Preparer]] = {}
         self._grammars = GrammarChecker()
+        self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
 
     async def run(self, intake: Intake) -> None:
         """Load the tokenizer of every model that appears, before its first request comes."""

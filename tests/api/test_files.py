@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import time
 from collections.abc import AsyncIterator
@@ -50,7 +51,9 @@ def headers(tenant: str) -> dict[str, str]:
 async def desk() -> AsyncIterator[Desk]:
     keys = [f"{tenant}={key}" for tenant, key in KEYS.items()]
     desk = Desk(
-        await Script.start(api_keys=keys, file_limit=LIMIT, files_quota=2 * LIMIT, files_ttl=86400.0, body_timeout=0.05)
+        await Script.start(
+            api_keys=keys, file_limit=LIMIT, tenant_quota=2 * LIMIT + 10_000, files_ttl=86400.0, body_timeout=0.05
+        )
     )
     yield desk
     await desk.http.aclose()
@@ -135,19 +138,24 @@ async def test_a_file_ends_when_it_was_said_to(desk: Desk) -> None:
 
 async def test_a_tenant_over_its_quota_is_told_what_to_do(desk: Desk) -> None:
     full, _ = [await desk.one.files.create(file=bytes(LIMIT), purpose="user_data") for _ in range(2)]
-    with pytest.raises(openai.APIStatusError, match="files_quota allows 6291456: delete some") as caught:
-        await desk.one.files.create(file=b"x", purpose="batch")
-    assert (caught.value.status_code, caught.value.code) == (413, "files_quota_exceeded")
+    with pytest.raises(openai.APIStatusError, match="tenant_quota allows 6,301,456: delete files") as caught:
+        await desk.one.files.create(file=bytes(10_000), purpose="batch")
+    assert (caught.value.status_code, caught.value.code) == (429, "insufficient_quota")
+    assert caught.value.response.headers["x-should-retry"] == "false"
     await desk.two.files.create(file=b"x", purpose="batch")  # it is one tenant's own
     await desk.one.files.delete(full.id)
-    await desk.one.files.create(file=b"x", purpose="batch")
+    async with asyncio.timeout(20):
+        while True:  # a refusal looks again a little later
+            with contextlib.suppress(openai.RateLimitError):
+                await desk.one.files.create(file=bytes(10_000), purpose="batch")
+                break
 
 
 async def test_uploads_at_once_keep_to_the_quota_together(desk: Desk) -> None:
     uploads = (desk.one.files.create(file=bytes(LIMIT), purpose="batch") for _ in range(5))
     done = await asyncio.gather(*uploads, return_exceptions=True)
     refused = [one for one in done if isinstance(one, openai.APIStatusError)]
-    assert len(refused) >= 3 and {one.code for one in refused} == {"files_quota_exceeded"}
+    assert len(refused) >= 3 and {one.code for one in refused} == {"insufficient_quota"}
     assert len([file async for file in desk.one.files.list()]) == 5 - len(refused)
 
 
