@@ -59,9 +59,10 @@ class Answer(Sample):
         parts = {name.partition(", ")[0]: text for name, text in self.said.items() if name.endswith(", text")}
         return {int(name.removeprefix("choice ")): "".join(text) for name, text in parts.items()}
 
-    def pauses(self, since: float, until: float) -> list[tuple[float, float]]:
-        """From when to when nothing came, where that overlaps a stretch of time; the wait for the first is one."""
-        return [gap for gap in pairwise((self.sent, *self.times, self.ended)) if gap[0] < until and gap[1] > since]
+    @property
+    def pauses(self) -> list[tuple[float, float]]:
+        """From when to when nothing came; the wait for the first piece is one."""
+        return list(pairwise((self.sent, *self.times, self.ended)))
 
     def add(self, event: dict[str, Any], now: float) -> None:
         super().add(event, now)

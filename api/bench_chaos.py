@@ -28,7 +28,7 @@ from .bench_agents import Agent, judge_agents, ledger_of
 from .bench_answers import PATIENCE, Answer, Request, ask, compare, mixed_requests
 from .bench_brokers import Brokers
 from .bench_evidence import Evidence, Rooms
-from .bench_faults import POLL, Faults, Strike
+from .bench_faults import POLL, Faults, Strike, longest_pauses
 from .bench_judge import Broken
 from .bench_load import Client, Ended, clock
 from .bench_report import milliseconds, number
@@ -189,9 +189,10 @@ class Chaos:
                     "part": one.part,
                     "at": one.at - began,
                     "away": one.away,
-                    "longest_pause": one.longest(got),
+                    "longest_pause": pause.seconds,
+                    "request": pause.request,
                 }
-                for one in strikes
+                for one, pause in zip(strikes, longest_pauses(strikes, got), strict=True)
             ],
         }
 

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from math import inf
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schemas.errors import Transient
 from ..streams.registry import Registry
@@ -46,10 +47,33 @@ class Strike:
         """The fault and what it struck, whichever copy."""
         return f"{self.fault} {self.part.partition(' ')[0]}"
 
-    def longest(self, answers: list[Answer]) -> float:
-        """Seconds of the longest pause of any answer that overlaps it."""
-        end = self.at + (self.away or 0.0) + POLL
-        return max((later - earlier for one in answers for earlier, later in one.pauses(self.at, end)), default=0.0)
+    @property
+    def until(self) -> float:
+        """When the part was back."""
+        return inf if self.away is None else self.at + self.away + POLL
+
+
+class Pause(NamedTuple):
+    """A stretch in which a client heard nothing, in seconds, and the request."""
+
+    seconds: float
+    request: int
+
+
+def longest_pauses(strikes: Sequence[Strike], answers: Sequence[Answer]) -> list[Pause]:
+    """The longest pause that each strike began: the first one in the pause, else the last one that was not over.
+
+    Those of less than `POLL` are how tokens come.
+    """
+    found = [Pause(0.0, -1)] * len(strikes)
+    order = sorted(range(len(strikes)), key=lambda place: strikes[place].at)
+    for request, answer in enumerate(answers):
+        for since, until in (pause for pause in answer.pauses if pause[1] - pause[0] > POLL):
+            within = [place for place in order if since <= strikes[place].at < until]
+            under_way = [place for place in order if strikes[place].at < since <= strikes[place].until]
+            for place in within[:1] or under_way[-1:]:
+                found[place] = max(found[place], Pause(until - since, request))
+    return found
 
 
 class Faults:
@@ -96,8 +120,9 @@ class Faults:
             await self._kill(part)
 
     async def _kill(self, part: str) -> None:
-        """Kill and return when another process serves in its place."""
-        pid = self._living()[part]
+        """Kill, and return when another process serves in its place; what is dead already has to come back first."""
+        while (pid := self._living().get(part)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL)
         strike = Strike("kill", part, clock())
         if not _signal(pid, signal.SIGKILL):
             return
@@ -121,8 +146,8 @@ class Faults:
 
     async def _stop(self, seconds: float) -> None:
         """Halt a part, connections and all, and let it go on."""
-        if (part := self._choose()) is None:
-            return
+        while (part := self._choose()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL)
         pid = self._living()[part]
         strike = Strike(f"stop {seconds:g} s", part, clock())
         if _signal(pid, signal.SIGSTOP):
