@@ -20,7 +20,7 @@ import structlog
 
 from ..config.settings import Settings
 from ..schemas.batches import FINAL, NOT_RUN, Batch, Counts, Ending, Fault, Faults, Status
-from ..schemas.errors import Overloaded, PenstockError, Refusal, StreamNotFound, Transient
+from ..schemas.errors import Fatal, Overloaded, PenstockError, Refusal, StreamNotFound, Transient
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
 from ..schemas.jobs import Job
 from ..streams.objects import ObjectInfo, Objects
@@ -344,7 +344,7 @@ class _Run:
 
 
 def _reason(error: BaseException) -> str:
-    """What happened, without a word of a prompt: the text of a foreign exception might quote one."""
+    """What happened, without a word of a prompt: the text of a refusal or a foreign exception might quote one."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(sorted({_reason(each) for each in error.exceptions}))
-    return str(error) if isinstance(error, PenstockError) else type(error).__name__
+    return str(error) if isinstance(error, Transient | Fatal) else type(error).__name__

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import TracebackType
 
 import structlog
 
 from .settings import Settings
+from .tracebacks import FirstLine, as_text, write
 
 
 def configure_logging(settings: Settings, **context: object) -> None:
@@ -24,7 +26,7 @@ def configure_logging(settings: Settings, **context: object) -> None:
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(),
-            exception_formatter=structlog.dev.plain_traceback,  # the rich one prints local variables: prompts
+            exception_formatter=write,
         )
         if console
         else structlog.processors.JSONRenderer()
@@ -37,11 +39,20 @@ def configure_logging(settings: Settings, **context: object) -> None:
     )
     final: list[structlog.typing.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if not console:
-        final.append(structlog.processors.format_exc_info)
+        final.append(structlog.processors.ExceptionRenderer(as_text))
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*final, renderer], foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     for chatty in ("httpx", "httpcore", "httpx2", "httpcore2", "nats", "uvicorn", "asyncio", "client"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it quotes what servers say; what goes wrong is in results
+    logging.getLogger("asyncio").addFilter(FirstLine())
+    sys.excepthook = _ended
     structlog.contextvars.bind_contextvars(**context)
+
+
+def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, Exception | BaseExceptionGroup):
+        logging.getLogger(__name__).critical("the process ends with an error", exc_info=(kind, error, trace))
+    else:
+        sys.__excepthook__(kind, error, trace)

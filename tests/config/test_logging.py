@@ -1,0 +1,93 @@
+"""What goes wrong is logged with its place in the code, and without a word that may come from a prompt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SECRET = "my diagnosis"
+SET_UP = """
+    import asyncio, gc, logging, structlog
+    from penstock.config.logging import configure_logging
+    from penstock.config.settings import Settings
+    from penstock.schemas.errors import BrokerUnavailable, InvalidRequest
+
+    SECRET = " ".join(["my", "diagnosis"])
+    configure_logging(Settings(log_format="FORMAT"))
+
+    def failed(error):
+        try:
+            try:
+                raise KeyError(SECRET)
+            except KeyError as cause:
+                error.add_note(SECRET)
+                raise error from cause
+        except type(error):
+            return error
+"""
+
+
+def logged(form: str, program: str, status: int = 0) -> str:
+    """What a process writes that has set up its logging and runs this."""
+    code = textwrap.dedent(SET_UP.replace("FORMAT", form)) + textwrap.dedent(program)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stdout) == (status, ""), ran.stderr
+    assert SECRET not in ran.stderr
+    return ran.stderr
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_an_exception_is_told_by_kind_and_place(form: str) -> None:
+    written = logged(
+        form,
+        """
+        group = ExceptionGroup(SECRET, [failed(ValueError(SECRET)), failed(RuntimeError(SECRET))])
+        for error in (group, InvalidRequest(f"The model {SECRET} is not served here."), OSError(2, SECRET, SECRET)):
+            logging.getLogger("uvicorn.error").error("Exception in ASGI application\\n", exc_info=failed(error))
+            structlog.get_logger("penstock").error("failed", exc_info=failed(error))
+        """,
+    )
+    for word in ("ExceptionGroup", "ValueError", "RuntimeError", "InvalidRequest", "FileNotFoundError", "in failed"):
+        assert written.count(word) >= 2
+    assert written.count("KeyError") >= 6
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_what_is_about_this_installation_keeps_its_words(form: str) -> None:
+    written = logged(
+        form,
+        """
+        for error in (BrokerUnavailable("no answer in 5 s"), OSError(28, SECRET)):
+            structlog.get_logger("penstock").error("failed", exc_info=failed(error))
+        """,
+    )
+    assert "no answer in 5 s" in written and "No space left on device" in written
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_task_that_nobody_waited_for_is_told_the_same_way(form: str) -> None:
+    written = logged(
+        form,
+        """
+        async def fails():
+            raise ValueError(SECRET)
+
+        async def run():
+            task = asyncio.create_task(fails())
+            await asyncio.wait([task])
+            del task
+            gc.collect()
+
+        asyncio.run(run())
+        """,
+    )
+    assert "Task exception was never retrieved" in written and "ValueError" in written
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_the_error_that_ends_a_process_is_told_the_same_way(form: str) -> None:
+    written = logged(form, "raise ExceptionGroup(SECRET, [ValueError(SECRET)])", status=1)
+    assert "the process ends with an error" in written and "ValueError" in written
