@@ -153,7 +153,16 @@ async def open_request(
             raise invalid_event_id("Last-Event-ID is not that of a stream of this endpoint.")
         reading = await bridge.follow(progress.request, tenant, deadline=deadline)
     elif (key := headers.get("idempotency-key")) is not None:
-        reading = await open_once(key, bridge, door.broker, job, priority=priority, tenant=tenant, deadline=deadline)
+        reading = await open_once(
+            key,
+            bridge,
+            door.broker,
+            job,
+            priority=priority,
+            tenant=tenant,
+            deadline=deadline,
+            events_ttl=door.settings.events_ttl,
+        )
     else:
         kept = kept or (resumable and streaming)
         reading = await bridge.open(job, priority=priority, tenant=tenant, deadline=deadline, kept=kept)

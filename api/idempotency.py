@@ -22,13 +22,21 @@ from .bridge import Bridge
 from .reading import Reading
 
 MOST_CHARACTERS = 255
-PUBLISHED_ONCE = 100.0  # seconds in which a repeated job is dropped by the broker: less than JOBS' window
 
 
 async def open_once(
-    key: str, bridge: Bridge, broker: Broker, job: Job, *, priority: Priority, tenant: str, deadline: float
+    key: str,
+    bridge: Bridge,
+    broker: Broker,
+    job: Job,
+    *,
+    priority: Priority,
+    tenant: str,
+    deadline: float,
+    events_ttl: float,
 ) -> Reading:
     """What `Bridge.open` gives for the first request of this key. `job` must have a new id, for if it is the first.
+    `events_ttl` is how many seconds a request's events are kept: for as long it is the same request, if repeated.
 
     Raises `InvalidRequest` (the key), `Conflict` (the key belongs to another body), and what `Bridge.open` raises.
     """
@@ -62,7 +70,7 @@ async def open_once(
                     code="idempotency_key_spent",
                     param="Idempotency-Key",
                 ) from None
-            if time.time() - claim["created"] < PUBLISHED_ONCE:
+            if time.time() - claim["created"] < events_ttl:
                 first = job.model_copy(update={"id": claim["request"]})
                 return await bridge.open(first, priority=priority, tenant=tenant, deadline=deadline, shared=True)
         else:

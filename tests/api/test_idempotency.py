@@ -84,7 +84,7 @@ async def claim(script: Script, request: str, age: float) -> None:
     await (await script.broker.bucket("idempotency")).create(name, orjson.dumps(value))
 
 
-@pytest.mark.parametrize(("age", "same"), [(0.0, True), (1000.0, False)])
+@pytest.mark.parametrize(("age", "same"), [(0.0, True), (500.0, True), (1000.0, False)])
 async def test_a_request_that_was_claimed_and_never_published_is_published(age: float, same: bool) -> None:
     script = await Script.start()
     await claim(script, "cmpl-claimed", age)
