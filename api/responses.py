@@ -173,7 +173,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
             if message.headers.get(MESSAGE_ID) == f"{tenant}.{id}":
                 job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
                 input = items_of(parse_responses(job.body).input, id)
-                return Stored(Begun(job=job, sources=(), tools=(), history=[], input=input, items=[], index=0))
+                return Stored(Begun(job=job, sources=(), tools=(), input=input, items=[], index=0))
         return None
 
     async def _stopped(stored: Stored) -> Stored:

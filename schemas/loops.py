@@ -113,14 +113,24 @@ class ToolResult(NamedTuple):
     is_error: bool = False
 
 
-class Begun(_Kept):
-    """The beginning of a response: what every later step needs. `history` is what came before and the request's own
-    input, `items` what was made before the first turn, `index` the number of events told by then."""
+class Origin(_Kept):
+    """What came before a response's own input. First `history`, which was copied into it, or what the first `parts` of
+    its conversation hold; then, where it `follows` other responses, what came before the first of those, and the items
+    of each. `since` is when the oldest response was made that it refers to, in Unix seconds."""
+
+    history: Items = []
+    parts: int = 0
+    follows: tuple[SubjectToken, ...] = ()
+    since: float = 0.0
+
+
+class Begun(Origin):
+    """The beginning of a response: what every later step needs. `items` is what was made before the first turn, `index`
+    the number of events told by then."""
 
     job: LoopJob
     sources: tuple[Source, ...]
     tools: tuple[LoopTool, ...]
-    history: Items
     input: Items
     items: Items
     index: int

@@ -21,7 +21,7 @@ from ..schemas.item_messages import chat_messages
 from ..schemas.items import Approval, approved_calls
 from ..schemas.jobs import Job
 from ..schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
-from ..schemas.responses import parse_responses
+from ..schemas.responses import ResponsesRequest, parse_responses
 from ..schemas.turn_items import TurnItems, item_id
 from ..streams.conversations import Conversations
 from ..streams.port import DEADLINE, SCHEMA, Delivery
@@ -44,7 +44,7 @@ from .calls import (
 )
 from .contract import Intake, Pipe, Stage
 from .endings import Address
-from .past import Past
+from .history import History
 
 MAX_TURNS = 10
 REFUSED = (400, 404, 413, 429, 503)  # how the first turn may be refused
@@ -64,13 +64,13 @@ class Tools(Stage):
         self._toolbox = toolbox
         self._log: ResponseLog  # set by run, like these
         self._conversations: Conversations
-        self._past: Past
+        self._history: History
         self._calls: Calls
 
     async def run(self, intake: Intake) -> None:
         self._log = await ResponseLog.of(self.pipe.broker)
         self._conversations = await Conversations.of(self.pipe.broker)
-        self._past = Past(self._log, self._conversations)
+        self._history = History(self._log, self._conversations, self.pipe.settings.responses_ttl, self.pipe.now)
         self._calls = Calls(self.pipe, self._toolbox, self._log, self.copy)
         await intake.consume("TOOLS", self.name, self.pipe.subjects.tools_all())
 
@@ -115,9 +115,8 @@ class Tools(Stage):
                 raise
             stored = await self._log.read(response.tenant, response.request)
             if stored is None and job is not None and not await self._log.is_over(job.tenant, job.id):
-                history, input = await self._past.items(job, parse_responses(job.body))
-                begun = Begun(job=_unsealed(job), sources=(), tools=(), history=history, input=input, items=[], index=0)
-                stored = Stored(await self._log.write(job.tenant, job.id, begun))
+                begun = await self._asked(job, parse_responses(job.body))
+                stored = Stored(await self._history.keep(begun))
             if stored is not None:
                 await self._end(stored, "cancelled")
 
@@ -134,7 +133,7 @@ class Tools(Stage):
                 if isinstance(error, TimeoutError):
                     raise DeadlineExceeded("The deadline passed while the tools were listed.") from None
                 raise
-            stored = Stored(await self._log.write(job.tenant, job.id, begun))
+            stored = Stored(await self._history.keep(begun))
         if not stored.turns:
             await self._advance(stored, self._go_on(stored))
 
@@ -172,9 +171,10 @@ class Tools(Stage):
         sources = request.sources(job.tenant)
         for source in sources:
             self._toolbox.check(source)
-        history, input = await self._past.items(job, request)
-        answers = approved_calls(history, input)
-        chat_messages([*history, *input], request.instructions, before=len(history))  # it may refuse
+        begun = await self._asked(job, request)
+        history = await self._history.items(job, begun)
+        answers = approved_calls(history, begun.input)
+        chat_messages([*history, *begun.input], request.instructions, before=len(history))  # it may refuse
         await tell(self.pipe, address(job), Accepted(job.id, request.model, int(job.created), 0), "accepted")
 
         ids = [item_id("mcp_list_tools", TurnId(job.id, 0), number) for number in range(len(sources))]
@@ -192,16 +192,18 @@ class Tools(Stage):
         sealed = {source.label: source.sealed for source in sources if source.sealed}
         if sealed:
             await self._log.keep_sealed(job.tenant, job.id, sealed)
-        begun = Begun(
-            job=_unsealed(job),
-            sources=tuple(source.model_copy(update={"sealed": None}) for source in sources),
-            tools=for_model(found, [tool.name for tool in request.function_tools]),
-            history=history,
-            input=input,
-            items=items,
-            index=2 * len(items),
-        )
-        return await self._with_approved(begun, answers)
+        known = {
+            "sources": tuple(source.model_copy(update={"sealed": None}) for source in sources),
+            "tools": for_model(found, [tool.name for tool in request.function_tools]),
+            "items": items,
+            "index": 2 * len(items),
+        }
+        return await self._with_approved(begun.model_copy(update=known), answers)
+
+    async def _asked(self, job: LoopJob, request: ResponsesRequest) -> Begun:
+        """The beginning as far as the request says it. Raises `InvalidRequest`."""
+        origin, input = await self._history.origin(job, request), await self._history.input(job, request)
+        return Begun(**dict(origin), job=_unsealed(job), sources=(), tools=(), input=input, items=[], index=0)
 
     async def _with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
         """The beginning with the calls made that a person has approved."""
@@ -246,9 +248,10 @@ class Tools(Stage):
         begun, job, id = stored.begun, stored.begun.job, str(turn)
         request = parse_responses(job.body)
         is_last = turn.turn >= (request.max_turns or MAX_TURNS)
-        items = [*begun.history, *begun.input, *stored.output]
+        history = await self._history.items(job, begun)
+        items = [*history, *begun.input, *stored.output]
         body = request.chat_body(
-            chat_messages(items, request.instructions, tools=begun.tools, before=len(begun.history)),
+            chat_messages(items, request.instructions, tools=begun.tools, before=len(history)),
             begun.tools,
             first=turn.turn == 1 and not count(begun.items),
             spent=_spent(stored),
