@@ -156,12 +156,14 @@ class Chaos:
             got, agents = await self._disturbed(faults, bodies)
             room = await rooms.at_rest()
             probes, leaked = await self._probe(rooms, bodies[0][1]["model"])
+            if too_long := await self._outliving(bodies[0]):
+                room.append(too_long)
             if leaked:
                 room.append(Broken("all seats can be taken", f"{leaked} of {rooms.seats} never were"))
             texts: dict[str, dict[int, str] | None] = {agent.response["id"]: None for agent in agents if agent.response}
             texts |= {name: one.texts for one in (*expected, *got, *probes) for name in one.names}
             raw = await Evidence(broker, settings).verdict(texts)
-            raw |= judge_agents(agents, ledger_of(ledger)) | ({"workers": room} if room else {})
+            raw |= judge_agents(agents, ledger_of(ledger)) | ({"server": room} if room else {})
         return self._found(expected, got, agents, faults.strikes, began) | {
             "seats_leaked": leaked,
             "raw": [{"request": name, **one._asdict()} for name, broken in raw.items() for one in broken],
@@ -302,6 +304,16 @@ class Chaos:
         for client in clients:
             client.close()
         return answers, rooms.never_taken
+
+    async def _outliving(self, request: Request) -> Broken | None:
+        """What is wrong where a time-out is taken that outlives what a takeover needs."""
+        (path, body), timeout = request, 2 * self._settings.longest_timeout
+        client = Client(self._urls[0])
+        sample = await client.post(path, body | {"timeout": timeout})
+        client.close()
+        if (sample.error or "").startswith("HTTP 400"):
+            return None
+        return Broken("a time-out that outlives the events is refused", f"{timeout:g} s: {sample.error or 'taken'}")
 
 
 def _shown(found: dict[str, Any]) -> list[object]:
