@@ -23,7 +23,7 @@ from ..schemas.loops import Begun, Ended, LoopJob, is_response
 from ..schemas.responses import ResponsesRequest, parse_responses
 from ..streams.port import MESSAGE_ID
 from ..streams.response_log import LOST, ResponseLog, Stored
-from ..streams.topology import EVENTS, TOOLS
+from ..streams.topology import EVENTS, PRIORITIES, TOOLS, lane_stream
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .chain import Chain
 from .door import Door, model_of, open_request, read_as, tenant_of
@@ -169,11 +169,13 @@ def add_responses(app: FastAPI, door: Door) -> None:
         subjects = door.bridge.subjects
         if not await door.broker.replay(EVENTS, subjects.events_at(tenant, id)):
             return None
-        for message in await door.broker.replay(TOOLS, subjects.tools(tenant)):
-            if message.headers.get(MESSAGE_ID) == f"{tenant}.{id}":
-                job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
-                input = items_of(parse_responses(job.body).input, id)
-                return Stored(Begun(job=job, sources=(), tools=(), input=input, items=[], index=0))
+        for priority in PRIORITIES:
+            lane = lane_stream(TOOLS, priority)
+            for message in await door.broker.replay(lane, subjects.tools(priority, tenant)):
+                if message.headers.get(MESSAGE_ID) == f"{tenant}.{id}":
+                    job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
+                    input = items_of(parse_responses(job.body).input, id)
+                    return Stored(Begun(job=job, sources=(), tools=(), input=input, items=[], index=0))
         return None
 
     async def _stopped(stored: Stored) -> Stored:

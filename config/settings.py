@@ -139,7 +139,7 @@ class Settings(BaseSettings):
         30.0, gt=0, description="Seconds of waiting that are worth a priority, so that low ones get on."
     )
     jobs_limit: int = Field(
-        1_000, ge=1, description="Jobs that may wait to be validated before publishers are refused."
+        1_000, ge=1, description="Jobs of each priority that may wait to be validated before publishers are refused."
     )
     queue_limit: int = Field(10_000, ge=1, description="Requests that may wait in each priority before 503.")
     tenant_limit: int | None = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-LAYOUT = 1  # of subjects, streams and buckets; a part refuses to work with one that it does not know
+LAYOUT = 2  # of subjects, streams and buckets; a part refuses to work with one that it does not know
 
 
 class Configuration(BaseModel):

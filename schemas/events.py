@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import Refusal
+from .jobs import Priority
 
 FinishReason = Literal["stop", "length", "stop_sequence", "tool_calls", "cancelled", "deadline", "error"]
 """`deadline`: the request's time was over while it ran; what it had said until then stands."""
@@ -78,6 +79,7 @@ class Started:
     choices: int
     prompt_tokens: int
     form: dict[str, Any] | None = None
+    priority: Priority = "normal"
     type: Literal["started"] = "started"
 
 

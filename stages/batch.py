@@ -110,7 +110,8 @@ class Batch(JobStage):
             if not (await self.pipe.transcript(job.tenant, job.id)).finished and not await self.is_over(job):
                 await self._wait(place)
         except Refusal as refusal:
-            await self.pipe.emit(endings.ending(job.id, refusal), tenant=job.tenant, bridge=job.bridge, place="end")
+            event = endings.ending(job.id, refusal)
+            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
 
     async def _wait(self, place: Waiting) -> None:
         """Return when the job has been sent to a worker, or its client has cancelled and was told so."""

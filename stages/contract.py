@@ -23,7 +23,7 @@ from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, Superseded, Transient
 from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Usage
-from ..schemas.jobs import ValidatedJob
+from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
 from ..streams.port import (
     DEADLINE,
@@ -37,7 +37,7 @@ from ..streams.port import (
     Published,
 )
 from ..streams.registry import Registry
-from ..streams.topology import Subjects, partition
+from ..streams.topology import Subjects, partition, stage_stream
 from .cancellations import Cancellations
 from .trail import Trail
 from .transcript import Transcript
@@ -55,6 +55,9 @@ class Intake(Protocol):
 
     async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
         """Feed deliveries of this consumer to the stage's `handle` until the consumer is closed."""
+
+    async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:
+        """Feed those of the three lanes of `stream`, which share the stage: high before normal before low."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +94,18 @@ class Pipe:
         subject = self.outputs_of(tenant, request)
         return Transcript.of(await through_outages(lambda: self.broker.replay("STREAM", subject), subject))
 
-    async def emit(self, event: Event, *, tenant: str, bridge: str, place: str) -> bool:
+    async def emit(self, event: Event, *, tenant: str, bridge: str, place: str, priority: Priority = "normal") -> bool:
         """Store a client event, unless it is stored already, however long the broker is away.
 
         Returns whether the request is over. `place` names the event within its request. Nothing is stored behind a
-        final event, and the end of a response's turn is told to the stage tools as well.
+        final event, and the end of a response's turn is told to the stage tools as well, in the lane of its `priority`.
         """
         request = event.request
         subject, name = self.subjects.events(tenant, bridge, request), f"{tenant}.{request}.{place}"
         is_over = await self._add(event, subject, name)
         if isinstance(event, FINAL) and (turn := TurnId.of(request)):
             step = Step(id=turn.response, turn=request, tenant=tenant, bridge=bridge)
-            await self.store(self.subjects.tools(tenant), codec.encode(step), name, codec.STEP)
+            await self.store(self.subjects.tools(priority, tenant), codec.encode(step), name, codec.STEP)
         return is_over
 
     async def _add(self, event: Event, subject: str, name: str) -> bool:
@@ -168,8 +171,9 @@ async def through_outages(ask: Callable[[], Awaitable[Result]], subject: str) ->
 class Stage(ABC):
     """Base of every stage.
 
-    A consumer takes no more while `concurrency` of its deliveries are in `handle`; it holds up to `prefetch` more in
-    reserve, whose lease nobody renews, so that is small where deliveries stay long.
+    A consumer takes no more while `concurrency` of its deliveries are in `handle` (of three lanes, those of all
+    together); it holds up to `prefetch` more in reserve, whose lease nobody renews, so that is small where deliveries
+    stay long.
     """
 
     name: ClassVar[str]
@@ -214,7 +218,8 @@ class JobStage(Stage):
     """
 
     async def run(self, intake: Intake) -> None:
-        await intake.consume(f"STAGE_{self.name}", self.name, self.pipe.subjects.stage_all(self.name))
+        subjects = partial(self.pipe.subjects.stage_of, self.name)
+        await intake.consume_lanes(stage_stream(self.name), self.name, subjects)
 
     async def handle(self, delivery: Delivery) -> None:
         headers = delivery.message.headers
@@ -228,7 +233,7 @@ class JobStage(Stage):
         """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""
         if self.pipe.cancellations.include(job.tenant, job.id):
             cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
-            await self.pipe.emit(cancelled, tenant=job.tenant, bridge=job.bridge, place="end")
+            await self.pipe.emit(cancelled, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
             return True
         if job.deadline <= self.pipe.now():
             raise DeadlineExceeded(f"The request waited past its deadline, in the stage {self.name}.")

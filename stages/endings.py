@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import orjson
 import structlog
@@ -14,7 +14,7 @@ import structlog
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
-from ..schemas.jobs import TOKEN_PATTERN, ValidatedJob
+from ..schemas.jobs import TOKEN_PATTERN, Priority, ValidatedJob
 from ..streams.dead_letters import MOST_REQUESTS, DeadLetters
 from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, MESSAGE_ID, SCHEMA, Delivery, Headers, Message
 from .contract import Pipe, through_outages
@@ -28,6 +28,7 @@ class Address(NamedTuple):
     request: str
     tenant: str
     bridge: str
+    priority: Priority = "normal"
 
 
 def ending(request: str, refusal: Refusal) -> Event:
@@ -40,7 +41,13 @@ async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
     message = delivery.message
     is_output = codec.is_schema(message.headers.get(SCHEMA), codec.OUTPUTS)
     for address in await _asked(pipe, message.subject) if is_output else addresses(message):
-        await pipe.emit(ending(address.request, refusal), tenant=address.tenant, bridge=address.bridge, place="end")
+        await pipe.emit(
+            ending(address.request, refusal),
+            tenant=address.tenant,
+            bridge=address.bridge,
+            place="end",
+            priority=address.priority,
+        )
 
 
 async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
@@ -62,7 +69,7 @@ async def give_up(pipe: Pipe, stage: str, job: ValidatedJob, reason: str) -> Non
     name, data = f"{stage}.{job.tenant}.{job.id}", codec.encode(job)
     await through_outages(lambda: _keep(pipe, stage, name, data, headers, reason, [address]), pipe.subjects.dead(stage))
     event = ending(job.id, GenerationFailed(f"The request was given up: {reason}."))
-    await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
+    await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
 
 
 async def _keep(
@@ -94,7 +101,7 @@ async def _asked(pipe: Pipe, subject: str) -> list[Address]:
     for stored in await pipe.broker.replay("STREAM", subject):
         for output in codec.decode_outputs(stored.data):
             if isinstance(output, Started):
-                return [Address(output.request, output.tenant, output.bridge)]
+                return [Address(output.request, output.tenant, output.bridge, output.priority)]
     return []
 
 
@@ -109,11 +116,13 @@ def _address(body: Any, message: Message) -> Address:
         value = body.get(name) if isinstance(body, dict) else None
         return value if isinstance(value, str) and re.fullmatch(TOKEN_PATTERN, value) else otherwise
 
-    tenant = message.subject.rpartition(".")[2]
+    *_, lane, tenant = message.subject.split(".")
+    said = token("priority", lane)
     return Address(
         request=token("id", request_id(message)),
         tenant=token("tenant", tenant if re.fullmatch(TOKEN_PATTERN, tenant) else "default"),
         bridge=token("bridge", "default"),
+        priority=next((priority for priority in get_args(Priority) if priority == said), "normal"),
     )
 
 

@@ -168,7 +168,7 @@ class Infer(Stage):
                 log.error("a request failed", request=job.id, reason=type(error).__name__, where=endings.place(error))
                 error = GenerationFailed("The request failed in the worker.")
             event = endings.ending(job.id, error)
-            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end")
+            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
 
     def _interval(self) -> float:
         """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""
@@ -291,7 +291,17 @@ class Voice:
         """Say that the epoch begins, with its first output if there is one; False if something else was said first."""
         job, holder = self.job, self._holder
         form = job.form.model_dump() if job.form else None
-        started = Started(job.id, self.epoch, holder, job.tenant, job.bridge, job.choices, job.prompt_tokens, form)
+        started = Started(
+            job.id,
+            self.epoch,
+            holder,
+            job.tenant,
+            job.bridge,
+            job.choices,
+            job.prompt_tokens,
+            form,
+            job.priority,
+        )
         self._ours = await self._say((started, *first), f"started.{holder}")
         return self._ours
 

@@ -133,6 +133,8 @@ class Queue(JobStage):
         """Delete a cancelled job that still waits in its lane."""
         try:
             if await self.pipe.broker.delete(batch_stream(place.priority), place.sequence):
-                await self.pipe.emit(place.cancelled, tenant=place.tenant, bridge=place.bridge, place="end")
+                await self.pipe.emit(
+                    place.cancelled, tenant=place.tenant, bridge=place.bridge, place="end", priority=place.priority
+                )
         except Transient as error:
             log.warning("a cancelled job stays until its turn", reason=str(error))

@@ -18,15 +18,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import structlog
 
 from ..schemas.errors import PenstockError, Refusal, Transient
+from ..schemas.jobs import Priority
 from ..streams.port import Consumer, ConsumerSpec, Delivery
-from ..streams.topology import FAILURES
+from ..streams.topology import FAILURES, PRIORITIES, lane_stream
 from . import endings
 from .contract import Pipe, Stage
 from .failures import Count
+from .turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +73,16 @@ class Runner:
         self._stopping.set()
 
     async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
+        return await self._open(stream, name, subject, Turns(self._stage.concurrency), takeover=takeover)
+
+    async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:
+        turns = Turns(self._stage.concurrency, len(PRIORITIES))
+        for rank, priority in enumerate(PRIORITIES):
+            await self._open(lane_stream(stream, priority), name, subjects(priority), turns, rank)
+
+    async def _open(
+        self, stream: str, name: str, subject: str, turns: Turns, rank: int = 0, *, takeover: bool = False
+    ) -> Consumer:
         spec = ConsumerSpec(
             stream=stream,
             name=name,
@@ -83,7 +96,7 @@ class Runner:
         if self._stopping.is_set():  # a stage may still be opening some while the others are closed
             await consumer.close()
         self._consumers.add(consumer)
-        pump = asyncio.create_task(self._pump(consumer))
+        pump = asyncio.create_task(self._pump(consumer, turns, rank))
         self._pumps.add(pump)
         pump.add_done_callback(self._pump_ended)
         return consumer
@@ -100,30 +113,39 @@ class Runner:
             for task in done:
                 task.result()
 
-    async def _pump(self, consumer: Consumer) -> None:
-        most = self._stage.concurrency
-        mine: set[asyncio.Task[None]] = set()
+    async def _pump(self, consumer: Consumer, turns: Turns, rank: int) -> None:
+        """Take what the stage has room for; of a lane that shares it one more, so that it is seen to wait."""
 
         def release(task: asyncio.Task[None]) -> None:
-            mine.discard(task)
             del self._in_hand[task]
             self._has_room.set()
 
         while True:
-            while len(mine) >= most and not self._stopping.is_set():
+            while (turns.is_waiting(rank) if turns.is_shared else turns.free <= 0) and not self._stopping.is_set():
                 self._has_room.clear()
                 await self._has_room.wait()
-            deliveries = await consumer.take(max(1, most - len(mine)))
+            deliveries = await consumer.take(max(1, turns.free))
             if not deliveries:
                 break
             for delivery in deliveries:
-                task = asyncio.create_task(self._work(delivery))
-                mine.add(task)
+                task = asyncio.create_task(self._work(delivery, turns, rank))
                 self._in_hand[task] = delivery
                 task.add_done_callback(release)
+            await asyncio.sleep(0)  # they take their turns
         self._consumers.discard(consumer)
 
-    async def _work(self, delivery: Delivery) -> None:
+    async def _work(self, delivery: Delivery, turns: Turns, rank: int) -> None:
+        try:
+            await turns.take(rank)
+        except asyncio.CancelledError:
+            await delivery.nak()
+            raise
+        try:
+            await self._settle(delivery)
+        finally:
+            turns.give_back()
+
+    async def _settle(self, delivery: Delivery) -> None:
         try:
             if self._stage.is_brief and delivery.attempt > self._pipe.settings.max_attempts:
                 async with self._alone:

@@ -158,6 +158,8 @@ class Teller:
     async def _emit(self, event: Event, place: str) -> None:
         started = self._said.started
         assert started is not None  # no delta counts before
-        self.ended = await self._pipe.emit(event, tenant=started.tenant, bridge=started.bridge, place=place)
+        self.ended = await self._pipe.emit(
+            event, tenant=started.tenant, bridge=started.bridge, place=place, priority=started.priority
+        )
         if self.ended and place != "end":  # somebody else has ended it: refused, cancelled, expired
             await self._stop(self._pipe.outputs_of(started.tenant, started.request))

@@ -26,7 +26,7 @@ from ..schemas.turn_items import TurnItems, item_id
 from ..streams.conversations import Conversations
 from ..streams.port import DEADLINE, SCHEMA, Delivery
 from ..streams.response_log import ResponseLog, Stored
-from ..streams.topology import EVENTS
+from ..streams.topology import EVENTS, TOOLS
 from .answer import answer_of
 from .calls import (
     Calls,
@@ -72,7 +72,7 @@ class Tools(Stage):
         self._conversations = await Conversations.of(self.pipe.broker)
         self._history = History(self._log, self._conversations, self.pipe.settings.responses_ttl, self.pipe.now)
         self._calls = Calls(self.pipe, self._toolbox, self._log, self.copy)
-        await intake.consume("TOOLS", self.name, self.pipe.subjects.tools_all())
+        await intake.consume_lanes(TOOLS, self.name, self.pipe.subjects.tools_of)
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message

@@ -30,7 +30,7 @@ from ..schemas.registry import ModelCard
 from ..schemas.responses import parse_responses
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
 from ..streams.quotas import Quotas
-from ..streams.topology import EVENTS
+from ..streams.topology import EVENTS, JOBS
 from . import endings
 from .contract import Intake, Pipe, Stage
 
@@ -53,7 +53,7 @@ class Validate(Stage):
 
     async def run(self, intake: Intake) -> None:
         """Load the tokenizer of every model that appears, before its first request comes."""
-        await intake.consume("JOBS", self.name, self.pipe.subjects.jobs_all())
+        await intake.consume_lanes(JOBS, self.name, self.pipe.subjects.jobs_of)
         settings = self.pipe.settings
         if settings.model:
             self._load((settings.model, settings.backend, settings.tool_format, settings.reasoning_format))
@@ -163,7 +163,10 @@ class Validate(Stage):
         )
         if await told is not None:
             return
-        subject, headers = self.pipe.subjects.tools(tenant), {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB}
+        subject, headers = (
+            self.pipe.subjects.tools(priority, tenant),
+            {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB},
+        )
         try:
             await self.pipe.broker.publish(subject, codec.encode(loop), message_id=f"{tenant}.{name}", headers=headers)
         except StreamFull as error:  # to wait here would hold up the turns that make room there

@@ -18,8 +18,10 @@ from ..config.sources import Loaded
 from ..schemas.deployment import Configuration
 from ..schemas.errors import StartupError
 from .jetstream import JetStreamBroker
+from .migration import move_into_lanes
 from .port import Bucket
 from .topology import (
+    BATCH,
     BATCHES,
     DEAD,
     EVENTS,
@@ -34,8 +36,10 @@ from .topology import (
     STREAM,
     TOOLS,
     WORKERS,
+    Subjects,
     Topology,
     batch_stream,
+    lane_stream,
     stage_stream,
     topology,
 )
@@ -131,6 +135,7 @@ class Deployment:
                 return agreed.configuration
             agreed = await self.agreed()
         self._broker.replicas = agreed.configuration.nats_replicas
+        await self._migrate(agreed.configuration)  # whoever began it may have died
         await self._broker.ensure(*self._layout(agreed.configuration))
         return agreed.configuration
 
@@ -151,7 +156,8 @@ class Deployment:
             return False
         try:
             for stage in self._gone(before, wanted):
-                await self._broker.remove(stage_stream(stage))
+                for priority in PRIORITIES:
+                    await self._broker.remove(lane_stream(stage_stream(stage), priority))
             await self.shape(wanted)
         except StartupError:  # the next one may have another idea
             if revision:
@@ -166,7 +172,12 @@ class Deployment:
     async def shape(self, configuration: Configuration) -> None:
         """Make the streams what the configuration says."""
         self._broker.replicas = configuration.nats_replicas
+        await self._migrate(configuration)
         await self._broker.reconfigure(*self._layout(configuration))
+
+    async def _migrate(self, configuration: Configuration) -> None:
+        subjects, stages = Subjects(self._settings.namespace), configuration.pipeline[1:-3]
+        await move_into_lanes(self._broker, subjects, stages, self._layout(configuration).streams)
 
     async def differences(self, configuration: Configuration) -> list[Difference]:
         """What `shape` would change in streams that are there."""
@@ -194,11 +205,10 @@ class Deployment:
                     f"{' and '.join(structural)} can change only while nothing runs: stop all parts first "
                     f"({running}{', …' if len(cards) > 5 else ''})"
                 )
-        queues: Sequence[str] = [stage_stream(stage) for stage in self._gone(before, after)]
+        queues = _lanes([stage_stream(stage) for stage in self._gone(before, after)])
         if "stream_partitions" in changed:
-            lanes = [batch_stream(priority) for priority in PRIORITIES]
             stages = [stage_stream(stage) for stage in before.pipeline[1:-3]]
-            queues = [JOBS, *stages, *lanes, INFER, TOOLS, STREAM]
+            queues = [*_lanes([JOBS, *stages, BATCH, TOOLS]), INFER, STREAM]
         waiting = {queue: await self._broker.unsettled(queue) for queue in dict.fromkeys(queues)}
         if held := ", ".join(f"{queue}: {number}" for queue, number in waiting.items() if number):
             names = " and ".join(name for name in ("pipeline", "stream_partitions") if name in changed)
@@ -248,3 +258,7 @@ class Deployment:
         if await self._broker.present(self._broker.server_name(STREAM)) is None:
             return []
         return [info["name"].removeprefix("stream-") for info in await self._broker.consumers(STREAM)]
+
+
+def _lanes(streams: Sequence[str]) -> list[str]:
+    return [lane_stream(stream, priority) for stream in streams for priority in PRIORITIES]

@@ -144,6 +144,15 @@ class JetStreamBroker:
             return sum(each["num_pending"] + each["num_ack_pending"] for each in await self.consumers(stream))
         return 0
 
+    async def set_aside(self, stream: str) -> bool:
+        """Take a stream's subjects away, so that others can have them; what it holds stays. False if there is none."""
+        name = self._stream(stream)
+        config = await self.present(name)
+        if config is not None:
+            with allowed(STREAM_MISSING):
+                await call(self._link, f"STREAM.UPDATE.{name}", config | {"subjects": [f"{name}.moved"]})
+        return config is not None
+
     async def remove(self, stream: str) -> None:
         """Delete a stream with all that is in it; harmless where there is none."""
         self._configs.pop(self._stream(stream), None)

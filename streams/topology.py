@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from ..schemas.jobs import Priority
@@ -24,6 +25,7 @@ STREAM = "STREAM"
 EVENTS = "EVENTS"
 TOOLS = "TOOLS"
 DEAD = "DEAD"
+BATCH = "BATCH"
 BATCHES = "BATCHES"
 
 WORKERS = "workers"
@@ -47,12 +49,17 @@ _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
 
 
 def stage_stream(name: str) -> str:
-    """The stream that feeds the work-queue stage `name`."""
+    """The streams that feed the work-queue stage `name`, but for their lane."""
     return f"STAGE_{_token(name).upper()}"
 
 
+def lane_stream(name: str, priority: str) -> str:
+    """The stream of one lane. Each lane has limits of its own, so that no priority fills what is another's."""
+    return f"{name}_{_token(priority).upper()}"
+
+
 def batch_stream(priority: str) -> str:
-    return f"BATCH_{_token(priority).upper()}"
+    return lane_stream(BATCH, priority)
 
 
 def partition(tenant: str, request: str, partitions: int) -> int:
@@ -77,11 +84,14 @@ class Subjects:
     def jobs_all(self) -> str:
         return f"{self.root}.jobs.>"
 
+    def jobs_of(self, priority: str) -> str:
+        return f"{self.root}.jobs.{_token(priority)}.>"
+
     def stage(self, name: str, priority: str, tenant: str) -> str:
         return f"{self.root}.{_token(name)}.{_token(priority)}.{_token(tenant)}"
 
-    def stage_all(self, name: str) -> str:
-        return f"{self.root}.{_token(name)}.>"
+    def stage_of(self, name: str, priority: str) -> str:
+        return f"{self.root}.{_token(name)}.{_token(priority)}.>"
 
     def batch(self, priority: str, tenant: str) -> str:
         return f"{self.root}.batch.{_token(priority)}.{_token(tenant)}"
@@ -110,11 +120,11 @@ class Subjects:
         """All events, of every tenant, that `bridge` asked for."""
         return f"{self.root}.events.*.{_token(bridge)}.*"
 
-    def tools(self, tenant: str) -> str:
-        return f"{self.root}.tools.{_token(tenant)}"
+    def tools(self, priority: str, tenant: str) -> str:
+        return f"{self.root}.tools.{_token(priority)}.{_token(tenant)}"
 
-    def tools_all(self) -> str:
-        return f"{self.root}.tools.>"
+    def tools_of(self, priority: str) -> str:
+        return f"{self.root}.tools.{_token(priority)}.>"
 
     def batches(self, tenant: str) -> str:
         """Where a tenant's batches of requests wait for a bridge to see to them."""
@@ -177,27 +187,27 @@ def topology(
 ) -> Topology:
     """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
 
-    Limits are in messages. `queue_limit` holds for each such stage and for each priority's batch queue, `tenant_limit`
-    within one for each tenant. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep for those who
-    lost their place; in files they cost no more than in memory, and a broker that is killed loses nothing of them. The
-    `_ttl`s say for how many seconds a worker lives without a heartbeat, a partition's lease without a renewal, a model
-    without a worker, a stored response, a dead letter, a file and what is known of a batch. `store_limit` is in bytes:
-    each stream and bucket has its share of them, so that what is kept can never take the room of what runs.
+    Limits are in messages, and hold for each priority: `jobs_limit` for what comes in, `queue_limit` for each such
+    stage and for the batch queue, `tenant_limit` within one for each tenant. `relay_bytes` and `relay_age` (seconds)
+    bound what STREAM and EVENTS keep for those who lost their place; in files they cost no more than in memory, and a
+    broker that is killed loses nothing of them. The `_ttl`s say for how many seconds a worker lives without a
+    heartbeat, a partition's lease without a renewal, a model without a worker, a stored response, a dead letter, a file
+    and what is known of a batch. `store_limit` is in bytes: each stream and bucket has its share of them, so that what
+    is kept can never take the room of what runs.
     """
     subjects = Subjects(root)
     work = [
-        # Message ids are the publishers' there, and one tenant's must not be taken for another's repetition.
-        _work_queue(JOBS, subjects.jobs_all(), jobs_limit, per_subject=tenant_limit or 0, dedup_window=0.1),
-        *(_work_queue(stage_stream(name), subjects.stage_all(name), queue_limit) for name in stages),
+        # Message ids are the publishers' in JOBS, and one tenant's must not be taken for another's repetition.
+        *_lanes(JOBS, subjects.jobs_of, jobs_limit, per_subject=tenant_limit or 0, dedup_window=0.1),
         *(
-            _work_queue(
-                batch_stream(priority), subjects.batch_all(priority), queue_limit, per_subject=tenant_limit or 0
-            )
-            for priority in PRIORITIES
+            spec
+            for name in stages
+            for spec in _lanes(stage_stream(name), partial(subjects.stage_of, name), queue_limit)
         ),
+        *_lanes(BATCH, subjects.batch_all, queue_limit, per_subject=tenant_limit or 0),
         # Full, it makes the batch stage wait: the lanes' limits are what refuses.
         _work_queue(INFER, f"{root}.infer.*", infer_limit),
-        _work_queue(TOOLS, subjects.tools_all(), tools_limit),
+        *_lanes(TOOLS, subjects.tools_of, tools_limit),
         _work_queue(BATCHES, subjects.batches_all(), batches_limit),
     ]
     relays = [
@@ -221,9 +231,10 @@ def topology(
     return _bounded(Topology((*work, *relays, dead), buckets), store_limit - 2 * relay_bytes)
 
 
-# Parts of the store. Those not named here are work queues, which all have `_QUEUE`.
-_QUEUE = 4
+# Parts of the store. Those not named here are lanes of work queues, which all have `_LANE`.
+_LANE = 2
 _SHARES = {
+    INFER: 4,
     BATCHES: 1,
     DEAD: 2,
     DEAD_DATA: 4,
@@ -243,17 +254,32 @@ def _bounded(whole: Topology, room: int) -> Topology:
     """With `max_bytes` everywhere: the streams and buckets that have none in files share `room` bytes."""
     specs: list[StreamSpec | BucketSpec] = [*whole.streams, *whole.buckets]
     unbounded = [spec for spec in specs if spec.storage == "file" and not spec.max_bytes]
-    parts = sum(_SHARES.get(spec.name, _QUEUE) for spec in unbounded)
+    parts = sum(_SHARES.get(spec.name, _LANE) for spec in unbounded)
 
     def most(spec: StreamSpec | BucketSpec) -> int:
         if spec.max_bytes:
             return spec.max_bytes
-        return room * _SHARES.get(spec.name, _QUEUE) // parts if spec.storage == "file" else _IN_MEMORY
+        return room * _SHARES.get(spec.name, _LANE) // parts if spec.storage == "file" else _IN_MEMORY
 
     return Topology(
         tuple(replace(spec, max_bytes=most(spec)) for spec in whole.streams),
         tuple(replace(spec, max_bytes=most(spec)) for spec in whole.buckets),
     )
+
+
+def _lanes(
+    name: str, subjects: Callable[[Priority], str], limit: int, *, per_subject: int = 0, dedup_window: float = 120.0
+) -> list[StreamSpec]:
+    return [
+        _work_queue(
+            lane_stream(name, priority),
+            subjects(priority),
+            limit,
+            per_subject=per_subject,
+            dedup_window=dedup_window,
+        )
+        for priority in PRIORITIES
+    ]
 
 
 def _work_queue(

@@ -100,7 +100,7 @@ async def test_dead_letters_are_listed_shown_retried_and_dropped(broker: JetStre
     jobs = [codec.decode_model(ValidatedJob, message.data, message.headers[SCHEMA]) for message in again]
     assert [job.id for job in jobs] == ["one-r1", "two-r1-1"]
     assert all(job.deadline > time.time() for job in jobs)
-    (message,) = await broker.replay("JOBS", "penstock.jobs.high.acme")
+    (message,) = await broker.replay("JOBS_HIGH", "penstock.jobs.high.acme")
     assert codec.decode_model(Job, message.data, message.headers[SCHEMA]) == job.model_copy(update={"id": "three-r2"})
     assert DEADLINE not in message.headers and message.headers["traceparent"] == "x"
 
@@ -120,11 +120,11 @@ async def test_a_letter_of_eight_megabytes(
     pipe = Pipe(broker, subjects, settings, Registry(broker, interval=1.0), Cancellations())
     headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: "penstock.batch.low.acme", "x-long": "x" * 2_000}
     await broker.publish("penstock.queue.low.acme", data, message_id="large", headers=headers)
-    consumer = await broker.consume(ConsumerSpec("STAGE_QUEUE", "queue", "penstock.queue.>"), prefetch=1)
+    consumer = await broker.consume(ConsumerSpec("STAGE_QUEUE_LOW", "queue", "penstock.queue.>"), prefetch=1)
     (delivery,) = await consumer.take(1)
     for _ in range(2):  # it may be delivered again before it is terminated
         await endings.bury(pipe, "queue", delivery, "some\nreason " * 1_000)
-    assert await broker.replay("STAGE_QUEUE", "penstock.queue.>") == []
+    assert await broker.replay("STAGE_QUEUE_LOW", "penstock.queue.>") == []
     logged = "".join(capsys.readouterr())
     assert logged.count("buried") == 1 and "large" in logged and "acme" in logged and "secret" not in logged
 
@@ -133,7 +133,7 @@ async def test_a_letter_of_eight_megabytes(
     shown = orjson.loads((await penstock("dead", "show", "1")).stdout)
     assert shown["payload"]["body"]["prompt"].startswith("a secret")
     assert (await penstock("dead", "retry", "1")).stdout == "1: large-r1\n"
-    (again,) = await broker.replay("STAGE_QUEUE", "penstock.queue.low.acme")
+    (again,) = await broker.replay("STAGE_QUEUE_LOW", "penstock.queue.low.acme")
     assert codec.decode_model(ValidatedJob, again.data, again.headers[SCHEMA]).id == "large-r1"
     assert not {name for name in again.headers if name.startswith("Penstock-Dead")}
     assert await (await broker.bucket(DEAD_DATA)).entries() == [] == await broker.replay("DEAD", "penstock.dead.>")

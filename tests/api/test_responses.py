@@ -287,7 +287,7 @@ def test_a_secret_is_kept_nowhere(office: Office) -> None:
     made = office.create("It is away.", input="Go.", tools=tools, stream=True)
     assert made["output"][0]["error"]  # nobody listens there
     seen = [orjson.dumps(made), orjson.dumps(office.stored(made["id"]))]
-    for name in ("JOBS", "TOOLS", "EVENTS", "STREAM", "DEAD"):
+    for name in ("JOBS_NORMAL", "TOOLS_NORMAL", "EVENTS", "STREAM", "DEAD"):
         seen += [
             message.data
             for message in office.run(office.broker.replay(name, f"{office.pipeline.pipe.subjects.root}.>"))
@@ -421,7 +421,7 @@ def test_a_step_told_twice_is_taken_once(office: Office) -> None:
 
     async def again() -> None:
         data, headers = codec.encode(step), {"Penstock-Schema": codec.STEP}
-        await office.broker.publish(subjects.tools("default"), data, message_id="again", headers=headers)
+        await office.broker.publish(subjects.tools("normal", "default"), data, message_id="again", headers=headers)
 
     office.run(again())
     more = office.create(call("add", a=2, b=2), "4.", input="2 + 2?", tools=functions())  # steps are taken in order

@@ -261,7 +261,7 @@ async def _until_in_hand(url: str, jobs: int) -> None:
     connection = await nats.connect(url)
     try:
         manager = connection.jsm()
-        while (await manager.consumer_info("PENSTOCK_STAGE_CAP", "cap")).num_ack_pending != jobs:
+        while (await manager.consumer_info("PENSTOCK_STAGE_CAP_NORMAL", "cap")).num_ack_pending != jobs:
             pass
     finally:
         await connection.close()

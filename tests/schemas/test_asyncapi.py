@@ -64,7 +64,7 @@ def test_addresses_are_the_subjects_that_are_used(document: dict[str, Any]) -> N
         "batch": subjects.batch(PRIORITIES[0], "tenant"),
         "infer": subjects.infer("worker"),
         "stream": subjects.stream(3, "tenant", "request"),
-        "tools": subjects.tools("tenant"),
+        "tools": subjects.tools(PRIORITIES[0], "tenant"),
         "events": subjects.events("tenant", "bridge", "request"),
     }
 

@@ -28,7 +28,14 @@ def recorded(version: str, name: str) -> Any:
     return json.loads((RECORDED / version / f"{name}.json").read_text(encoding="utf-8"))
 
 
-MESSAGES = [(version, message) for version in VERSIONS for message in recorded(version, "messages")]
+OLD_LAYOUTS = ("0.1.0",)  # parts of these do not work beside ours: what they kept is read, and they are not heard
+HEARD = ("Room",)  # told to whoever listens, and never stored
+MESSAGES = [
+    (version, message)
+    for version in VERSIONS
+    for message in recorded(version, "messages")
+    if not (version in OLD_LAYOUTS and message["kind"] in HEARD)
+]
 
 Reader = Callable[[bytes, str | None], Any]
 READERS: dict[str, Reader] = {

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -213,7 +214,7 @@ def test_nothing_follows_a_final_event(forgetful: Pipeline) -> None:
 
     async def scene() -> None:
         pipe, request = forgetful.pipe, f"r-{uuid.uuid4().hex}"
-        where = {"tenant": "default", "bridge": "test"}
+        where: dict[str, Any] = {"tenant": "default", "bridge": "test"}
         await publish(forgetful, job_named(request))
         before = await ended(forgetful, request)
         end = before[-1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from memory_pipeline import Pipeline
 
+from penstock.schemas.jobs import Priority
 from penstock.stages import Pipe
 from penstock.stages.guard import Guard
 from penstock.streams.memory import MemoryBroker
@@ -32,6 +34,9 @@ class Intake:
     async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
         self.taken.append(name)
         raise asyncio.CancelledError  # enough is seen
+
+    async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:
+        raise NotImplementedError
 
 
 async def looks(guard: Guard) -> bool:

@@ -127,7 +127,7 @@ def test_what_may_have_ended_processes_is_handled_alone_and_given_up_at_last(odd
         reading = await odd.bridge.open(job, priority="normal", tenant="default")
         while not stored:
             await asyncio.sleep(0)
-            stored = await broker.replay("STAGE_ODD", subject)
+            stored = await broker.replay("STAGE_ODD_NORMAL", subject)
         await note(stored[0])
         events: list[Event] = []
         while not reading.ended:
@@ -209,8 +209,8 @@ def test_nothing_is_left_in_any_work_queue(pipeline: Pipeline) -> None:
         pipeline.ask(BODY)
     subjects = pipeline.pipe.subjects
     for stream, subject in (
-        ("JOBS", subjects.jobs("normal", "default")),
-        ("STAGE_QUEUE", subjects.stage("queue", "normal", "default")),
+        ("JOBS_NORMAL", subjects.jobs("normal", "default")),
+        ("STAGE_QUEUE_NORMAL", subjects.stage("queue", "normal", "default")),
         ("BATCH_NORMAL", subjects.batch("normal", "default")),
         ("INFER", subjects.infer("w0")),
     ):
@@ -257,8 +257,8 @@ async def test_a_drain_finishes_what_is_in_hand() -> None:
     slow.released.set()
     await running
     subject = pipe.subjects.stage("queue", "normal", "default")
-    assert len(await pipe.broker.replay("STAGE_QUEUE", subject)) == 1
-    assert await pipe.broker.replay("STAGE_SLOW", pipe.subjects.stage("slow", "normal", "default")) == []
+    assert len(await pipe.broker.replay("STAGE_QUEUE_NORMAL", subject)) == 1
+    assert await pipe.broker.replay("STAGE_SLOW_NORMAL", pipe.subjects.stage("slow", "normal", "default")) == []
 
 
 async def test_what_a_drain_cannot_finish_goes_to_another_copy_at_once() -> None:

@@ -18,7 +18,7 @@ SUBJECTS = Subjects("root")
 
 @pytest.mark.parametrize("name", ["", "a.b", "*", ">", "a b", "a\r\n", "é"])
 def test_only_tokens_enter_a_subject(name: str) -> None:
-    for subject in (SUBJECTS.infer, SUBJECTS.tools, SUBJECTS.dead, SUBJECTS.events_of, stage_stream):
+    for subject in (SUBJECTS.infer, SUBJECTS.dead, SUBJECTS.events_of, stage_stream):
         with pytest.raises(ValueError, match="cannot be a token"):
             subject(name)
     with pytest.raises(ValueError, match="cannot be a token"):
@@ -38,9 +38,9 @@ def test_every_subject_belongs_to_one_stream() -> None:
     def owner(subject: str) -> str | None:
         return next((name for pattern, name in patterns.items() if matcher(pattern).fullmatch(subject)), None)
 
-    assert owner(SUBJECTS.jobs("high", "t")) == "JOBS"
-    assert owner(SUBJECTS.stage("queue", "low", "t")) == "STAGE_QUEUE"
-    assert owner(SUBJECTS.stage("custom", "low", "t")) == "STAGE_CUSTOM"
+    assert [owner(SUBJECTS.jobs(priority, "t")) for priority in PRIORITIES] == ["JOBS_HIGH", "JOBS_NORMAL", "JOBS_LOW"]
+    assert owner(SUBJECTS.stage("queue", "low", "t")) == "STAGE_QUEUE_LOW"
+    assert owner(SUBJECTS.stage("custom", "high", "t")) == "STAGE_CUSTOM_HIGH"
     assert [owner(SUBJECTS.batch(priority, "t")) for priority in PRIORITIES] == [
         "BATCH_HIGH",
         "BATCH_NORMAL",
@@ -49,7 +49,7 @@ def test_every_subject_belongs_to_one_stream() -> None:
     assert owner(SUBJECTS.infer("w1")) == "INFER"
     assert owner(SUBJECTS.stream(3, "t", "r1")) == "STREAM"
     assert owner(SUBJECTS.events("t", "b", "r1")) == "EVENTS"
-    assert owner(SUBJECTS.tools("t")) == "TOOLS"
+    assert owner(SUBJECTS.tools("low", "t")) == "TOOLS_LOW"
     assert owner(SUBJECTS.dead("validate")) == "DEAD"
     assert owner(SUBJECTS.cancel("t", "r1")) is None
 
@@ -58,11 +58,12 @@ def test_every_subject_belongs_to_one_stream() -> None:
     ("pattern", "subject"),
     [
         (SUBJECTS.jobs_all(), SUBJECTS.jobs("high", "t")),
-        (SUBJECTS.stage_all("queue"), SUBJECTS.stage("queue", "high", "t")),
+        (SUBJECTS.jobs_of("high"), SUBJECTS.jobs("high", "t")),
+        (SUBJECTS.stage_of("queue", "high"), SUBJECTS.stage("queue", "high", "t")),
         (SUBJECTS.batch_all("low"), SUBJECTS.batch("low", "t")),
         (SUBJECTS.stream_all(3), SUBJECTS.stream(3, "t", "r")),
         (SUBJECTS.events_of("b"), SUBJECTS.events("t", "b", "r")),
-        (SUBJECTS.tools_all(), SUBJECTS.tools("t")),
+        (SUBJECTS.tools_of("low"), SUBJECTS.tools("low", "t")),
         (SUBJECTS.dead_all(), SUBJECTS.dead("infer")),
         (SUBJECTS.cancel_all(), SUBJECTS.cancel("t", "r")),
     ],
@@ -84,7 +85,7 @@ async def test_the_whole_topology_can_be_made(broker: Broker, namespace: str) ->
 async def test_stream_names_are_case_blind(namespace: str) -> None:
     broker = MemoryBroker()
     await broker.ensure(*topology(namespace, ["queue"]))
-    assert await broker.replay("STAGE_queue", "x") == []
+    assert await broker.replay("STAGE_queue_low", "x") == []
     await broker.close()
 
 
