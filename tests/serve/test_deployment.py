@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from serving import Serve, Start
 
@@ -42,6 +43,28 @@ def test_parts_adopt_or_refuse_and_serve_changes_what_it_owns(serve: Serve, star
     assert "a setting of the deployment changes" in served.process.output
     changed = kept | {"queue_limit": "9", "stream_partitions": "4"}
     assert changed.items() <= agreed(start, served.state_dir).items()
+
+
+def test_requests_run_while_the_store_is_full_of_what_is_kept(serve: Serve) -> None:
+    """Each stream and bucket has its share: what is kept cannot take the room of what runs."""
+    served = serve("--backend", "echo", "--store-limit", "64MiB", "--events-limit", "8MiB")
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+
+        def upload() -> httpx.Response:
+            return client.post("/v1/files", files={"file": bytes(2 << 20)}, data={"purpose": "user_data"})
+
+        answers = [upload() for _ in range(20)]
+        statuses = [answer.status_code for answer in answers]
+        assert 200 in statuses and statuses == sorted(statuses) and set(statuses) == {200, 507}
+        error = answers[-1].json()["error"]
+        assert error["code"] == "storage_full" and "delete files" in error["message"]
+        body = {"model": "echo", "prompt": "hello", "max_tokens": 100}
+        for _ in range(20):
+            answer = client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "hello")
+        assert client.get("/health/ready").status_code == 200
+        assert client.delete(f"/v1/files/{answers[0].json()['id']}").status_code == 200
+        assert upload().status_code == 200
 
 
 async def test_serve_refuses_on_a_server_that_others_use(start: Start, own_nats: str) -> None:

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from penstock.api.bridge import Bridge
 from penstock.schemas.errors import StorageFull, StreamFull
+from penstock.schemas.jobs import Job
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.streams.jetstream import JetStreamBroker
 from penstock.streams.objects import Objects
 from penstock.streams.port import BucketSpec, StreamSpec
 from penstock.streams.registry import Registry
 from penstock.streams.server import EmbeddedServer
-from penstock.streams.topology import OBJECT_DATA
+from penstock.streams.topology import OBJECT_DATA, Subjects
 
 STORE = 2 << 20
 CARD = WorkerCard(
@@ -33,7 +35,7 @@ async def broker(tmp_path: Path) -> AsyncIterator[JetStreamBroker]:
     broker = await JetStreamBroker.connect(server.url, namespace="p", timeout=5.0)
     await broker.ensure(
         [StreamSpec("LEDGER", ("p.ledger",), "limits", "file")],
-        [BucketSpec("models", storage="file"), BucketSpec("workers"), BucketSpec("files"), BucketSpec(OBJECT_DATA)],
+        [BucketSpec("models", storage="file"), BucketSpec("workers"), BucketSpec("state"), BucketSpec(OBJECT_DATA)],
     )
     with pytest.raises(StreamFull):
         for number in range(10_000):
@@ -53,6 +55,16 @@ async def test_a_heartbeat_that_finds_no_space_is_transient(broker: JetStreamBro
     """It was no `BrokerUnavailable`, which is all that the loops of heartbeats caught: the process died."""
     with pytest.raises(StreamFull):
         await Registry(broker, interval=1.0).announce_worker(CARD)
+
+
+async def test_a_request_that_finds_no_space_is_told_so(broker: JetStreamBroker) -> None:
+    """It was told that too many requests were waiting, with nothing waiting."""
+    await broker.ensure([StreamSpec("JOBS", ("p.jobs.>",), "work_queue", "file", discard="new", max_messages=10)], [])
+    bridge = Bridge(broker, Subjects("p"))
+    await bridge.start()
+    job = Job(id="one", bridge=bridge.name, body={})
+    with pytest.raises(StorageFull, match="The server's store is full"):
+        await bridge.open(job, priority="normal", tenant="t")
 
 
 async def chunks() -> AsyncIterator[bytes]:

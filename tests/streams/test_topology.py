@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.streams.memory import MemoryBroker
-from penstock.streams.port import Broker
+from penstock.streams.port import Broker, BucketSpec, StreamSpec
 from penstock.streams.topology import PRIORITIES, Subjects, partition, stage_stream, topology
 from penstock.streams.wildcards import matcher, overlap
 
@@ -105,3 +105,15 @@ def test_patterns_overlap_where_a_subject_matches_both(one: str, other: str) -> 
     first, second = matcher(one), matcher(other)
     shared = any(first.fullmatch(subject) and second.fullmatch(subject) for subject in subjects)
     assert overlap(one, other) == shared
+
+
+@pytest.mark.parametrize("stages", [("queue",), ("queue", "one", "two")])
+def test_everything_is_bounded_and_fits_the_store(stages: tuple[str, ...]) -> None:
+    store = 1 << 30
+    streams, buckets = topology("root", stages, store_limit=store, relay_bytes=64 << 20)
+    specs: list[StreamSpec | BucketSpec] = [*streams, *buckets]
+    assert all(spec.max_bytes > 0 for spec in specs)
+    assert sum(spec.max_bytes for spec in specs if spec.storage == "file") <= store
+    assert all(spec.max_messages > 0 for spec in streams if spec.discard == "new")
+    forgetful = {spec.name for spec in specs if spec.discard == "old"}
+    assert forgetful == {"STREAM", "EVENTS", "DEAD", "dead-data"}

@@ -1,0 +1,79 @@
+"""A full stream or store makes those who write to it wait; nobody dies of it, and nothing ends in the dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from memory_pipeline import MODEL, Pipeline
+from structlog.testing import capture_logs
+
+from penstock.__main__ import _heartbeats
+from penstock.schemas.events import Done
+from penstock.streams.topology import DEAD, INFER, MODELS, WORKERS, topology
+
+BODY = {"model": MODEL, "prompt": "hello"}
+
+
+@pytest.fixture
+async def pipeline() -> AsyncIterator[Pipeline]:
+    pipeline = await Pipeline.start(heartbeat_interval=0.02, max_attempts=2)
+    yield pipeline
+    await pipeline.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def limit(pipeline: Pipeline, name: str, **limits: Any) -> None:
+    """Give a stream or bucket other limits than those of the topology."""
+    streams, buckets = topology(pipeline.pipe.subjects.root, ("queue",))
+    await pipeline.pipe.broker.reconfigure(
+        [replace(spec, **limits) for spec in streams if spec.name == name],
+        [replace(spec, **limits) for spec in buckets if spec.name == name],
+    )
+
+
+async def test_a_full_infer_makes_the_batch_stage_wait(pipeline: Pipeline) -> None:
+    await limit(pipeline, INFER, max_bytes=1)
+    with capture_logs() as logs:
+        asking = asyncio.create_task(pipeline.events(BODY))
+        await until(lambda: sum(entry["event"] == "will retry" for entry in logs) > 3)  # above `max_attempts`
+    assert not asking.done()
+    await limit(pipeline, INFER)
+    assert isinstance((await asking)[-1], Done)
+    assert await pipeline.pipe.broker.replay(DEAD, pipeline.pipe.subjects.dead_all()) == []
+
+
+@pytest.mark.parametrize("bucket", [MODELS, WORKERS])
+async def test_a_worker_outlives_a_store_without_room_for_its_heartbeats(pipeline: Pipeline, bucket: str) -> None:
+    kept = await pipeline.pipe.broker.bucket(bucket)
+    await limit(pipeline, bucket, max_bytes=1)
+    with capture_logs() as logs:
+        for entry in await kept.entries():
+            await kept.delete(entry.key)  # as their age does; to replace one takes no room
+        await until(lambda: sum(entry["event"] == "heartbeat missed" for entry in logs) > 3)
+    await limit(pipeline, bucket)
+    await until(lambda: pipeline.pipe.registry.workers and pipeline.pipe.registry.models)
+    assert isinstance((await pipeline.events(BODY))[-1], Done)
+
+
+async def test_stages_outlive_it_too(pipeline: Pipeline) -> None:
+    await limit(pipeline, WORKERS, max_bytes=1)
+    stage = pipeline._runners[0]._stage
+    with capture_logs() as logs:
+        beating = asyncio.create_task(_heartbeats(pipeline.pipe, [stage]))
+        await until(lambda: sum(entry.get("stage") == stage.name for entry in logs) > 3)
+    await limit(pipeline, WORKERS)
+    workers = await pipeline.pipe.broker.bucket(WORKERS)
+    async with asyncio.timeout(30):
+        while await workers.get(f"stage.{stage.name}.{stage.copy}") is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
