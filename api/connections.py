@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
             return
         self._waiting = 0 if self._advanced else self._waiting + len(data)
         self._check_head(self._waiting)
-        if self._timer is None and not self._busy and not self._refused:  # line ends alone are no request
+        if self._timer is None and not self._busy and not self._refused:  # the rest of a body, or line ends
             self._await_client(self._settings.header_timeout)
 
     # What the parser finds
@@ -165,8 +165,6 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._end()
-        elif not self._busy and (self._in_head or self._in_body):
-            self._await_client(self._settings.body_timeout)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -134,7 +134,7 @@ async def test_a_connection_that_asks_no_more_is_closed(sent: bytes) -> None:
 
 
 async def test_a_body_that_goes_on_behind_its_answer_is_cut() -> None:
-    async with Server.run(body_timeout=0.05) as server:
+    async with Server.run(header_timeout=0.05) as server:
         wire = await server.wire()
         await wire.send(request("POST", "/nothing", transfer_encoding="chunked"))
         assert (await wire.response()).status == 404
