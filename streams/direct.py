@@ -43,6 +43,10 @@ async def stored_messages(link: Link, stream: str, subject: str, after: int = 0)
     A replica that lags may still show some that were removed. Raises `BrokerUnavailable`.
     """
     batch = _Batch(after)
+    following = await _from_leader(link, stream, {"seq": after + 1, "next_by_subj": subject})
+    if following is None:  # as of most requests that are new
+        return []
+    batch.add(following)
     inbox = link.new_inbox()
     subscription = await link.subscribe(inbox, batch.arrived)
     lags = False  # the replica that answers does, or nobody answers
