@@ -87,7 +87,17 @@ class Validate(Stage):
             told.cancel()
         route = [self.pipe.subjects.stage(stage, priority, tenant) for stage in self.pipe.settings.job_stages]
         route.append(self.pipe.subjects.batch(priority, tenant))
-        await self.pipe.forward(validated, route, delivery)
+        try:
+            await self.pipe.forward(validated, route, delivery)
+        except StreamFull as error:
+            if error.storage:
+                raise StorageFull(STORE_FULL) from None
+            first = self.pipe.settings.job_stages[0]
+            raise Overloaded(
+                f"The stage {first} takes no more requests of {priority} priority for now.",
+                code="queue_full",
+                retry_after=1.0,
+            ) from None
 
     def _lane(self, message: Message) -> tuple[Priority, str]:
         priority, tenant = message.subject.split(".")[-2:]

@@ -18,7 +18,8 @@ from penstock.api.reading import Reading
 from penstock.schemas import codec
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Queued, Token
-from penstock.schemas.jobs import InferenceBatch, Job, Priority
+from penstock.schemas.jobs import InferenceBatch, Job, Priority, ValidatedJob
+from penstock.stages import JobStage, Runner
 from penstock.streams.port import Message
 from penstock.streams.server import EmbeddedServer
 from penstock.streams.topology import PRIORITIES
@@ -225,6 +226,53 @@ async def test_a_full_queue_refuses_and_a_tenant_over_its_own_limit_too(where: d
         assert (caught.value.code, caught.value.retry_after is None) == ("queue_full", False)
         await publish(pipeline, "high", tenant="late")
         await in_lanes(pipeline, 21)
+
+
+class Early(JobStage):
+    name = "early"
+
+    async def process(self, job: ValidatedJob) -> ValidatedJob:
+        return job
+
+
+class Late(Early):
+    name = "late"
+
+
+async def test_stages_that_are_down_make_jobs_wait_and_full_ones_refuse_with_503(where: dict[str, Any]) -> None:
+    """The job between two stages waits as well, and none ends in 500; other priorities have room of their own."""
+    stages = ("validate", "early", "late", "queue", "batch", "infer", "stream")
+    async with pipeline_of(**where, pipeline=stages, queue_limit=1, high_watermark=1.0) as pipeline:
+        broker, pipe = pipeline.pipe.broker, pipeline.pipe
+        early, late = Runner(Early(pipe), pipe), Runner(Late(pipe), pipe)
+        running = [asyncio.create_task(early.run())]
+        try:
+            waiting = [await publish(pipeline)]
+            async with asyncio.timeout(PATIENCE):
+                while not (await broker.held("STAGE_LATE_NORMAL")).messages:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            waiting.append(await publish(pipeline))  # in front of a stage that is full
+            async with asyncio.timeout(PATIENCE):
+                while not (await broker.held("STAGE_EARLY_NORMAL")).messages:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            refused = (await whole(await publish(pipeline)))[-1]
+            assert isinstance(refused, Failed)
+            assert (refused.error.status, refused.error.code) == (503, "queue_full")
+            assert refused.error.message == "The stage early takes no more requests of normal priority for now."
+            waiting.append(await publish(pipeline, "high"))
+            job = Job(id="expires", endpoint="/v1/completions", bridge="test", body={"model": MODEL, "prompt": "hello"})
+            deadline = pipe.now() + 0.5
+            expired = (
+                await whole(await pipeline.bridge.open(job, priority="low", tenant="default", deadline=deadline))
+            )[-1]
+            assert isinstance(expired, Failed | Expired) and expired.error.status == 408
+            running.append(asyncio.create_task(late.run()))
+            for reading in waiting:
+                assert isinstance((await whole(reading))[-1], Done)
+        finally:
+            for runner in (early, late):
+                runner.stop()
+            await asyncio.gather(*running)
 
 
 async def test_clients_hear_where_they_stand() -> None:
