@@ -160,7 +160,11 @@ async def _worker(loaded: Loaded, name: str) -> None:
 
     settings = loaded.settings
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
-    own = {"model": settings.model or "echo", "max_batch_size": settings.max_batch_size + settings.reserve}
+    own = {
+        "model": settings.model or "echo",
+        "max_batch_size": settings.max_batch_size + settings.reserve,
+        "reserved_batch_size": settings.reserve,
+    }
     config = EngineConfig(**{name: getattr(settings, name) for name in shared} | own)
     directory = None if settings.model is None else Path(settings.model)
     stand_behind()

@@ -31,6 +31,7 @@ class EngineConfig(BaseModel):
     quantization: Annotated[str, Field(min_length=1)] | None = None
     attention: Annotated[str, Field(min_length=1)] = "auto"
     max_batch_size: Annotated[int, Field(ge=1)] = 16
+    reserved_batch_size: Annotated[int, Field(ge=0)] = 0  # of these, for requests of priority 0 alone
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
     kv_cache_memory: Annotated[ByteSize, Field(gt=0)] = ByteSize(4 << 30)
     enable_cuda_graph: bool | None = None

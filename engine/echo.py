@@ -67,6 +67,7 @@ class EchoBackend(NoPrefixes):
         )
         self._rate = config.echo_rate
         self._max_batch_size = config.max_batch_size
+        self._reserved = min(config.reserved_batch_size, config.max_batch_size - 1)
         self._clock = clock
         self._waiting: dict[Sequence, None] = {}  # in order of arrival
         self._running: dict[Sequence, _Row] = {}
@@ -107,7 +108,7 @@ class EchoBackend(NoPrefixes):
         return deltas
 
     def delay(self) -> float:
-        if self._waiting and len(self._running) < self._max_batch_size:
+        if self._next_waiting() is not None:
             return 0.0
         if not self._running:
             return inf
@@ -121,11 +122,17 @@ class EchoBackend(NoPrefixes):
         self._running.clear()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_batch_size:
-            sequence = next(iter(self._waiting))
+        while (sequence := self._next_waiting()) is not None:
             del self._waiting[sequence]
             cycle = tuple(token for token in sequence.prompt if token not in self.tokenizer.special_token_ids)
             self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first that may run beside the others; some places are for urgent ones alone."""
+        free = self._max_batch_size - len(self._running)
+        if free > self._reserved:
+            return next(iter(self._waiting), None)
+        return next((one for one in self._waiting if one.request.priority == 0), None) if free > 0 else None
 
     def _due(self, row: _Row) -> float:
         """When the row's next token is due, on the backend's clock."""

@@ -18,7 +18,7 @@ from ..schemas.events import Delta
 from .backend import NoPrefixes
 from .request import EngineRequest
 from .sequence import Sequence
-from .tokenizer_port import TokenizerLike
+from .tokenizer_port import TokenizerLike, encode_within
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +56,7 @@ def prepare_inputs(
         path = "input" if len(inputs) == 1 else f"input[{place}]"
         if not text or (isinstance(text, str) and not text.strip()):
             raise InvalidRequest(f"{path} is blank.", code="empty_prompt", param=path)
-        prompts.append(tokenizer.encode(text) if isinstance(text, str) else text)
+        prompts.append(encode_within(tokenizer, text, context_length, path) if isinstance(text, str) else text)
         check_input(prompts[-1], path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
     if (total := sum(map(len, prompts))) > MAX_TOKENS:
         raise InvalidRequest(

@@ -104,7 +104,7 @@ class PagedBackend:
         )
         self._runner.allocate([group.num_blocks for group in groups])
         self.blocks = KVBlocks(self._runner.block_size, groups, longest)
-        self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked)
+        self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked, config.reserved_batch_size)
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._unread: _Unread | None = None  # set by `step`
         self._kv_cache_memory = config.kv_cache_memory

@@ -20,7 +20,7 @@ from .embeddings import prepare_inputs
 from .forms import choose_form, ends_in_thought, markers
 from .json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar, regex_grammar
 from .tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
-from .tokenizer_port import TokenizerLike
+from .tokenizer_port import TokenizerLike, encode_within
 from .tool_grammar import answer_grammar
 
 # Variables that a client may not set: they would replace the model's template or mean something else to its renderer.
@@ -82,7 +82,8 @@ class Preparer:
         match request:
             case ChatRequest():
                 tools, named = _tools(request)
-                prompt, form = self._chat(request, tools, named)
+                text, form = self._chat(request, tools, named)
+                prompt = encode_within(self.tokenizer, text, context_length, "messages", add_special_tokens=False)
                 grammar = _with_tools(request, form, tools, named, grammar)
                 param = param or "tools"
                 prompts = [prompt]
@@ -95,7 +96,7 @@ class Preparer:
                         code="unsupported_parameter",
                         param="echo",
                     )
-                prompts = [self._completion(prompt) for prompt in request.prompts]
+                prompts = [self._completion(prompt, context_length) for prompt in request.prompts]
                 form = Form(echo=tuple(map(self.tokenizer.decode, prompts))) if request.echo else None
         longest = max(map(len, prompts))
         if longest >= context_length:
@@ -117,7 +118,7 @@ class Preparer:
             params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
         return Prepared(prompts, params, form, grammar_param=param)
 
-    def _chat(self, request: ChatRequest, tools: Sequence[Tool], named: str | None) -> tuple[list[int], Form | None]:
+    def _chat(self, request: ChatRequest, tools: Sequence[Tool], named: str | None) -> tuple[str, Form | None]:
         _check_messages(request.messages)
         if tools and self._form.tool_format is None:
             raise InvalidRequest(
@@ -137,7 +138,7 @@ class Preparer:
             choice="named" if named else "required" if request.tool_choice == "required" else "auto",
         )
         read = form.tool_format is not None or form.reasoning_format is not None
-        return self.tokenizer.encode(text, add_special_tokens=False), form if read else None
+        return text, form if read else None
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         """The template's variables."""
@@ -175,11 +176,11 @@ class Preparer:
             options["continue_final_message"] = True
         return options
 
-    def _completion(self, prompt: str | list[int]) -> list[int]:
+    def _completion(self, prompt: str | list[int], context_length: int) -> list[int]:
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise InvalidRequest("The prompt is blank.", code="empty_prompt", param="prompt")
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return encode_within(self.tokenizer, prompt, context_length, "prompt")
         check_vocabulary("prompt", prompt, self.tokenizer)
         return prompt
 

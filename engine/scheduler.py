@@ -83,13 +83,19 @@ class Scheduler:
     prompt is computed in one step, be it larger than `max_step_tokens` (`blocks` must be told), if it is the first.
     """
 
-    def __init__(self, blocks: KVBlocks, max_batch_size: int, max_step_tokens: int, chunked: bool = True) -> None:
-        """Raises `ValueError` where a full batch would leave no token for a prompt."""
+    def __init__(
+        self, blocks: KVBlocks, max_batch_size: int, max_step_tokens: int, chunked: bool = True, reserved: int = 0
+    ) -> None:
+        """`reserved` rows of a batch are for priority 0 alone: a request for many answers may take all the others.
+
+        Raises `ValueError` where a full batch would leave no token for a prompt.
+        """
         if max_step_tokens < max_batch_size:
             raise ValueError(f"{max_step_tokens} tokens a step are too few for {max_batch_size} rows")
         self.num_preemptions = 0
         self._blocks = blocks
         self._max_batch_size = max_batch_size
+        self._reserved = min(reserved, max_batch_size - 1)
         self._max_step_tokens = max_step_tokens
         self._share = max(max_step_tokens // 2, 1) if chunked else None  # of a prompt while others wait
         self._rows: dict[Sequence, Row] = {}
@@ -239,7 +245,8 @@ class Scheduler:
                 return
             if any(other.passed == _MAX_OVERTAKES or other.priority < row.priority for other in blocked):
                 return
-            if not row.sequence.pending and row.awaits not in self._claims:
+            is_full = row.priority > 0 and len(self._running) >= self._max_batch_size - self._reserved
+            if not (is_full or row.sequence.pending or row.awaits in self._claims):
                 yield row
 
     def _match(self, row: Row) -> int | None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from ..schemas.errors import InvalidRequest
+
+PIECE = 1 << 16  # characters that are tokenised before a long prompt is asked whether it is too long
+BORDER = 64  # tokens of a piece that may be there only because it was cut, or that a tokenizer adds to each text
+
 
 class Piece(NamedTuple):
     """One token by itself: its text, and its bytes where the text is only part of a character."""
@@ -70,3 +75,22 @@ class TokenizerLike(Protocol):
     ) -> list[int]:
         """`render_chat` in tokens."""
         ...
+
+
+def encode_within(
+    tokenizer: TokenizerLike, text: str, context_length: int, param: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The tokens of a prompt. One that is far too long is refused before all of it is tokenised, which for a few
+    megabytes takes seconds and hundreds of megabytes. Raises `InvalidRequest`.
+    """
+    found = 0
+    for start in range(0, len(text), PIECE) if len(text) > PIECE else ():
+        found += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)) - BORDER
+        if found > context_length:
+            raise InvalidRequest(
+                f"The prompt has more than {found} tokens, but the context length of this model is {context_length} "
+                "tokens.",
+                code="context_length_exceeded",
+                param=param,
+            )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)

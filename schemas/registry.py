@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .jobs import Priority, SubjectToken
+from .jobs import Priority, SubjectToken, ValidatedJob
 
 
 class _Card(BaseModel):
@@ -38,6 +38,10 @@ class WorkerCard(_Card):
     pid: int
     incarnation: str = ""
     host: str = ""
+
+    def seats_of(self, job: ValidatedJob) -> int:
+        """What the job takes of `capacity`: one for more answers than that takes all of it, and they take turns."""
+        return min(job.seats, self.capacity)
 
 
 class Room(_Card):

@@ -172,7 +172,7 @@ class Batch(JobStage):
         place: Waiting | None = head
         while place is not None:
             lanes.pop(place)
-            place.number = seats.send(place.job.seats, now)
+            place.number = seats.send(card.seats_of(place.job), now)
             taken.append(place)
             place = next(iter(lanes.heads(self.pipe.now())), None)
             full = len(taken) == self.pipe.settings.max_batch_size
@@ -181,7 +181,7 @@ class Batch(JobStage):
         return taken
 
     def _fits(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
-        return self._workers.room(seats, place.job) >= min(place.job.seats, card.capacity)
+        return self._workers.room(seats, place.job) >= card.seats_of(place.job)
 
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the jobs of a batch and settle their deliveries, for good or bad."""

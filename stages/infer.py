@@ -140,10 +140,11 @@ class Infer(Stage):
             self._arrivals.add(batch.sender, batch.number, batch.oldest)
         async with asyncio.TaskGroup() as group:
             for job, epoch in zip(batch.jobs, epochs, strict=True):
-                self._arrive(job.seats)
+                seats = self._card.seats_of(job)
+                self._arrive(seats)
                 # A process of our name that is gone may have announced, or be about to, what we would.
                 running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
-                running.add_done_callback(partial(self._depart, job.seats))
+                running.add_done_callback(partial(self._depart, seats))
 
     async def _run(self, job: ValidatedJob, newest: int) -> None:
         """Run one job, whose newest epoch may be `newest`, to its end. The rest of the batch notices nothing but the

@@ -37,6 +37,7 @@ from .contract import Intake, Pipe, Stage
 _Key = tuple[str, str, str, str]  # what a model's preparer is made of: source, backend, tool and reasoning format
 
 CLOCKS = 2.0  # seconds by which a client's clock may differ from ours
+LONG_AT_ONCE = 2  # jobs longer than that
 LONG = 20_000  # bytes of a job; tokenising more than this would hold up the event loop for milliseconds
 
 
@@ -50,6 +51,7 @@ class Validate(Stage):
         self._preparers: dict[_Key, asyncio.Task[Preparer]] = {}
         self._grammars = GrammarChecker()
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
+        self._long = asyncio.Semaphore(LONG_AT_ONCE)
 
     async def run(self, intake: Intake) -> None:
         """Load the tokenizer of every model that appears, before its first request comes."""
@@ -129,7 +131,11 @@ class Validate(Stage):
             name=model.name,
             seed=secrets.randbits(63),
         )
-        prepared = prepare() if len(message.data) <= LONG else await asyncio.to_thread(prepare)
+        if len(message.data) <= LONG:
+            prepared = prepare()
+        else:
+            async with self._long:
+                prepared = await asyncio.to_thread(prepare)
         if (grammar := prepared.params.grammar) is not None:
             await self._grammars.check(grammar, model.source, model.backend, param=prepared.grammar_param)
         return ValidatedJob(

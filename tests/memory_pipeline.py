@@ -95,7 +95,12 @@ class Pipeline:
         registry = Registry(broker, interval=0.05)
         pipe = Pipe(broker, subjects, settings, registry, cancellations)
         config = EngineConfig(
-            model=source, backend="echo", max_sequence_length=context_length, echo_rate=settings.echo_rate
+            model=source,
+            backend="echo",
+            max_sequence_length=context_length,
+            echo_rate=settings.echo_rate,
+            max_batch_size=settings.max_batch_size + settings.reserve,
+            reserved_batch_size=settings.reserve,
         )
         backend = kind(config)
         engine = InferenceEngine(config, backend=backend)

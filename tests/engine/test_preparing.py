@@ -200,3 +200,37 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(
     with pytest.raises(InvalidRequest, match=message) as raised:
         prepare(template, **asked)
     assert raised.value.param == param
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.characters = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.characters += len(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 3_000_000}, {"messages": [USER | {"content": "word " * 600_000}]}])
+def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_read(
+    tokenizers: dict[str, Tokenizer], body: dict[str, Any]
+) -> None:
+    counting: Any = Counting(tokenizers["plain"])
+    endpoint: Any = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    request = parse_request(endpoint, {"model": "m", **body})
+    assert isinstance(request, ChatRequest | CompletionRequest)
+    with pytest.raises(InvalidRequest, match=r"more than \d+ tokens, but the context length .* 1000 tokens") as error:
+        Preparer(counting).prepare(request, context_length=1000, name="m", seed=7)
+    assert error.value.code == "context_length_exceeded"
+    assert counting.characters < 300_000
+
+
+def test_a_long_prompt_that_fits_is_tokenised_as_a_whole(tokenizers: dict[str, Tokenizer], prepare: Prepare) -> None:
+    long = "All the words of it. " * 5_000
+    assert prepare("plain", context_length=500_000, prompt=long).prompts == [tokenizers["plain"].encode(long)]

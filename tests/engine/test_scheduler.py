@@ -63,11 +63,12 @@ class Machine:
     max_step_tokens: int = 16
     chunked: bool = True
     ahead: bool = False
+    reserved: int = 0
 
     def __post_init__(self) -> None:
         longest_step = self.max_step_tokens if self.chunked else INFO.context_length
         self.blocks = KVBlocks(SIZE, self.groups, longest_step)
-        self.scheduler = Scheduler(self.blocks, self.max_batch_size, self.max_step_tokens, self.chunked)
+        self.scheduler = Scheduler(self.blocks, self.max_batch_size, self.max_step_tokens, self.chunked, self.reserved)
         self.computed = 0  # tokens, all steps together
         self._live: set[Sequence] = set()
         self._rows: list[Row] = []  # all that ever ran
@@ -487,6 +488,20 @@ def test_a_cancelled_one_leaves_its_finished_blocks() -> None:
     machine.add(second)
     machine.finish()
     assert second.cached_tokens == 16
+
+
+def test_some_rows_are_for_urgent_ones_alone() -> None:
+    machine = Machine(FULL, max_batch_size=4, reserved=1)
+    wide, urgent = sequences(b"wide", n=8, max_tokens=6, priority=1), sequence(b"now", max_tokens=2)
+    machine.add(*wide)
+    for _ in range(3):
+        machine.step()
+    assert machine.scheduler.num_running == 3
+    machine.add(urgent)
+    machine.step()
+    assert machine.scheduler.num_running == 4 and urgent in machine.scheduler
+    machine.finish()
+    assert all(list(one.tokens) == naive(one) for one in (*wide, urgent))
 
 
 def test_what_can_never_fit_is_refused() -> None:

@@ -122,7 +122,7 @@ def test_p4_requests_inside_the_window_form_one_batch() -> None:
 
 
 async def test_jobs_go_out_in_order_of_priority_and_never_more_than_there_is_room_for() -> None:
-    async with pipeline_of(max_batch_size=2, heartbeat_interval=0.05) as pipeline:
+    async with pipeline_of(max_batch_size=2, heartbeat_interval=0.05, lease=60.0) as pipeline:
         seen: list[InferenceBatch] = []
         await batches(pipeline, seen)
         pipeline.backend.goes.clear()
@@ -141,6 +141,18 @@ async def test_jobs_go_out_in_order_of_priority_and_never_more_than_there_is_roo
             assert isinstance((await whole(reading))[-1], Done)
         order = [job.priority for batch in seen[-4:] for job in batch.jobs][-4:]
         assert order == ["normal", "normal", "low", "low"]
+
+
+async def test_a_request_for_more_answers_than_a_batch_holds_leaves_urgent_ones_their_seat() -> None:
+    async with pipeline_of(max_batch_size=2, heartbeat_interval=0.05, echo_rate=50.0) as pipeline:
+        seen: list[InferenceBatch] = []
+        await batches(pipeline, seen)
+        wide = await publish(pipeline, body={"n": 8, "max_tokens": 20, "ignore_eos": True})
+        await until(lambda: len(seen) == 1)
+        urgent = await publish(pipeline, "high")
+        assert isinstance((await whole(urgent))[-1], Done)
+        assert wide.final is None
+        assert isinstance((await whole(wide))[-1], Done)
 
 
 def test_p8_who_waits_past_the_deadline_is_removed_and_hears_408(where: dict[str, str]) -> None:
