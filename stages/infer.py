@@ -8,17 +8,13 @@ fences the former holder off, and goes on where that one ended.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import uuid
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
 
-from ..engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
+from ..engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Superseded, Transient
-from ..schemas.events import Delta, Output, Started
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Transient
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard
 from ..streams.port import SCHEMA, Delivery
@@ -26,6 +22,7 @@ from . import endings
 from .arrivals import Arrivals
 from .contract import Intake, Pipe, Stage
 from .degradation import slots
+from .relay import Voice
 from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
@@ -252,100 +249,3 @@ def _requests(job: ValidatedJob, epoch: int, said: Transcript) -> list[EngineReq
         )
         requests.append(request)
     return requests
-
-
-class Voice:
-    """Publishes the outputs of one request in one epoch; an outage of the broker makes it wait, never skip.
-
-    The epoch's announcement goes out with its first token, or before it where `announce` is called. Every output is
-    stored right behind the one before, or not at all: where somebody else has said something in between, the request
-    is theirs, and this voice falls silent.
-    """
-
-    def __init__(self, pipe: Pipe, job: ValidatedJob, interval: Callable[[], float]) -> None:
-        self.job = job
-        self.epoch = 1  # set by Infer
-        self.last = 0  # sequence of the newest output stored; set by Infer and _say
-        self.handles: list[RequestHandle] = []  # set by Infer
-        self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell
-        self.ended = asyncio.Event()  # set by Infer
-        self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
-        self._pipe = pipe
-        self._interval = interval  # least seconds between two deltas of the same choices
-        self._subject = pipe.outputs_of(job.tenant, job.id)
-        self._holder = uuid.uuid4().hex
-        self._turn = asyncio.Lock()  # outputs are stored one after the other
-        self._ours: bool | None = None  # None until announced; set by announce
-        self._expired = False  # set by expire
-
-    def silence(self) -> None:
-        """Stop before the next token."""
-        for handle in self.handles:
-            handle.cancel()
-
-    def expire(self) -> None:
-        """The deadline has come."""
-        self._expired = True
-        self.silence()
-
-    async def announce(self, *first: Delta) -> bool:
-        """Say that the epoch begins, with its first output if there is one; False if something else was said first."""
-        job, holder = self.job, self._holder
-        form = job.form.model_dump() if job.form else None
-        started = Started(
-            job.id,
-            self.epoch,
-            holder,
-            job.tenant,
-            job.bridge,
-            job.choices,
-            job.prompt_tokens,
-            form,
-            job.priority,
-        )
-        self._ours = await self._say((started, *first), f"started.{holder}")
-        return self._ours
-
-    async def relay(self, handle: RequestHandle) -> None:
-        """Publish the deltas of one engine request to its end; those made during a publish go out together.
-
-        So do those of an interval: an engine of a thousand steps a second would spend its time on messages.
-        """
-        loop = asyncio.get_running_loop()
-        while not handle.finished and self._ours is not False:
-            told = loop.time()
-            for delta in await handle.take():
-                if self._expired and delta.finish_reason == "cancelled":
-                    self.is_cut = self.job.endpoint == "/v1/embeddings"
-                    if self.is_cut:
-                        return
-                    delta = dataclasses.replace(delta, finish_reason="deadline")
-                await self._tell(dataclasses.replace(delta, request=self.job.id))
-            if not handle.finished and (early := told + self._interval() - loop.time()) > 0:
-                await asyncio.sleep(early)
-
-    async def _tell(self, delta: Delta) -> None:
-        async with self._turn:
-            if self._ours is None:
-                await self.announce(delta)
-            elif self._ours:
-                self._ours = await self._say((delta,), f"{delta.choice}.{delta.index}.{delta.finish_reason or ''}")
-        self.begun.set()
-
-    async def _say(self, outputs: Sequence[Output], place: str) -> bool:
-        """Publish outputs, however long it takes; False if something else is stored in their place."""
-        data = codec.encode_outputs(outputs)
-        name = f"{self.job.tenant}.{self.job.id}.{self.epoch}.{place}"
-        while True:
-            try:
-                stored = await self._pipe.store(self._subject, data, name, codec.OUTPUTS, expect=self.last)
-            except Superseded:
-                said = await self._pipe.transcript(self.job.tenant, self.job.id)
-                is_pushed_out = said.last == 0 < self.last  # by the stream's limits: it counts all the same
-                is_ours = said.started is not None and said.started.holder == self._holder
-                if not (is_pushed_out or is_ours):  # else a former holder that does not fence was heard in between
-                    return False
-                self.last = said.last
-            else:
-                self.last = stored.sequence
-                return True
