@@ -83,6 +83,12 @@ class Warden:
         self.last = Admission(accepting=accepting, retry_after=retry_after, depth=depth)
         return self.last
 
+    def adopt(self, accepting: dict[Priority, bool]) -> None:
+        """Take over what the gates of all copies together were told last."""
+        for priority, is_open in accepting.items():
+            self._gates[priority].is_open = is_open
+        self.last = self.last.model_copy(update={"accepting": accepting})
+
     def wait(self, priority: Priority) -> float:
         """Seconds that a request would now wait: until those before it have gone, at the rate at which all go."""
         rate = sum(drain.rate for drain in self._drains.values())

@@ -18,6 +18,7 @@ from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull,
 from ..schemas.events import Accepted, Cancelled, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import root_of
+from ..schemas.registry import Admission
 from ..streams.port import Delivery
 from ..streams.topology import PRIORITIES, batch_stream
 from .admission import Warden
@@ -121,13 +122,24 @@ class Queue(JobStage):
             lane = self._places[priority]
             while lane and next(iter(lane.values())).sequence <= gone:  # lanes are left at the front
                 lane.popitem(last=False)
-        before = self._warden.last
+        # The gates are in the broker: a copy goes on from where all of them were left, and only one changes them.
+        state = await self.pipe.broker.bucket("state")
+        entry = await state.get("admission")
+        before = Admission.model_validate_json(entry.value).accepting if entry else dict.fromkeys(PRIORITIES, True)
+        self._warden.adopt(before)
         admission = self._warden.update(asyncio.get_running_loop().time(), depth, self._gone)
         data = admission.model_dump_json().encode()
-        await self.pipe.broker.notify(self.pipe.subjects.admission(), data)
-        if admission.accepting != before.accepting:
+        if admission.accepting != before:
+            revision = entry.revision if entry else None
+            if (
+                await (state.update("admission", data, revision) if revision else state.create("admission", data))
+                is None
+            ):
+                self._warden.adopt(before)  # another copy was faster: the next look begins with what it decided
+                self._is_due.set()
+                return
             log.info("what the queue takes has changed", accepting=admission.accepting, depth=depth)
-            await (await self.pipe.broker.bucket("state")).put("admission", data)
+        await self.pipe.broker.notify(self.pipe.subjects.admission(), data)
 
     async def _take_out(self, place: _Place) -> None:
         """Delete a cancelled job that still waits in its lane."""

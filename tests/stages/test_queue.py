@@ -15,14 +15,20 @@ from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline
 
 from penstock.api.reading import Reading
+from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Queued, Token
 from penstock.schemas.jobs import InferenceBatch, Job, Priority, ValidatedJob
-from penstock.stages import JobStage, Runner
-from penstock.streams.port import Message
+from penstock.stages import JobStage, Pipe, Runner
+from penstock.stages.admission import Gate
+from penstock.stages.cancellations import Cancellations
+from penstock.stages.queue import Queue
+from penstock.streams.memory import MemoryBroker
+from penstock.streams.port import Held, Message
+from penstock.streams.registry import Registry
 from penstock.streams.server import EmbeddedServer
-from penstock.streams.topology import PRIORITIES
+from penstock.streams.topology import PRIORITIES, Subjects, topology
 
 PATIENCE = 10.0  # seconds until a wait counts as endless
 EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
@@ -329,3 +335,45 @@ def test_p6_lanes_of_the_whole_pipeline_keep_their_order(where: dict[str, Any]) 
         asyncio.run(scene())
 
     check()
+
+
+class Depth(MemoryBroker):
+    """Tells of the normal lane what a test sets."""
+
+    depth = 0
+
+    async def held(self, stream: str) -> Held:
+        return Held({"x": self.depth}, self.depth) if stream == "BATCH_NORMAL" else await super().held(stream)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=30))
+def test_p7_all_copies_of_the_queue_share_one_gate(looks: list[tuple[int, int]]) -> None:
+    """P7 for a deployment: whichever copy looks at the lanes, the gate is that of one copy that looks every time."""
+
+    async def scene() -> None:
+        chosen = Settings(queue_limit=10, high_watermark=0.8, low_watermark=0.5)
+        broker, subjects = Depth(), Subjects("penstock")
+        await broker.ensure(*topology("penstock", chosen.job_stages))
+        pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
+        copies, expected = [Queue(pipe) for _ in range(3)], Gate()
+        for copy, broker.depth in looks:
+            await copies[copy]._look()
+            is_open = expected.update(broker.depth, 4.0, 8.0)
+            assert copies[copy]._warden.last.accepting["normal"] == is_open
+
+    asyncio.run(scene())
+
+
+async def test_of_two_copies_that_look_at_once_one_decides() -> None:
+    broker, subjects = Depth(), Subjects("penstock")
+    chosen = Settings(queue_limit=10)
+    await broker.ensure(*topology("penstock", chosen.job_stages))
+    pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
+    copies = [Queue(pipe) for _ in range(2)]
+    broker.depth = 10
+    await asyncio.gather(*(copy._look() for copy in copies))
+    await asyncio.gather(*(copy._look() for copy in copies))
+    entry = await (await broker.bucket("state")).get("admission")
+    assert entry is not None and entry.revision == 1
+    assert not any(copy._warden.last.accepting["normal"] for copy in copies)
