@@ -34,6 +34,7 @@ BUCKET, KEY_VALUE = "KV_", "$KV."  # begin the names and the subjects of the str
 
 _MAX_CONSUMERS = 1_000_000  # the server's own limit is 1,000 a stream: INFER has one a worker, EVENTS one a client
 _TRANSIENT = 503  # the class of "no leader", "starting up" and the like
+_IN_PROCESS = 10158  # a repeated message whose first copy is not stored on a majority of servers yet
 _RETRY_WAIT = 0.1
 
 
@@ -82,7 +83,7 @@ async def ask(
         if "error" not in answer:
             return answer
         error = ApiError(answer["error"])
-        if error.status != _TRANSIENT or error.code in STREAM_FULL:
+        if (error.status != _TRANSIENT and error.code != _IN_PROCESS) or error.code in STREAM_FULL:
             raise error
         if clock() >= deadline:
             raise BrokerUnavailable(f"NATS at {link.address}: {error}") from error

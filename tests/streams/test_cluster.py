@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from penstock.api.bench_proxy import Proxy
 from penstock.streams.cluster import LocalCluster
 from penstock.streams.jetstream import JetStreamBroker
 from penstock.streams.port import StreamSpec
@@ -64,3 +66,25 @@ async def test_clients_learn_of_no_other_server(own_cluster: LocalCluster) -> No
     said = json.loads((await reader.readline()).removeprefix(b"INFO "))
     writer.close()
     assert said["cluster"] == "local" and not said.get("connect_urls")
+
+
+async def test_a_publish_waits_for_a_leader_that_is_slow(tmp_path: Path) -> None:
+    """What is sent again meanwhile is refused by the server as being in process, and is stored once all the same."""
+    proxies: dict[tuple[int, int], Proxy] = {}
+
+    async def dial(source: int, target: int, port: int) -> int:
+        proxies[source, target] = await Proxy.start(port)
+        return proxies[source, target].port
+
+    cluster = await LocalCluster.start(tmp_path / "cluster", dial=dial)
+    broker = await connect(cluster)
+    await broker.ensure([LEDGER], [])
+    leader = await cluster.leader_of("P_LEDGER")
+    for ends, proxy in proxies.items():
+        proxy.delay = 0.8 if leader in ends else 0.0
+    stored = await broker.publish("p.ledger", b"", message_id="m1")
+    assert stored.sequence == (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    await broker.close()
+    await cluster.close()
+    for proxy in proxies.values():
+        await proxy.close()
