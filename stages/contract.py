@@ -22,7 +22,7 @@ import structlog
 from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, Superseded, Transient
-from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Usage
+from ..schemas.events import FINAL, Accepted, Cancelled, Event, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
 from ..streams.port import (
@@ -111,11 +111,6 @@ class Pipe:
     async def _add(self, event: Event, subject: str, name: str) -> bool:
         """Store an event behind the last one of its request, if it is news there; returns whether that is over."""
         trail = self.trails.get(subject)
-        if isinstance(event, Queued):
-            # No fence: a place in the queue is told often, is worth little, and nobody tells it of what runs.
-            if trail is None or trail.lacks(event):
-                await self.store(subject, codec.encode(event), name, codec.EVENT)
-            return False
         if trail is None:
             trail = Trail() if isinstance(event, Accepted) else await self._trail(subject)  # the first, most likely
         while trail.lacks(event):
@@ -126,6 +121,7 @@ class Pipe:
                 trail.merge(known)
             else:
                 trail.add(event, stored.sequence)
+                break
         self.trails[subject] = trail
         self.trails.move_to_end(subject)
         if len(self.trails) > MOST_TRAILS:

@@ -15,7 +15,7 @@ from memory_pipeline import MODEL, Pipeline, validated
 
 from penstock.config.settings import Settings
 from penstock.schemas import codec
-from penstock.schemas.events import FINAL, Accepted, Delta, Done, Event, Failed, Output, Started, Token
+from penstock.schemas.events import FINAL, Accepted, Delta, Done, Event, Failed, Output, Queued, Started, Token
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
@@ -222,6 +222,7 @@ def test_nothing_follows_a_final_event(forgetful: Pipeline) -> None:
         late: list[Event] = [
             Token(request, 0, 900, (1,), "late"),
             Accepted(request, MODEL, 0, 1),
+            Queued(request, 3),
             end,
             replace(end, finish_reasons=("length",)),
         ]
