@@ -70,7 +70,7 @@ class Batch(JobStage):
                 await self._changed.wait()
                 self._changed.clear()
                 await self._pause(self.pipe.settings.batch_window)
-                for model, lanes in self._lanes.items():
+                for model, lanes in list(self._lanes.items()):  # more may come meanwhile
                     while found := self._gather(model, lanes):
                         await self._send(*found)
 
@@ -221,7 +221,7 @@ class Batch(JobStage):
             try:
                 await self._choose_strategy()
                 await self._account()
-                for lanes in self._lanes.values():
+                for lanes in list(self._lanes.values()):
                     await self._tell(lanes)
             except Transient as error:
                 log.warning("positions are not told", reason=str(error))

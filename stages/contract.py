@@ -21,7 +21,7 @@ import structlog
 
 from ..config.settings import Settings
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded, Superseded, Transient
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Superseded, Transient
 from ..schemas.events import FINAL, Accepted, Cancelled, Event, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
@@ -113,6 +113,8 @@ class Pipe:
         trail = self.trails.get(subject)
         if trail is None:
             trail = Trail() if isinstance(event, Accepted) else await self._trail(subject)  # the first, most likely
+        if trail.cuts(event):
+            raise GenerationFailed("The broker has lost a part of the answer.")
         while trail.lacks(event):
             try:
                 stored = await self.store(subject, codec.encode(event), name, codec.EVENT, expect=trail.last)

@@ -102,13 +102,19 @@ async def _asked(pipe: Pipe, subject: str) -> list[Address]:
         for output in codec.decode_outputs(stored.data):
             if isinstance(output, Started):
                 return [Address(output.request, output.tenant, output.bridge, output.priority)]
-    return []
+    # The stream's limits have pushed it out. The events of the request name its bridge too.
+    tenant, request = subject.split(".")[-2:]
+    told = await pipe.broker.replay("EVENTS", pipe.subjects.events_at(tenant, request))
+    return [Address(request, tenant, message.subject.split(".")[-2], "normal") for message in told[-1:]]
 
 
 def request_id(message: Message) -> str:
-    """The name of a request that brought none: its message id, or its place in the stream."""
+    """The name of a request that brought none: its message id, or its lane and its place in there."""
     given = message.headers.get(MESSAGE_ID, "")
-    return given if re.fullmatch(TOKEN_PATTERN, given) else f"job-{message.sequence}"
+    if re.fullmatch(TOKEN_PATTERN, given):
+        return given
+    lane = message.subject.split(".")[-2:-1]
+    return f"job-{lane[0] if lane and lane[0] in get_args(Priority) else 'x'}-{message.sequence}"
 
 
 def _address(body: Any, message: Message) -> Address:

@@ -20,9 +20,10 @@ from ..schemas.registry import Room, WorkerCard
 from ..streams.port import SCHEMA, Delivery
 from . import endings
 from .arrivals import Arrivals
-from .contract import Intake, Pipe, Stage
+from .contract import Intake, Pipe, Stage, through_outages
 from .degradation import slots
 from .relay import Voice
+from .stream import Teller
 from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
@@ -178,6 +179,8 @@ class Infer(Stage):
         try:
             if newest == 0:
                 await self._go_on(voice, Transcript())
+                if not voice.is_ours:
+                    await self._tell_again(job)
                 return
             said = await self.pipe.transcript(job.tenant, job.id)
             if said.finished:
@@ -206,6 +209,14 @@ class Infer(Stage):
             del self._voices[job.tenant, job.id]
             voice.ended.set()
 
+    async def _tell_again(self, job: ValidatedJob) -> None:
+        """Something was said of the request before this worker had it. If all was, see that its events are stored: they
+        may have been pushed out of their stream, and the request been asked for again."""
+        subject = self.pipe.outputs_of(job.tenant, job.id)
+        stored = await through_outages(lambda: self.pipe.broker.replay("STREAM", subject), subject)
+        if Transcript.of(stored).finished:
+            await Teller(self.pipe, 0).tell(codec.decode_outputs(stored[-1].data), stored[-1])
+
     async def _take_over(self, voice: Voice, newest: int, said: Transcript) -> None:
         """Announce an epoch newer than `newest` right behind `said`, and go on from there."""
         while True:
@@ -220,6 +231,8 @@ class Infer(Stage):
     async def _go_on(self, voice: Voice, said: Transcript) -> None:
         """Say what is left to be said."""
         voice.handles += [self._engine.open(request) for request in _requests(voice.job, voice.epoch, said)]
+        if voice.expired:  # while this was waited for
+            voice.silence()
         with self.pipe.cancellations.calling(voice.job.tenant, voice.job.id, voice.silence):
             await asyncio.gather(*(voice.relay(handle) for handle in voice.handles))
         if voice.is_cut:

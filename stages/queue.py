@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import structlog
 
+from ..schemas import codec
 from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull, StreamFull, Transient
-from ..schemas.events import Accepted, Cancelled, Usage
+from ..schemas.events import Accepted, Cancelled, Queued, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import root_of
 from ..schemas.registry import Admission
 from ..streams.port import Delivery
-from ..streams.topology import PRIORITIES, batch_stream
+from ..streams.topology import EVENTS, PRIORITIES, batch_stream
 from .admission import Warden
 from .contract import Intake, JobStage, Pipe
 
@@ -84,14 +85,15 @@ class Queue(JobStage):
     async def pass_on(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
         now = self._warden.last
         retry_after = now.retry_after[job.priority]
-        if not now.accepting[job.priority] and delivery.attempt == 1:
-            raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after)
-        if (wait := self._warden.wait(job.priority)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
-            raise Overloaded(
-                f"The request would wait about {math.ceil(wait)} s, past its deadline.",
-                code="queue_full",
-                retry_after=retry_after,
-            )
+        if delivery.attempt == 1:  # else it may have its place already, and only the acknowledgement was lost
+            if not now.accepting[job.priority]:
+                raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after)
+            if (wait := self._warden.wait(job.priority)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
+                raise Overloaded(
+                    f"The request would wait about {math.ceil(wait)} s, past its deadline.",
+                    code="queue_full",
+                    retry_after=retry_after,
+                )
         try:
             stored = await self.pipe.forward(job, route, delivery)
         except StreamFull as error:
@@ -142,11 +144,15 @@ class Queue(JobStage):
         await self.pipe.broker.notify(self.pipe.subjects.admission(), data)
 
     async def _take_out(self, place: _Place) -> None:
-        """Delete a cancelled job that still waits in its lane."""
+        """End a cancelled job and delete it from its lane, unless a worker has begun with it."""
+        subject = self.pipe.subjects.events(place.tenant, place.bridge, place.cancelled.request)
         try:
-            if await self.pipe.broker.delete(batch_stream(place.priority), place.sequence):
+            newest = await self.pipe.broker.last(EVENTS, subject)
+            if newest is None or isinstance(codec.decode_event(newest.data), Accepted | Queued):
+                # Its end is stored first: whoever dies in between leaves nobody waiting.
                 await self.pipe.emit(
                     place.cancelled, tenant=place.tenant, bridge=place.bridge, place="end", priority=place.priority
                 )
+                await self.pipe.broker.delete(batch_stream(place.priority), place.sequence)
         except Transient as error:
             log.warning("a cancelled job stays until its turn", reason=str(error))

@@ -37,7 +37,12 @@ class Voice:
         self._holder = uuid.uuid4().hex
         self._turn = asyncio.Lock()  # outputs are stored one after the other
         self._ours: bool | None = None  # None until announced; set by announce
-        self._expired = False  # set by expire
+        self.expired = False  # set by expire
+
+    @property
+    def is_ours(self) -> bool:
+        """False once somebody else was found to have said something before."""
+        return self._ours is not False
 
     def silence(self) -> None:
         """Stop before the next token."""
@@ -46,7 +51,7 @@ class Voice:
 
     def expire(self) -> None:
         """The deadline has come."""
-        self._expired = True
+        self.expired = True
         self.silence()
 
     async def announce(self, *first: Delta) -> bool:
@@ -76,7 +81,7 @@ class Voice:
         while not handle.finished and self._ours is not False:
             told = loop.time()
             for delta in await handle.take():
-                if self._expired and delta.finish_reason == "cancelled":
+                if self.expired and delta.finish_reason == "cancelled":
                     self.is_cut = self.job.endpoint == "/v1/embeddings"
                     if self.is_cut:
                         return

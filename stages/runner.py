@@ -27,7 +27,7 @@ from ..schemas.jobs import Priority
 from ..streams.port import Consumer, ConsumerSpec, Delivery
 from ..streams.topology import FAILURES, PRIORITIES, lane_stream
 from . import endings
-from .contract import Pipe, Stage
+from .contract import Pipe, Stage, through_outages
 from .failures import Count
 from .turns import Turns
 
@@ -176,7 +176,8 @@ class Runner:
         try:
             await self._stage.handle(delivery)
         finally:
-            await asyncio.shield(deaths.add(-1))
+            # Through any outage: a mark that stays would count as a death.
+            await asyncio.shield(through_outages(lambda: deaths.add(-1), delivery.message.subject))
         return True
 
     async def _refuse(self, delivery: Delivery, refusal: Refusal) -> None:

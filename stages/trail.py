@@ -48,6 +48,12 @@ class Trail:
             case _:
                 return True
 
+    def cuts(self, event: Event) -> bool:
+        """Whether a part of the event is stored and another is not, as where an answer was begun anew."""
+        if not isinstance(event, Token) or self.over or event.choice in self.finished:
+            return False
+        return event.index < self.next_index.get(event.choice, 0) < event.index + len(event.token_ids)
+
     def add(self, event: Event, sequence: int) -> None:
         """Note that the event is stored."""
         self.last = max(self.last, sequence)

@@ -179,6 +179,7 @@ class Validate(Stage):
         )
         if await told is not None:
             return
+        await self._quotas.check(tenant, len(message.data))
         subject, headers = (
             self.pipe.subjects.tools(priority, tenant),
             {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB},

@@ -8,8 +8,9 @@ apart by number, one that comes twice, late or to somebody else neither gives ro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import structlog
 from pydantic import ValidationError
@@ -39,18 +40,20 @@ class Seats:
     Conservation: `sent` = `arrived` + `lost` + those in flight, counted in messages.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, numbers: Iterator[int] | None = None) -> None:
+        """`numbers` are those of the sender: of no two messages the same, whatever became of the worker between."""
         self.room = room  # set by hear
         self.in_flight: dict[int, Sent] = {}  # by number
         self.sent = self.arrived = self.lost = 0  # messages
-        self._number = 0
+        self._numbers = numbers or count(1)
+        self._newest = 0
 
     def send(self, seats: int, now: float) -> int:
         """Take seats for a message; returns its number."""
-        self._number += 1
+        self._newest = next(self._numbers)
         self.sent += 1
-        self.in_flight[self._number] = Sent(seats, since=now)
-        return self._number
+        self.in_flight[self._newest] = Sent(seats, since=now)
+        return self._newest
 
     def lose(self, number: int) -> None:
         """A message will never arrive: its seats are free again."""
@@ -66,7 +69,7 @@ class Seats:
     @property
     def oldest(self) -> int:
         """The first number that the worker's word is waited for."""
-        return min(self.in_flight, default=self._number + 1)
+        return min(self.in_flight, default=self._newest + 1)
 
     @property
     def on_the_way(self) -> int:
@@ -84,6 +87,7 @@ class Workers:
         self.copy = copy
         self._registry = registry
         self._seats: dict[str, Seats] = {}
+        self._numbers = count(1)
 
     def hear(self, message: Message) -> None:
         try:
@@ -93,7 +97,7 @@ class Workers:
             return
         seats = self._seats.get(room.worker)
         if seats is None or seats.room.incarnation != room.incarnation:
-            seats = self._seats[room.worker] = Seats(room)
+            seats = self._seats[room.worker] = Seats(room, self._numbers)
         seats.hear(room, self.copy)
 
     def living(self, model: str) -> list[tuple[WorkerCard, Seats]]:

@@ -32,7 +32,7 @@ async def move_into_lanes(
     for name in old:
         with allowed(STREAM_MISSING):  # another process was faster
             for message in await broker.replay(name, ">"):
-                message_id = message.headers.get(MESSAGE_ID, f"{name}.{message.sequence}")
+                message_id = message.headers.get(MESSAGE_ID, f"moved-{name}-{message.sequence}")
                 headers = {key: value for key, value in message.headers.items() if key != MESSAGE_ID}
                 await broker.publish(_lane(subjects, message), message.data, message_id=message_id, headers=headers)
                 await broker.delete(name, message.sequence)

@@ -58,6 +58,7 @@ class Pipeline:
     """`ask` runs one request to its end and returns its events; `runner` drives the loop for plain tests."""
 
     runner: asyncio.Runner
+    infer: Infer  # set by start
 
     def __init__(self, pipe: Pipe, engine: InferenceEngine, backend: FragileEcho) -> None:
         self.pipe = pipe
@@ -113,7 +114,8 @@ class Pipeline:
         pipeline = cls(pipe, engine, backend)
         tools = Tools(pipe, toolbox or Toolbox({}))
         stages = [tools if stage is Tools else stage(pipe) for stage in (*LIGHT.values(), *more)]
-        pipeline._runners = [Runner(stage, pipe) for stage in (*stages, Infer(pipe, engine, worker))]
+        pipeline.infer = Infer(pipe, engine, worker)
+        pipeline._runners = [Runner(stage, pipe) for stage in (*stages, pipeline.infer)]
         pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]
         pipeline._tasks += [asyncio.create_task(registry.run()), asyncio.create_task(pipeline._announce())]
         await pipeline.bridge.start()

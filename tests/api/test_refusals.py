@@ -63,9 +63,11 @@ def test_a_fault_is_named(
 
 
 def test_a_prompt_beyond_the_context_is_told_both_numbers(client: httpx.Client) -> None:
-    response = client.post("/v1/completions", json={"model": "echo", "prompt": "x" * 140_000})
-    message = error(response)["message"]
-    assert "140000" in message and "131072" in message
+    longest = {"model": "echo", "max_tokens": 1, "prompt": "x" * 131_072}
+    message = error(client.post("/v1/completions", json=longest))["message"]
+    assert "has 131072 tokens" in message and "is 131072 tokens" in message
+    message = error(client.post("/v1/completions", json=longest | {"prompt": "x" * 200_000}))["message"]
+    assert "more than 196" in message and "is 131072 tokens" in message  # nobody counts on
 
 
 @pytest.mark.parametrize(

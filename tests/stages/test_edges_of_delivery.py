@@ -1,0 +1,168 @@
+"""Rare turns of a request's life: what was pushed out, came again, or came at the wrong moment still has one end."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import pytest
+from memory_pipeline import MODEL, Pipeline, validated
+from raw_events import PATIENCE, Forgetful, check, dispatch, ended, job_named, publish, stored
+
+from penstock.schemas import codec
+from penstock.schemas.errors import GenerationFailed, Overloaded
+from penstock.schemas.events import FINAL, Delta, Event, Failed, Token
+from penstock.schemas.jobs import Job
+from penstock.schemas.registry import Room
+from penstock.stages.queue import Queue
+from penstock.stages.relay import Voice
+from penstock.stages.workers import Workers
+from penstock.streams.port import NEXT, SCHEMA, Message
+
+
+def test_jobs_without_ids_in_two_lanes_are_two_requests(pipeline: Pipeline) -> None:
+    async def scene() -> list[Event]:
+        job = Job(endpoint="/v1/completions", bridge="nameless", body={"model": MODEL, "prompt": "words"})
+        for priority in ("normal", "high"):
+            subject = pipeline.pipe.subjects.jobs(priority, "default")
+            await pipeline.pipe.broker.publish(subject, codec.encode(job), message_id=f"no token: {priority}")
+        ends: list[Event] = []
+        async with asyncio.timeout(PATIENCE):
+            while len(ends) < 2:
+                await asyncio.sleep(0)
+                told = await pipeline.pipe.broker.replay("EVENTS", pipeline.pipe.subjects.events_of("nameless"))
+                ends = [event for one in told if isinstance(event := codec.decode_event(one.data), FINAL)]
+        return ends
+
+    assert len({event.request for event in pipeline.runner.run(scene())}) == 2
+
+
+def test_a_request_whose_beginning_was_pushed_out_still_hears_its_end(pipeline: Pipeline) -> None:
+    async def scene() -> None:
+        pipe, request = pipeline.pipe, f"r-{uuid.uuid4().hex}"
+        await pipe.emit(Token(request, 0, 0, (1,), "x"), tenant="default", bridge="test", place="0.0")
+        delta = Delta(request, 1, 0, 5, (1,), "x")
+        subject = pipe.outputs_of("default", request)
+        headers = {SCHEMA: codec.OUTPUTS}
+        await pipe.broker.publish(subject, codec.encode_outputs([delta]), message_id=request, headers=headers)
+        assert isinstance((await ended(pipeline, request))[-1], Failed)
+
+    pipeline.runner.run(scene())
+
+
+async def test_an_answer_whose_events_were_pushed_out_is_told_again() -> None:
+    """The id is asked for again, as by a bridge that finds no event of it."""
+    pipeline = await Pipeline.start(memory=Forgetful)
+    pipe = pipeline.pipe
+    job = validated(f"r-{uuid.uuid4().hex}", pipe)
+    await dispatch(pipeline, job)
+    first = check(await ended(pipeline, job.id), accepted=False)
+    for message in await pipe.broker.replay("EVENTS", pipe.subjects.events(job.tenant, job.bridge, job.id)):
+        await pipe.broker.delete("EVENTS", message.sequence)
+    pipe.trails.clear()
+    assert not await stored(pipeline, job.id)
+    await dispatch(pipeline, job)
+    assert check(await ended(pipeline, job.id), accepted=False) == first == "hello"
+    await pipeline.stop()
+
+
+def test_half_of_an_event_is_not_taken_for_the_whole(pipeline: Pipeline) -> None:
+    async def scene() -> None:
+        pipe, request = pipeline.pipe, f"r-{uuid.uuid4().hex}"
+
+        async def emit(*token: Token) -> None:
+            for one in token:
+                await pipe.emit(one, tenant="default", bridge="test", place=str(one.index))
+
+        await emit(Token(request, 0, 0, (1, 2, 3), "abc"), Token(request, 0, 0, (1,), "a"))  # all of that is there
+        with pytest.raises(GenerationFailed):
+            await emit(Token(request, 0, 2, (3, 4), "cd"))
+
+    pipeline.runner.run(scene())
+
+
+async def test_what_has_its_place_is_not_refused_when_it_comes_again() -> None:
+    pipeline = await Pipeline.start()
+    pipe = pipeline.pipe
+    job = validated("again", pipe)
+    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: pipe.subjects.batch("normal", "default")}
+
+    class Again:
+        message = Message(pipe.subjects.stage("queue", "normal", "default"), codec.encode(job), headers, 1)
+        attempt = 1
+
+    queue = Queue(pipe)
+    queue._warden.wait = lambda priority: 1e6  # type: ignore[method-assign]
+    with pytest.raises(Overloaded):
+        await queue.handle(Again())  # type: ignore[arg-type]
+    Again.attempt = 2
+    await queue.handle(Again())  # type: ignore[arg-type]
+    await pipeline.stop()
+
+
+def test_a_deadline_that_comes_before_the_work_is_not_forgotten(pipeline: Pipeline) -> None:
+    async def scene() -> None:
+        job = validated(f"r-{uuid.uuid4().hex}", pipeline.pipe)
+        job = job.model_copy(update={"params": job.params.model_copy(update={"max_tokens": 400, "ignore_eos": True})})
+        infer = pipeline.infer
+        voice = Voice(pipeline.pipe, job, lambda: 0.0)
+        voice.expire()
+        await infer._go_on(voice, await pipeline.pipe.transcript(job.tenant, job.id))
+        said = await pipeline.pipe.transcript(job.tenant, job.id)
+        assert said.finish_reasons == ["deadline"]
+        assert sum(map(len, said.token_ids)) < 400
+
+    pipeline.runner.run(scene())
+
+
+async def test_a_worker_that_was_forgotten_and_comes_back_confuses_no_numbers() -> None:
+    pipeline = await Pipeline.start()
+    workers = Workers(pipeline.pipe.registry, "copy")
+    (card,) = pipeline.pipe.registry.workers
+    room = Room(
+        worker=card.id,
+        incarnation=card.incarnation,
+        free=4,
+        free_high=4,
+        received={"copy": [1, 2, 3]},
+        active=0,
+        free_tokens=1 << 20,
+        total_tokens=1 << 20,
+    )
+
+    def hear() -> None:
+        workers.hear(Message("", room.model_dump_json().encode(), {}))
+
+    hear()
+    ((_, seats),) = workers.living(MODEL)
+    assert [seats.send(1, 0.0) for _ in range(3)] == [1, 2, 3]
+    known, pipeline.pipe.registry.workers = pipeline.pipe.registry.workers, ()
+    workers.living(MODEL)  # nobody is there
+    pipeline.pipe.registry.workers = known
+    hear()
+    ((_, seats),) = workers.living(MODEL)
+    seats.send(4, 0.0)
+    hear()
+    assert seats.on_the_way == 4
+    await pipeline.stop()
+
+
+async def test_a_request_for_another_model_does_not_end_the_batch_stage() -> None:
+    pipeline = await Pipeline.start()
+    names = [f"r-{place}" for place in range(20)]
+    pipe = pipeline.pipe
+    for name in names:
+        job = validated(name, pipe).model_copy(update={"model": MODEL if name == "r-0" else f"model-{name}"})
+        subject, headers = pipe.subjects.batch("normal", "default"), {SCHEMA: codec.VALIDATED_JOB}
+        await pipe.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
+    await publish(pipeline, job_named("last"))
+    assert check(await ended_alone(pipeline, "last"))
+    await pipeline.stop()
+
+
+async def ended_alone(pipeline: Pipeline, request: str) -> list[Event]:
+    """Its events, once the final one is there, whatever else still waits."""
+    async with asyncio.timeout(PATIENCE):
+        while not any(isinstance(event, FINAL) for event in await stored(pipeline, request)):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    return await stored(pipeline, request)
