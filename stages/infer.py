@@ -184,6 +184,7 @@ class Infer(Stage):
                 return
             said = await self.pipe.transcript(job.tenant, job.id)
             if said.finished:
+                await self._tell_again(job)
                 return
             if said.kills >= self.pipe.settings.max_kills:
                 reason = f"{said.kills} workers died while they began it"
