@@ -113,9 +113,7 @@ class Pipe:
         trail = self.trails.get(subject)
         if trail is None:
             trail = Trail() if isinstance(event, Accepted) else await self._trail(subject)  # the first, most likely
-        if trail.cuts(event):
-            raise GenerationFailed("The broker has lost a part of the answer.")
-        while trail.lacks(event):
+        while not trail.cuts(event) and trail.lacks(event):
             try:
                 stored = await self.store(subject, codec.encode(event), name, codec.EVENT, expect=trail.last)
             except Superseded:
@@ -124,6 +122,8 @@ class Pipe:
             else:
                 trail.add(event, stored.sequence)
                 break
+        if trail.cuts(event):
+            raise GenerationFailed("The broker has lost a part of the answer.")
         self.trails[subject] = trail
         self.trails.move_to_end(subject)
         if len(self.trails) > MOST_TRAILS:

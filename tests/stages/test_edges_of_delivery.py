@@ -16,6 +16,7 @@ from penstock.schemas.jobs import Job
 from penstock.schemas.registry import Room
 from penstock.stages.queue import Queue
 from penstock.stages.relay import Voice
+from penstock.stages.trail import Trail
 from penstock.stages.workers import Workers
 from penstock.streams.port import NEXT, SCHEMA, Message
 
@@ -75,6 +76,9 @@ def test_half_of_an_event_is_not_taken_for_the_whole(pipeline: Pipeline) -> None
                 await pipe.emit(one, tenant="default", bridge="test", place=str(one.index))
 
         await emit(Token(request, 0, 0, (1, 2, 3), "abc"), Token(request, 0, 0, (1,), "a"))  # all of that is there
+        with pytest.raises(GenerationFailed):
+            await emit(Token(request, 0, 2, (3, 4), "cd"))
+        pipe.trails[pipe.subjects.events("default", "test", request)] = Trail()  # it was not known that anything is
         with pytest.raises(GenerationFailed):
             await emit(Token(request, 0, 2, (3, 4), "cd"))
 
