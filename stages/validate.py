@@ -38,6 +38,7 @@ _Key = tuple[str, str, str, str]  # what a model's preparer is made of: source, 
 
 CLOCKS = 2.0  # seconds by which a client's clock may differ from ours
 LONG_AT_ONCE = 2  # jobs longer than that
+WORTH_A_LOOK = 4_000  # bytes of a job; whether it is a repetition is asked for more
 LONG = 20_000  # bytes of a job; tokenising more than this would hold up the event loop for milliseconds
 
 
@@ -75,18 +76,15 @@ class Validate(Stage):
         message = delivery.message
         priority, tenant = self._lane(message)
         job = self._decode(message)
-        # Asked for meanwhile: whether this is a repetition, of which something was told already.
-        events = self.pipe.subjects.events(tenant, job.bridge, job.id or endings.request_id(message))
-        told = asyncio.create_task(self.pipe.broker.last(EVENTS, events))
-        try:
-            if job.endpoint == "/v1/responses":
-                await self._begin_response(job, message, priority, tenant, told)
+        # A worker finds a repetition out, too, but with the prompt computed.
+        if job.endpoint == "/v1/responses" or len(message.data) > WORTH_A_LOOK:
+            events = self.pipe.subjects.events(tenant, job.bridge, job.id or endings.request_id(message))
+            if await self.pipe.broker.last(EVENTS, events) is not None:
                 return
-            validated = await self._validate(job, job.endpoint, message, priority, tenant)
-            if await told is not None:
-                return
-        finally:
-            told.cancel()
+        if job.endpoint == "/v1/responses":
+            await self._begin_response(job, message, priority, tenant)
+            return
+        validated = await self._validate(job, job.endpoint, message, priority, tenant)
         route = [self.pipe.subjects.stage(stage, priority, tenant) for stage in self.pipe.settings.job_stages]
         route.append(self.pipe.subjects.batch(priority, tenant))
         try:
@@ -154,9 +152,7 @@ class Validate(Stage):
             dimensions=prepared.dimensions,
         )
 
-    async def _begin_response(
-        self, job: Job, message: Message, priority: Priority, tenant: str, told: asyncio.Task[Message | None]
-    ) -> None:
+    async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:
         """Have the stage tools take turns with the model; each comes here again as a chat request."""
         created = self.pipe.now()
         request = parse_responses(job.body)
@@ -177,8 +173,6 @@ class Validate(Stage):
             deadline=deadline,
             body=job.body,
         )
-        if await told is not None:
-            return
         await self._quotas.check(tenant, len(message.data))
         subject, headers = (
             self.pipe.subjects.tools(priority, tenant),
