@@ -31,6 +31,7 @@ from .embeddings import add_embeddings
 from .files import add_files
 from .generate import add_generate
 from .generation import add_generation
+from .ignored import HEADER, Ignored
 from .keys import Authentication, Keys
 from .messages import add_messages
 from .native import add_streams
@@ -38,7 +39,13 @@ from .openapi import complete, refusals
 from .responses import add_responses
 from .tokens import Preparers, add_tokens
 
-_EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")  # headers that a web page may read
+_EXPOSED = (
+    "x-request-id",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    HEADER,
+)  # headers that a web page may read
 
 
 def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Settings, version: str) -> FastAPI:
@@ -122,6 +129,7 @@ def _add_edges(app: FastAPI, settings: Settings) -> None:
             expose_headers=_EXPOSED,
         )
     app.add_middleware(_RequestIds)
+    app.add_middleware(Ignored)
     complete(app, keys=keys)
 
 

@@ -6,7 +6,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,7 +15,7 @@ from ..schemas.errors import InvalidRequest, Overloaded, StreamFull, StreamNotFo
 from ..schemas.jobs import TOKEN_PATTERN
 from ..streams.port import Broker
 from ..streams.topology import BATCH_STATES
-from .door import Door, parsed, read_as, tenant_of
+from .door import Door, read_parsed, tenant_of
 from .files import find_file, page
 from .openapi import body_of, refusals
 
@@ -32,7 +31,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
     )
     async def create(request: Request) -> Any:
         """Run the requests of a file, within a day and behind everybody else's."""
-        asked = await read_as(partial(parsed, BatchRequest), request, door.settings)
+        asked = await read_parsed(BatchRequest, request, door.settings)
         tenant, now, lifetime = tenant_of(request), int(time.time()), door.settings.files_ttl
         if (expires := asked.output_expires_after) is not None:
             if expires.seconds > lifetime:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -15,7 +14,7 @@ from ..schemas.chat import Body
 from ..schemas.errors import StreamNotFound
 from ..schemas.items import InputItem, input_items
 from ..streams.conversations import Conversation, Conversations
-from .door import Door, parsed, read_as, tenant_of
+from .door import Door, read_parsed, tenant_of
 from .files import page
 from .openapi import body_of, refusals
 
@@ -44,7 +43,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
     @app.post("/v1/conversations", tags=["openai"], openapi_extra=body_of(ConversationBody), responses=_FAULTS)
     async def create(request: Request) -> Any:
         """Begin a conversation."""
-        asked = await read_as(partial(parsed, ConversationBody), request, door.settings)
+        asked = await read_parsed(ConversationBody, request, door.settings)
         await door.quotas.check(tenant_of(request), _length(request))
         made = Conversation(id=f"conv_{uuid.uuid4().hex}", created_at=int(time.time()), metadata=asked.metadata or {})
         store, tenant = await Conversations.of(door.broker), tenant_of(request)
@@ -61,7 +60,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
     @app.post(path, tags=["openai"], openapi_extra=body_of(MetadataBody), responses=_FAULTS)
     async def update(id: str, request: Request) -> Any:
         """Give it other metadata."""
-        asked = await read_as(partial(parsed, MetadataBody), request, door.settings)
+        asked = await read_parsed(MetadataBody, request, door.settings)
         store, _ = await _find(id, request)
         new = {"metadata": asked.metadata or {}}
         return _shown(_there(id, await store.change(tenant_of(request), id, lambda one: one.model_copy(update=new))))
@@ -76,7 +75,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
     @app.post(f"{path}/items", tags=["openai"], openapi_extra=body_of(ItemsBody), responses=_FAULTS)
     async def add(id: str, request: Request) -> Any:
         """Add items at the end."""
-        asked = await read_as(partial(parsed, ItemsBody), request, door.settings)
+        asked = await read_parsed(ItemsBody, request, door.settings)
         store, _ = await _find(id, request)
         await door.quotas.check(tenant_of(request), _length(request))
         items = await _add(store, tenant_of(request), id, asked.items)

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from ..config.settings import Settings
 from ..schemas.bounds import LONG, load_json
-from ..schemas.chat import MOST_MODEL
+from ..schemas.chat import MOST_MODEL, Body
 from ..schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge
 from ..schemas.jobs import Job, JobEndpoint, Priority
 from ..schemas.openai import TIERS, refusal
@@ -29,11 +29,12 @@ from ..streams.quotas import Quotas
 from ..streams.registry import Registry
 from .bridge import Bridge
 from .idempotency import open_once
+from .ignored import known_alone
 from .reading import Reading
 from .resuming import Progress, invalid_event_id
 
 TENANT = "default"
-Kind = TypeVar("Kind", bound=BaseModel)
+Kind = TypeVar("Kind", bound=Body)
 Made = TypeVar("Made")
 
 
@@ -62,9 +63,20 @@ def tenant_of(request: Request) -> str:
     return getattr(request.state, "tenant", TENANT)
 
 
-async def read_object(request: Request, settings: Settings) -> dict[str, Any]:
-    """The request's body, a JSON object. Raises what `read_body` raises, and `InvalidRequest`."""
-    return await read_as(_itself, request, settings)
+async def read_object(request: Request, settings: Settings, *kinds: type[Body]) -> dict[str, Any]:
+    """The request's body, a JSON object, without the fields that none of `kinds` has.
+
+    Raises what `read_body` raises, and `InvalidRequest`.
+    """
+    body = await read_as(_itself, request, settings)
+    return known_alone(body, *kinds, request=request, settings=settings)
+
+
+async def read_parsed(kind: type[Kind], request: Request, settings: Settings) -> Kind:
+    """A body that does not go through the pipeline. Raises what `read_object` and `parsed` raise."""
+    return await read_as(
+        lambda body: parsed(kind, known_alone(body, kind, request=request, settings=settings)), request, settings
+    )
 
 
 async def read_as(make: Callable[[dict[str, Any]], Made], request: Request, settings: Settings) -> Made:

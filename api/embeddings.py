@@ -16,7 +16,7 @@ def add_embeddings(app: FastAPI, door: Door) -> None:
     @app.post("/v1/embeddings", tags=["openai"], openapi_extra=documented(EmbeddingRequest))
     async def embed(request: Request) -> Response:
         """OpenAI's `/v1/embeddings`; the model is one that a worker with the backend sentence_transformers serves."""
-        body = await read_object(request, door.settings)
+        body = await read_object(request, door.settings, EmbeddingRequest)
         opened = await open_request(request, door, "/v1/embeddings", body, PREFIX["/v1/embeddings"])
         encoded = body.get("encoding_format") == "base64"
         renderer = Embeddings(opened.reading.request, model_of(body), encoded=encoded)

@@ -10,9 +10,10 @@ from fastapi.responses import Response
 
 from ..schemas.events import Done, ErrorBody, Event, Expired, Failed, Token
 from ..schemas.jobs import Endpoint
-from ..schemas.openai import ChatRequest, CompletionRequest
+from ..schemas.openai import KINDS, ChatRequest, CompletionRequest
 from .answers import Answer
 from .door import Door, Opened, model_of, open_request, read_object
+from .ignored import known_alone
 from .native import Feed
 from .openapi import documented
 from .rendering import Renderer, join_calls
@@ -59,8 +60,9 @@ def add_generate(app: FastAPI, door: Door) -> None:
 
         With `stream` the answer is the request's events, as `/v1/streams/{id}` gives them.
         """
-        body = await read_object(request, door.settings)
+        body = await read_object(request, door.settings, ChatRequest, CompletionRequest)
         endpoint: Endpoint = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        body = known_alone(body, KINDS[endpoint], request=request, settings=door.settings)
         opened = await open_request(request, door, endpoint, body, "gen-")
         keepalive = door.settings.keepalive_interval
         if body.get("stream") is True:

@@ -7,29 +7,26 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import BaseModel
 
 from ..schemas.jobs import Endpoint
-from ..schemas.openai import ChatRequest, CompletionRequest
+from ..schemas.openai import KINDS
 from .answers import Answer
 from .door import Door, model_of, open_request, read_object
 from .openapi import documented
 from .rendering import PREFIX, Renderer
 
-BODIES: dict[Endpoint, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
+ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
 
 
 def add_generation(app: FastAPI, door: Door) -> None:
-    for endpoint, body in BODIES.items():
-        app.post(endpoint, tags=["openai"], name=endpoint, openapi_extra=documented(body))(_generation(endpoint, door))
+    for endpoint in ENDPOINTS:
+        extra = documented(KINDS[endpoint])
+        app.post(endpoint, tags=["openai"], name=endpoint, openapi_extra=extra)(_generation(endpoint, door))
 
 
 def _generation(endpoint: Endpoint, door: Door) -> Any:
     async def generate(request: Request) -> Response:
-        body = await read_object(request, door.settings)
+        body = await read_object(request, door.settings, KINDS[endpoint])
         reading, progress, status = await open_request(request, door, endpoint, body, PREFIX[endpoint])
         streaming = body.get("stream") is True
         options = body.get("stream_options")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ from fastapi.responses import Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..config.settings import Settings
 from ..schemas.anthropic import CountRequest, MessagesRequest
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Accepted, Event
@@ -17,6 +19,7 @@ from ..schemas.jobs import Endpoint
 from ..schemas.openai import parse_request
 from .answers import Answer
 from .door import Door, open_request, parsed, read_as
+from .ignored import known_alone
 from .messages_rendering import MessageRenderer, error_payload, sse
 from .openapi import STREAMED, body_of
 from .tokens import Preparers
@@ -49,7 +52,7 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
     @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessagesRequest), responses=STREAMED | _REFUSED)
     async def messages(request: Request) -> Response:
         """Anthropic's `/v1/messages`, and Penstock's `priority` and `timeout`."""
-        asked, body = await read_as(_translated, request, door.settings)
+        asked, body = await read_as(partial(_translated, request, door.settings), request, door.settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "with Idempotency-Key a repetition gets the same answer"
@@ -65,17 +68,18 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
     @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)
     async def count(request: Request) -> dict[str, int]:
         """How many tokens the prompt of such a request has."""
-        chat = await read_as(_counted, request, door.settings)
+        chat = await read_as(partial(_counted, request, door.settings), request, door.settings)
         return {"input_tokens": len(await preparers.prompt(preparers.card(chat.model), chat))}
 
 
-def _translated(body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:
-    asked = parsed(MessagesRequest, body)
+def _translated(request: Request, settings: Settings, body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:
+    asked = parsed(MessagesRequest, known_alone(body, MessagesRequest, request=request, settings=settings))
     return asked, asked.chat_body()
 
 
-def _counted(body: dict[str, Any]) -> Any:
-    return parse_request(CHAT, parsed(CountRequest, body).chat_body())
+def _counted(request: Request, settings: Settings, body: dict[str, Any]) -> Any:
+    known = known_alone(body, CountRequest, request=request, settings=settings)
+    return parse_request(CHAT, parsed(CountRequest, known).chat_body())
 
 
 class AnthropicErrors:

@@ -28,6 +28,7 @@ from .answers import FOR_EVER, EventStream, error_of, error_response
 from .chain import Chain
 from .door import Door, model_of, open_request, read_as, tenant_of
 from .files import page
+from .ignored import known_alone
 from .openapi import STREAMED, documented, refusals
 from .responses_rendering import ResponseRenderer, response_object
 from .sealing import seal
@@ -103,7 +104,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
     @app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))
     async def create(request: Request) -> Response:
         """OpenAI's `/v1/responses`, with tools that are run here; Penstock's own parameters are in the schema too."""
-        body = await read_as(partial(_sealed, settings=settings, tenant=tenant_of(request)), request, settings)
+        body = await read_as(partial(_sealed, request, settings), request, settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "retrieve the response with stream=true and starting_after"
@@ -207,8 +208,9 @@ def shown(stored: Stored) -> dict[str, Any]:
     return response_object(stored.begun, stored.turns, ended)
 
 
-def _sealed(body: dict[str, Any], settings: Settings, tenant: str) -> dict[str, Any]:
+def _sealed(request: Request, settings: Settings, body: dict[str, Any]) -> dict[str, Any]:
     """The body with its secrets unreadable: what is published is stored. Raises `InvalidRequest`."""
+    body, tenant = known_alone(body, ResponsesRequest, request=request, settings=settings), tenant_of(request)
     tools = body.get("tools")
     servers = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     if any("sealed" in tool for tool in servers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
@@ -17,7 +16,7 @@ from ..schemas.errors import Fatal, InvalidRequest, ModelNotFound, Overloaded
 from ..schemas.openai import ChatRequest, CompletionRequest
 from ..schemas.registry import ModelCard
 from ..streams.registry import Registry
-from .door import Door, parsed, read_as
+from .door import Door, read_parsed
 from .openapi import body_of, refusals
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def add_tokens(app: FastAPI, door: Door, preparers: Preparers) -> None:
     @app.post("/tokenize", tags=["native"], openapi_extra=body_of(TokenizeRequest), responses=_FAULTS)
     async def tokenize(request: Request) -> TokenizeResponse:
         """The tokens of a prompt, or of messages as the model's chat template writes them."""
-        asked = await read_as(partial(parsed, TokenizeRequest), request, door.settings)
+        asked = await read_parsed(TokenizeRequest, request, door.settings)
         card = preparers.card(asked.model)
         tokenizer = (await preparers.of(card)).tokenizer
         options = asked.model_dump(include=set(_OF_MESSAGES), exclude_none=True)
@@ -129,7 +128,7 @@ def add_tokens(app: FastAPI, door: Door, preparers: Preparers) -> None:
     @app.post("/detokenize", tags=["native"], openapi_extra=body_of(DetokenizeRequest), responses=_FAULTS)
     async def detokenize(request: Request) -> DetokenizeResponse:
         """The text of tokens, special ones included."""
-        asked = await read_as(partial(parsed, DetokenizeRequest), request, door.settings)
+        asked = await read_parsed(DetokenizeRequest, request, door.settings)
         tokenizer = (await preparers.of(preparers.card(asked.model))).tokenizer
         if (highest := max(asked.tokens, default=0)) >= tokenizer.vocabulary_size:
             raise InvalidRequest(

@@ -67,6 +67,9 @@ class Settings(BaseSettings):
     max_connections_per_address: int = Field(
         2048, ge=1, description="The same from one address, or IPv6 network of 64 bits; a proxy in front is one."
     )
+    strict: bool = Field(
+        False, description="Refuse a request with unknown fields (400), instead of naming them in `Penstock-Ignored`."
+    )
     api_keys: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_hashed)] = Field(
         None, min_length=1, description="KEY or TENANT=KEY, several with commas; without any, everybody may ask."
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .chat import Body
 from .jobs import Endpoint, SubjectToken
 
 WINDOW = 86400  # seconds that a batch may take
@@ -34,9 +35,7 @@ class ExpiresAfter(_Wire):
     seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
-class BatchRequest(_Wire):
-    model_config = ConfigDict(extra="forbid")
-
+class BatchRequest(Body):
     input_file_id: str
     endpoint: Endpoint
     completion_window: Literal["24h"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema
 
 from .bounds import bounded
+from .errors import InvalidRequest
 
 MOST_MESSAGES = 10_000
 MOST_MODEL = 256  # characters of a model's name
@@ -15,17 +19,49 @@ ModelName = Annotated[str, Field(min_length=1, max_length=MOST_MODEL)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
+class Unsupported(NamedTuple):
+    """A field that would change the answer and cannot be honoured: refused unless its value is one of `neutral`."""
+
+    neutral: tuple[Any, ...] = (None,)
+    advice: str = "leave it out"
+
+
 class Body(BaseModel):
-    """Part of a request. Checking one costs little, whatever a client has put into it."""
+    """A request or a part of one. Checking it costs little, whatever a client has put into it."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType({})
+
+    @classmethod
+    @cache
+    def field_names(cls) -> frozenset[str]:
+        """Every field that has a meaning here, be it that it is refused."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items()) | cls.unsupported.keys()
+
+    @classmethod
+    def supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
+        """`body` without its unsupported fields. Raises `InvalidRequest` where one is not neutral."""
+        for name in cls.unsupported.keys() & body.keys():
+            neutral, advice = cls.unsupported[name]
+            if body[name] not in neutral:
+                fault = f"{name} is not supported here; {advice}."
+                raise InvalidRequest(fault, code="unsupported_parameter", param=name)
+        return {name: value for name, value in body.items() if name not in cls.unsupported}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return bounded(handler(source))
 
 
-class TextPart(Body):
+class OpenBody(Body):
+    """A part of a request that holds what a client has kept of earlier answers, of whatever server: messages, calls and
+    tools. Their unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(OpenBody):
     type: Literal["text"]
     text: str
 
@@ -45,21 +81,21 @@ Content = Annotated[
 ]
 
 
-class FunctionCall(Body):
+class FunctionCall(OpenBody):
     """`arguments` is JSON in a string, as the model wrote it."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(OpenBody):
     id: Annotated[str, Field(min_length=1)]
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # as in a stream's chunks
 
 
-class ChatMessage(Body):
+class ChatMessage(OpenBody):
     """A message of any role; `content` is missing only beside an assistant's tool calls.
 
     `reasoning` and `reasoning_content` are two names for one thing.
@@ -84,7 +120,7 @@ class ChatMessage(Body):
         return self.content or ""
 
 
-class Function(Body):
+class Function(OpenBody):
     """`parameters` is a JSON Schema of an object; without it the function takes nothing."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -93,7 +129,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(OpenBody):
     type: Literal["function"]
     function: Function
 

@@ -1,19 +1,20 @@
 """The OpenAI request bodies that Penstock takes, strictly typed, and what each parameter means to it.
 
 Three kinds of parameter: those that act, those that change nothing about the answer (accepted), and those that would
-change it and cannot be honoured yet (refused unless they hold their neutral value). Anything else is unknown: refused.
+change it and cannot be honoured (refused unless they hold their neutral value). Anything else is unknown, and refused
+here: over HTTP the bridge has left it out, unless it is strict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from .bounds import MOST_LISTED, listed
-from .chat import MOST_MESSAGES, Body, ChatMessage, ModelName, ResponseFormat, Tool, ToolChoice
+from .chat import MOST_MESSAGES, Body, ChatMessage, ModelName, ResponseFormat, Tool, ToolChoice, Unsupported
 from .embeddings import EmbeddingRequest
 from .errors import InvalidRequest
 from .jobs import Endpoint, Priority
@@ -24,18 +25,17 @@ MAX_TOOLS = 128
 TIERS: dict[str, Priority] = {"priority": "high", "auto": "normal", "default": "normal", "flex": "low"}
 
 
-# Refused unless neutral: the values that leave the answer as it is.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "verbosity": (None, "medium"),
-    "moderation": (None,),
-    "store": (None, False),
-    "suffix": (None, ""),
+_UNSUPPORTED = {
+    "functions": Unsupported((None, []), "send tools"),
+    "function_call": Unsupported((None, "none"), "send tools and tool_choice"),
+    "modalities": Unsupported((None, ["text"])),
+    "audio": Unsupported(),
+    "prediction": Unsupported(),
+    "web_search_options": Unsupported(),
+    "verbosity": Unsupported((None, "medium")),
+    "moderation": Unsupported(),
+    "store": Unsupported((None, False)),
+    "suffix": Unsupported((None, "")),
 }
 
 
@@ -54,6 +54,8 @@ class StreamOptions(Body):
 
 
 class _Sampling(Body):
+    unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
+
     model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -91,6 +93,11 @@ class _Sampling(Body):
 class ChatRequest(_Sampling):
     """Body of `/v1/chat/completions`."""
 
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_UNSUPPORTED,
+        "prompt": Unsupported(advice="send messages, or ask /v1/completions"),
+    }
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -107,6 +114,11 @@ class ChatRequest(_Sampling):
 class CompletionRequest(_Sampling):
     """Body of `/v1/completions`. A list of prompts gets `n` choices for each, in order."""
 
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_UNSUPPORTED,
+        "messages": Unsupported(advice="send a prompt, or ask /v1/chat/completions"),
+    }
+
     prompt: Prompt
     logprobs: int | None = None
     best_of: int | None = None
@@ -119,7 +131,7 @@ class CompletionRequest(_Sampling):
 
 Request = ChatRequest | CompletionRequest
 
-_KINDS: dict[Endpoint, type[Request | EmbeddingRequest]] = {
+KINDS: dict[Endpoint, type[Request | EmbeddingRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/embeddings": EmbeddingRequest,
@@ -128,15 +140,9 @@ _KINDS: dict[Endpoint, type[Request | EmbeddingRequest]] = {
 
 def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | EmbeddingRequest:
     """Check a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
-    kind = _KINDS[endpoint]
-    known = {name: value for name, value in body.items() if name in kind.model_fields or name not in _NEUTRAL}
-    for name in body.keys() - known.keys():
-        if body[name] not in _NEUTRAL[name]:
-            raise InvalidRequest(
-                f"{name} is not supported here; leave it out.", code="unsupported_parameter", param=name
-            )
+    kind = KINDS[endpoint]
     try:
-        request = kind.model_validate(known)
+        request = kind.model_validate(kind.supported(body))
     except ValidationError as error:
         raise refusal(error) from None
     if request.priority and request.service_tier and TIERS[request.service_tier] != request.priority:

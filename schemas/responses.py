@@ -7,12 +7,12 @@ neither does asking to include what only tools of OpenAI's own have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationError
 
-from .chat import Body, JsonSchema, ModelName
+from .chat import Body, JsonSchema, ModelName, Unsupported
 from .errors import InvalidRequest
 from .items import InputItem, by_type
 from .jobs import Priority, SubjectToken
@@ -25,19 +25,6 @@ MAX_TURNS = 100
 MAX_ITEMS = 5000  # of one request's input
 LOGPROBS = "message.output_text.logprobs"
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt": (None,),
-    "truncation": (None, "disabled"),
-    "moderation": (None,),
-    "context_management": (None, []),
-    "access_programs": (None,),
-    "image": (None,),
-    "prompt_cache_options": (None, {}),
-}
-_WHY = {
-    "prompt": "no prompts are kept here; send the instructions and the input",
-    "truncation": "nothing of an input is cut silently",
-}
 # What a turn's request has from the response's as it is.
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 _RENAMED = {"max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
@@ -97,6 +84,16 @@ def _bare_id(value: object) -> object:
 class ResponsesRequest(Body):
     """Body of `/v1/responses`. `max_output_tokens` counts over all turns; `max_turns`, `priority`, `timeout` and the
     sampling parameters behind it are Penstock's own."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "prompt": Unsupported(advice="send the instructions and the input, since no prompts are kept"),
+        "truncation": Unsupported((None, "disabled"), "shorten the input, of which nothing is cut silently"),
+        "moderation": Unsupported(),
+        "context_management": Unsupported((None, [])),
+        "access_programs": Unsupported(),
+        "image": Unsupported(),
+        "prompt_cache_options": Unsupported((None, {})),
+    }
 
     model: ModelName
     input: (
@@ -221,12 +218,8 @@ class ResponsesRequest(Body):
 
 def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
     """Check a body. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
-    for name in _NEUTRAL.keys() & body.keys():
-        if body[name] not in _NEUTRAL[name]:
-            fault = f"{name} is not supported here: {_WHY.get(name, 'leave it out')}."
-            raise InvalidRequest(fault, code="unsupported_parameter", param=name)
     try:
-        request = ResponsesRequest.model_validate({name: body[name] for name in body.keys() - _NEUTRAL.keys()})
+        request = ResponsesRequest.model_validate(ResponsesRequest.supported(body))
     except ValidationError as error:
         raise refusal(error) from None
     values = request.model_dump(include=_SAMPLING | _RENAMED.keys(), exclude_none=True)

@@ -292,7 +292,6 @@ async def test_a_batch_has_no_more_lines_than_may_be() -> None:
         ({"metadata": {"a": 1}}, 400, "metadata.a"),
         ({"metadata": {str(number): "" for number in range(17)}}, 400, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, "output_expires_after.seconds"),
-        ({"unknown": 1}, 400, "unknown"),
     ],
 )
 async def test_a_bad_batch_is_refused(change: dict[str, Any], status: int, param: str) -> None:

@@ -116,7 +116,7 @@ def test_a_refusal_has_its_status(doors: Doors, stream: dict[str, Any]) -> None:
     for fault, status, code in (
         ({"temperature": 9}, 400, "invalid_value"),
         ({"model": "other"}, 404, "model_not_found"),
-        ({"messages": MESSAGES}, 400, "unknown_parameter"),
+        ({"messages": MESSAGES}, 400, "unsupported_parameter"),
     ):
         response = post(doors, TEXT | stream | fault)
         assert (response.status, response.error["code"]) == (status, code)

@@ -10,6 +10,7 @@ from applications import Doors, Script
 from asgi import ask
 
 from penstock.api.answers import FOR_EVER
+from penstock.api.app import create_app
 from penstock.api.batch_input import line_of
 from penstock.api.bridge import Bridge
 from penstock.schemas.errors import InvalidRequest
@@ -66,8 +67,12 @@ def test_what_stands_in_texts_does_not_count(doors: Doors) -> None:
 
 
 def test_a_refusal_names_twenty_faults_and_counts_the_others(doors: Doors) -> None:
+    pipe = doors.pipeline.pipe
+    strict = pipe.settings.model_copy(update={"strict": True})
+    app = create_app(doors.bridges[0], pipe.broker, pipe.registry, strict, "0")
+
     def refused(body: dict[str, Any]) -> dict[str, Any]:
-        return doors.run(ask(doors.apps[0], "POST", "/v1/completions", {"model": "echo", "prompt": "x"} | body)).error
+        return doors.run(ask(app, "POST", "/v1/completions", {"model": "echo", "prompt": "x"} | body)).error
 
     error = refused({f"key{place}": 0 for place in range(25)})
     assert error["message"].count("is not a known parameter.") == 20
