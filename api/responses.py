@@ -69,7 +69,10 @@ class ResponseAnswer(EventStream):
                 if not self._is_own(event):
                     self._renderer.render(event)
             ready = self._reading.ended or (self._mode == "background" and self._reached(events))
-        body = orjson.dumps(self._renderer.response())
+        response = self._renderer.response()
+        if self._mode == "background" and not self._renderer.finished:
+            response |= {"status": "queued", "output": [], "usage": None}
+        body = orjson.dumps(response)
         await send(self._opening("application/json", {"content-length": str(len(body))}))
         await send({"type": "http.response.body", "body": body})
 
@@ -119,6 +122,13 @@ def add_responses(app: FastAPI, door: Door) -> None:
         mode: Mode = "stream" if body.get("stream") is True else "background" if background else "whole"
         return ResponseAnswer(chain, renderer, mode, keepalive=settings.keepalive_interval)
 
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Any:
+        raise StreamNotFound(
+            "Responses are not compacted here; send the items that the model still needs as the input of a new one.",
+            code="not_found",
+        )
+
     @app.get(path, tags=["openai"], responses=STREAMED | refusals(400, 404, 503))
     async def retrieve(id: str, request: Request) -> Response:
         """A response as far as it has come; with `stream=true` its events, behind number `starting_after`."""
@@ -146,10 +156,14 @@ def add_responses(app: FastAPI, door: Door) -> None:
         await (await ResponseLog.of(door.broker)).delete(stored.begun.job.tenant, stored)
         return {"id": id, "object": "response", "deleted": True}
 
-    @app.post(f"{path}/cancel", tags=["openai"], responses=refusals(404, 503))
+    @app.post(f"{path}/cancel", tags=["openai"], responses=refusals(400, 404, 503))
     async def cancel(id: str, request: Request) -> Any:
-        """Stop a response; one that has ended stays as it is."""
-        return shown(await _stopped(await _find(id, request)))
+        """Stop a response that has not ended."""
+        before = await _find(id, request)
+        status = shown(before)["status"]
+        if status not in ("queued", "in_progress", "cancelled"):
+            raise InvalidRequest(f"A response that is {status} cannot be cancelled.", code="response_over")
+        return shown(await _stopped(before))
 
     @app.get(f"{path}/input_items", tags=["openai"], responses=refusals(400, 404, 503))
     async def input_items(id: str, request: Request) -> Any:

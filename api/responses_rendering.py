@@ -25,6 +25,7 @@ from ..schemas.events import (
     Turn,
 )
 from ..schemas.loops import Begun, Ended, Items, Turned
+from ..schemas.responses import LOGPROBS
 from ..schemas.turn_items import Change, TurnItems
 from .messages_rendering import sse
 
@@ -47,6 +48,7 @@ _EMPTY: dict[str, _Object] = {
     "mcp_list_tools": {"tools": [], "error": None},
 }
 _INCOMPLETE = {"status": "incomplete"}
+_FUNCTION: _Object = {"type": "function", "name": "", "description": None, "parameters": None, "strict": None}
 _DEFAULTS: _Object = {
     "background": False,
     "frequency_penalty": 0.0,
@@ -125,7 +127,7 @@ class ResponseRenderer:
                 yield from self._tell_item(event.item, finished=event.finished)
             case Turn():
                 yield from self._leave_turn()
-                logprobs = "message.output_text.logprobs" in (self._body.get("include") or ())
+                logprobs = bool(self._body.get("top_logprobs")) or LOGPROBS in (self._body.get("include") or ())
                 self._job, self._turn = event.job, TurnItems(event.job, event.calls, logprobs=logprobs)
             case Done():
                 status = "incomplete" if "length" in event.finish_reasons else "completed"
@@ -279,12 +281,14 @@ def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object
         "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
         "service_tier": "default" if tier == "auto" else tier,
         "text": {"format": {"type": "text"}, **given.get("text", {})},
-        "tools": [_without_secrets(tool) for tool in given.get("tools", ())],
+        "tools": [_shown_tool(tool) for tool in given.get("tools", ())],
     }
 
 
-def _without_secrets(tool: Mapping[str, Any]) -> _Object:
-    return {name: value for name, value in tool.items() if name not in _SECRETS}
+def _shown_tool(tool: Mapping[str, Any]) -> _Object:
+    """A tool without its secrets; a function with every field that clients look for."""
+    shown = {name: value for name, value in tool.items() if name not in _SECRETS}
+    return _FUNCTION | shown if tool.get("type") == "function" else shown
 
 
 def _response(
@@ -298,7 +302,7 @@ def _response(
     return {
         **head,
         "status": status,
-        "completed_at": at if status == "completed" else None,
+        "completed_at": int(at) if at is not None and status == "completed" else None,
         "error": _error(error) if error else None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "output": output,

@@ -1,7 +1,8 @@
 """The items of OpenAI's Responses API, strictly typed as a client sends them, and how they are kept.
 
-What came out of a response goes in again as it is; a field that is null is as good as none. Normalised items are JSON:
-each has a type, an id and, where OpenAI's have one, a status.
+What came out of a response goes in again as it is; a field that is null is as good as none, and one that is unknown is
+passed over: clients add their own to what they keep. Normalised items are JSON: each has a type, an id and, where
+OpenAI's have one, a status.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from .chat import Body
+from .chat import Body, OpenBody
 from .errors import InvalidRequest
 from .loops import Items
 
@@ -28,12 +29,12 @@ def by_type(fault: str, expected: str) -> Discriminator:
             return f"<{getattr(value, 'type', 'dict')}>"
         if not isinstance(value, dict):
             return f"<{type(value).__name__}>"
-        return f"<{value.get('type') or ('message' if 'role' in value else 'dict')}>"
+        return f"<{value.get('type', 'message' if 'role' in value else 'dict')}>"
 
     return Discriminator(tag, custom_error_type=fault, custom_error_message=f"Input should be {expected}")
 
 
-class _Part(Body):
+class _Part(OpenBody):
     @model_validator(mode="before")
     @classmethod
     def _null_is_none(cls, value: object) -> object:

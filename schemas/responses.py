@@ -149,7 +149,7 @@ class ResponsesRequest(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ())
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def sources(self, tenant: str = "default") -> tuple[Source, ...]:
         """Where the tools come from that are run here. Raises `InvalidRequest` for a secret that is not sealed."""
@@ -244,8 +244,6 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
         yield "stream_options", "is only allowed with stream: true"
     if request.background and request.store is False:
         yield "background", "what runs in the background is stored; leave store out"
-    if request.top_logprobs and not request.wants_logprobs:
-        yield "top_logprobs", f"needs include: [{LOGPROBS!r}]"
     names: set[str] = set()
     for place, tool in enumerate(request.tools or ()):
         part, name = ("name", tool.name) if isinstance(tool, FunctionTool) else ("server_label", tool.server_label)

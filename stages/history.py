@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ..schemas.errors import InvalidRequest
+from ..schemas.errors import InvalidRequest, StreamNotFound
 from ..schemas.items import input_items
 from ..schemas.loops import Begun, Items, LoopJob, Origin
 from ..schemas.responses import ResponsesRequest, parse_responses
@@ -44,7 +44,7 @@ class History:
         self._cached_bytes = 0
 
     async def origin(self, job: LoopJob, request: ResponsesRequest) -> Origin:
-        """Where the items before a request's input are. Raises `InvalidRequest`."""
+        """Where the items before a request's input are. Raises `InvalidRequest` and `StreamNotFound`."""
         if (previous := request.previous_response_id) is not None:
             stored = await self._log.read(job.tenant, previous)
             if stored is None or not stored.can_be_followed:
@@ -67,7 +67,8 @@ class History:
         return Origin()
 
     async def items(self, job: LoopJob, origin: Origin) -> Items:
-        """The items before the input of the request `job`. Raises `InvalidRequest` where they are kept no more."""
+        """The items before the input of the request `job`. Raises `StreamNotFound` where they are kept no more, and
+        `InvalidRequest`."""
         chain: list[Stored] = []
         tenant = job.tenant
         while origin.follows:
@@ -107,7 +108,7 @@ class History:
     async def keep(self, begun: Begun) -> Begun:
         """Write a response's beginning, and keep what it refers to for as long as itself; returns the one that stands.
 
-        Raises `InvalidRequest` where the response before was deleted meanwhile.
+        Raises `StreamNotFound` where the response before was deleted meanwhile.
         """
         tenant, id = begun.job.tenant, begun.job.id
         if begun.follows and not await self._log.follow(tenant, begun.follows[-1], id):
@@ -129,8 +130,8 @@ class History:
         return stored
 
 
-def _unknown(id: str) -> InvalidRequest:
-    return InvalidRequest(
+def _unknown(id: str) -> StreamNotFound:
+    return StreamNotFound(
         f"There is no response {id!r}, or it is kept no more.",
         code="previous_response_not_found",
         param="previous_response_id",

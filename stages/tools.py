@@ -165,7 +165,7 @@ class Tools(Stage):
     async def _prepare(self, job: LoopJob) -> Begun:
         """Check a response's request, list its tools and make the calls that a person has approved.
 
-        Raises `InvalidRequest`.
+        Raises `InvalidRequest` and `StreamNotFound`.
         """
         request = parse_responses(job.body)
         sources = request.sources(job.tenant)
@@ -201,7 +201,7 @@ class Tools(Stage):
         return await self._with_approved(begun.model_copy(update=known), answers)
 
     async def _asked(self, job: LoopJob, request: ResponsesRequest) -> Begun:
-        """The beginning as far as the request says it. Raises `InvalidRequest`."""
+        """The beginning as far as the request says it. Raises `InvalidRequest` and `StreamNotFound`."""
         origin, input = await self._history.origin(job, request), await self._history.input(job, request)
         return Begun(**dict(origin), job=_unsealed(job), sources=(), tools=(), input=input, items=[], index=0)
 

@@ -77,6 +77,10 @@ def check_response(response: Event) -> None:
     """Judge one whole response, from a stream or not."""
     Response.model_validate(response, strict=True)
     status, usage = response["status"], response["usage"]
+    assert isinstance(response["completed_at"], int | None), "Unix seconds are whole, unlike the client's own type"
+    for tool in response["tools"]:
+        missing = {"name", "description", "parameters", "strict"} - tool.keys()
+        assert tool["type"] != "function" or not missing, f"a function's {missing} may be null, but not missing"
     assert (response["error"] is not None) == (status == "failed")
     assert (response["incomplete_details"] is not None) == (status == "incomplete")
     if status in ("queued", "in_progress"):

@@ -340,7 +340,7 @@ def test_nothing_is_kept_of_what_shall_not_be(office: Office) -> None:
     made = office.create(call("add", a=1, b=1), "2.", input="1 + 1?", tools=functions(), store=False)
     assert office.ask("GET", f"/v1/responses/{made['id']}").status == 404
     assert office.kept() == before
-    assert office.refused(400, input="?", previous_response_id=made["id"])["code"] == "previous_response_not_found"
+    assert office.refused(404, input="?", previous_response_id=made["id"])["code"] == "previous_response_not_found"
 
 
 def test_a_response_is_forgotten(office: Office) -> None:
@@ -357,7 +357,7 @@ def test_in_the_background(office: Office) -> None:
     office.model.texts = [call("wait", name="it"), "Done."]
     body = {"model": "echo", "input": "Go.", "tools": functions(), "background": True}
     begun = orjson.loads(office.ask("POST", "/v1/responses", body).body)
-    assert begun["status"] in ("queued", "in_progress")
+    assert (begun["status"], begun["output"]) == ("queued", [])
 
     async def follow() -> Response:
         async with asyncio.timeout(30):
@@ -381,9 +381,30 @@ def test_a_response_is_cancelled_in_the_middle_of_a_call(office: Office) -> None
 
     made = orjson.loads(office.run(cancel()).body)
     assert made["status"] == office.stored(begun["id"])["status"] == "cancelled"
+    again = office.ask("POST", f"/v1/responses/{begun['id']}/cancel")
+    assert orjson.loads(again.body)["status"] == "cancelled"
     assert len(office.model.asked) == 1
     stream = office.ask("GET", f"/v1/responses/{begun['id']}?stream=true")
     assert check_responses(stream.body)["status"] == "cancelled"
+
+
+def test_what_has_ended_cannot_be_cancelled(office: Office) -> None:
+    made = office.create("Done.", input="Go.")
+    refused = office.ask("POST", f"/v1/responses/{made['id']}/cancel")
+    assert (refused.status, refused.error["code"]) == (400, "response_over")
+    assert office.stored(made["id"])["status"] == "completed"
+
+
+def test_responses_are_not_compacted(office: Office) -> None:
+    refused = office.ask("POST", "/v1/responses/compact", {"model": "echo", "input": []})
+    assert refused.status == 404 and "not compacted" in refused.error["message"]
+
+
+def test_log_probabilities_come_with_their_number_alone(office: Office) -> None:
+    for stream in (False, True):
+        made = office.create("Yes.", input="?", stream=stream, top_logprobs=2)
+        assert made["output"][0]["content"][0]["logprobs"]
+        assert office.stored(made["id"])["output"] == made["output"]
 
 
 def test_a_client_that_leaves_stops_what_is_not_kept(office: Office) -> None:

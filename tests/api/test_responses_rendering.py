@@ -70,6 +70,10 @@ class Run:
         self._told = 0
 
     @property
+    def _wants_logprobs(self) -> bool:
+        return bool(self.body.get("top_logprobs")) or LOGPROBS in (self.body["include"] or ())
+
+    @property
     def begun(self) -> Begun:
         job = LoopJob(
             id=ID, tenant="t", priority="normal", bridge="b", created=1700.25, deadline=2000.0, body=self.body
@@ -102,7 +106,7 @@ class Run:
     def turn(self, *tokens: Token, attempt: int = 0) -> None:
         """Begin a turn, and say this much."""
         turn = TurnId(ID, len(self.turns) + 1, attempt)
-        self._fold = TurnItems(str(turn), CALLS, logprobs=LOGPROBS in (self.body["include"] or ()))
+        self._fold = TurnItems(str(turn), CALLS, logprobs=self._wants_logprobs)
         self.events += [Turn(ID, self._count(), str(turn), CALLS), Queued(str(turn), 2)]
         self.events.append(Accepted(str(turn), "m", 1701, 12))
         for token in tokens:
@@ -350,8 +354,14 @@ def test_usage_is_that_of_all_turns() -> None:
 
 
 def test_logprobs_come_where_they_were_asked_for() -> None:
-    for include, heard in (([LOGPROBS], ["Yes"]), ([], []), (None, [])):
-        run = Run(include=include, top_logprobs=1)
+    for asked, heard in (
+        ({"include": [LOGPROBS]}, ["Yes"]),
+        ({"include": [LOGPROBS], "top_logprobs": 1}, ["Yes"]),
+        ({"include": None, "top_logprobs": 1}, ["Yes"]),
+        ({"include": [], "top_logprobs": 0}, []),
+        ({}, []),
+    ):
+        run = Run(**asked)
         run.turn(say("Yes", logprobs=True))
         run.finish_turn("stop")
         body = b"".join(run.done().messages())
@@ -491,7 +501,7 @@ def test_a_stream_that_breaks_says_so_behind_what_the_client_has() -> None:
 
 
 def test_the_time_of_the_end_is_kept() -> None:
-    assert agent_run().stored["completed_at"] == 1800.5
+    assert agent_run().stored["completed_at"] == 1800
     run = agent_run()
     run.ended = None
     assert run.stored["status"] == "in_progress" and run.stored["completed_at"] is None

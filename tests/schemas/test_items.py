@@ -125,6 +125,15 @@ def test_items_go_in_and_out_as_they_are(name: str) -> None:
     assert shown.type == kept["type"] and shown.id == kept["id"]
 
 
+@pytest.mark.parametrize("name", ITEMS)
+def test_fields_that_clients_add_are_passed_over(name: str) -> None:
+    item = ITEMS[name]
+    marked = item | {"provider_specific_fields": {"a": 1}, "cache_control": {"type": "ephemeral"}}
+    if isinstance(parts := item.get("content"), list):
+        marked["content"] = [part | {"extra_content": 1} for part in parts]
+    assert full(marked) == full(item)
+
+
 def test_short_forms_are_made_whole() -> None:
     stem = RESPONSE.removeprefix("resp_")
     assert input_items("hi", RESPONSE) == [

@@ -71,7 +71,6 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
     "unknown_parameter": [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"max_tokens": 5}, "max_tokens"),
-        (item(role="user", content="x", colour="red"), "input[0].colour"),
         (tool(MCP, connector_id="connector_gmail"), "tools[0].connector_id"),
         (tool(MCP, allowed_tools={"tool_names": [], "read_only": True}), "tools[0].allowed_tools.read_only"),
     ],
@@ -111,7 +110,7 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
         ({"top_p": 0}, "top_p"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"input": [{"type": None, "role": "user", "content": "x"}]}, "input[0]"),
         ({"include": ["everything"]}, "include[0]"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"max_turns": 0}, "max_turns"),
