@@ -101,7 +101,7 @@ def _made(make: Callable[[dict[str, Any]], Made], raw: bytes) -> Made:
 def parsed(kind: type[Kind], body: dict[str, Any]) -> Kind:
     """A body that does not go through the pipeline, refused as validate would. Raises `InvalidRequest`."""
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(kind.supported(body))
     except ValidationError as error:
         raise refusal(error) from None
 

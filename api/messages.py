@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -19,10 +19,12 @@ from ..schemas.jobs import Endpoint
 from ..schemas.openai import parse_request
 from .answers import Answer
 from .door import Door, open_request, parsed, read_as
-from .ignored import known_alone
-from .messages_rendering import MessageRenderer, error_payload, sse
+from .ignored import known_alone, name_ignored
+from .messages_rendering import THREAD, MessageRenderer, error_payload, sse
 from .openapi import STREAMED, body_of
 from .tokens import Preparers
+
+Asked = TypeVar("Asked", bound=CountRequest)
 
 PATH = "/v1/messages"
 CHAT: Endpoint = "/v1/chat/completions"
@@ -73,13 +75,21 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
 
 
 def _translated(request: Request, settings: Settings, body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:
-    asked = parsed(MessagesRequest, known_alone(body, MessagesRequest, request=request, settings=settings))
+    asked = _read(MessagesRequest, request, settings, body)
     return asked, asked.chat_body()
 
 
 def _counted(request: Request, settings: Settings, body: dict[str, Any]) -> Any:
-    known = known_alone(body, CountRequest, request=request, settings=settings)
-    return parse_request(CHAT, parsed(CountRequest, known).chat_body())
+    return parse_request(CHAT, _read(CountRequest, request, settings, body).chat_body())
+
+
+def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[str, Any]) -> Asked:
+    """What was asked, and what of it has no effect named in the answer. Raises `InvalidRequest`."""
+    if body.get("thread") is not None:  # clients go on without it for this code alone
+        raise InvalidRequest("thread is not supported here; send the whole conversation.", code=THREAD, param="thread")
+    asked = parsed(kind, known_alone(body, kind, request=request, settings=settings))
+    name_ignored(request, asked.without_effect)
+    return asked
 
 
 class AnthropicErrors:
@@ -104,8 +114,9 @@ class AnthropicErrors:
                     return
             elif refused is not None:  # an error is one piece
                 headers, status = MutableHeaders(scope=refused), refused["status"]
-                text = orjson.loads(message["body"])["error"]["message"]
-                message = {**message, "body": orjson.dumps(error_payload(status, text, headers["request-id"]))}
+                error = orjson.loads(message["body"])["error"]
+                payload = error_payload(status, error["message"], headers["request-id"], error["code"])
+                message = {**message, "body": orjson.dumps(payload)}
                 headers["content-length"] = str(len(message["body"]))
                 await send({**refused, "status": 529 if status == 503 else status})
                 refused = None

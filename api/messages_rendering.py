@@ -17,6 +17,8 @@ from .rendering import Renderer, join_calls
 
 Piece = dict[str, Any]
 
+THREAD = "thread_unsupported_request"  # Anthropic's code for a conversation that its server would keep
+
 _REASONS: dict[FinishReason, str] = {
     "stop": "end_turn",
     "stop_sequence": "stop_sequence",
@@ -126,10 +128,11 @@ def sse(piece: Piece) -> bytes:
     return f"event: {piece['type']}\ndata: ".encode() + orjson.dumps(piece) + b"\n\n"
 
 
-def error_payload(status: int, message: str, request: str) -> Piece:
+def error_payload(status: int, message: str, request: str, code: str | None = None) -> Piece:
     """Anthropic's error object, which is an event of its stream too."""
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request}
+    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == THREAD else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request}
 
 
 def _input(call: ToolCallDelta) -> Piece:

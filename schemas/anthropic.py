@@ -1,23 +1,30 @@
 """Anthropic's Messages request, strictly typed, and the chat request that means the same.
 
-Only the shape is checked here; what a value means to the model is checked where every chat request is.
+Only the shape is checked here; what a value means to the model is checked where every chat request is. What asks for a
+service of Anthropic's that leaves the prompt as it is, or makes it shorter or dearer, is accepted without effect; a
+request tells which of these it has (`without_effect`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from .chat import MOST_MESSAGES, Body, ModelName
+from .chat import MOST_MESSAGES, Body, ModelName, OpenBody, Unsupported
 from .errors import InvalidRequest
 from .jobs import Priority
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # what changes nothing about them
+_THINKS = {"enable_thinking": True, "thinking": True}  # what chat templates call the switch
 
 
-class _Marked(Body):
+class _Marked(OpenBody):
     cache_control: dict[str, Any] | None = None  # what can be cached is, whether marked or not
 
 
@@ -48,10 +55,34 @@ def _as_blocks(value: object) -> object:
 Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])]
 
 
+class ToolReference(_Marked):
+    """What a client's search for tools has found: a tool of the same request."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return f"Tool found: {self.tool_name}"
+
+
+Result = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReference, Tag("<tool_reference>")],
+    Discriminator(
+        lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
+        custom_error_type="block_type",
+        custom_error_message="Input should be a block of type text or tool_reference; "
+        "images and documents are not understood here",
+    ),
+]
+
+
 class ToolResultBlock(_Marked):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
-    content: Texts = Field(default_factory=list)
+    content: Annotated[list[Result], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Result])] = Field(
+        default_factory=list
+    )
     is_error: bool | None = None
 
 
@@ -70,18 +101,42 @@ Block = Annotated[
 ]
 
 
-class Message(Body):
+class Message(OpenBody):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 
 
 class Tool(_Marked):
+    """The model sees every tool from the start, and calls it itself, whatever the last three say."""
+
     name: str
     description: str | None = None
     input_schema: Annotated[dict[str, Any], Field(serialization_alias="parameters")]
     type: Literal["custom"] | None = None
     strict: bool | None = None
     eager_input_streaming: bool | None = None  # it always streams
+    defer_loading: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: list[str] | None = None
+
+
+class ServerTool(_Marked):
+    """A tool that Anthropic's servers run: the model is not told of it."""
+
+    type: str
+    name: str
+
+
+_is_of_server = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25))(_[0-9]{8})?").fullmatch
+
+
+def _tool_kind(tool: object) -> str:
+    return "<server>" if isinstance(tool, dict) and _is_of_server(str(tool.get("type"))) else "<custom>"
+
+
+AnyTool = Annotated[
+    Annotated[ServerTool, Tag("<server>")] | Annotated[Tool, Tag("<custom>")], Discriminator(_tool_kind)
+]
 
 
 class ToolChoice(Body):
@@ -101,7 +156,7 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
+    display: str | None = None  # thoughts are always given in full
 
 
 class OutputFormat(Body):
@@ -112,39 +167,83 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
 
 
-class CountRequest(_Marked):
+class ContextEdit(OpenBody):
+    """What is cleared elsewhere to save room stays in the prompt here."""
+
+    type: Annotated[str, Field(pattern="^clear_(thinking|tool_uses)_[0-9]{8}$")]
+
+
+class ContextManagement(Body):
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+
+class CountRequest(Body):
     """Body of `/v1/messages/count_tokens`: what makes the prompt."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType(
+        {
+            "container": Unsupported(),
+            "mcp_servers": Unsupported((None, []), "send the tools of MCP servers to /v1/responses"),
+        }
+    )
 
     model: ModelName
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Texts = Field(default_factory=list)
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
+    speed: str | None = None
+
+    @property
+    def without_effect(self) -> Iterable[str]:
+        """The paths of what was asked for in vain."""
+        if self.context_management and self.context_management.edits:
+            yield "context_management"
+        if self.speed not in (None, "standard"):
+            yield "speed"
+        if self.thinking and self.thinking.display:
+            yield "thinking.display"
+        if self.output_config and self.output_config.task_budget:
+            yield "output_config.task_budget"
+        for tool in self.tools or ():
+            if isinstance(tool, ServerTool):
+                yield f"tools[{tool.type}]"
+            else:
+                yield from (f"tools[].{name}" for name in _OF_TOOLS if getattr(tool, name))
 
     def chat_body(self) -> dict[str, Any]:
         """The body of a chat request. Raises `InvalidRequest` for a block that has no place where it stands."""
         body: dict[str, Any] = {"model": self.model, "messages": _chat_messages(self.system, self.messages)}
-        if self.tools:
+        if tools := [tool for tool in self.tools or () if isinstance(tool, Tool)]:
             kept = {"name", "description", "input_schema", "strict"}
-            functions = [tool.model_dump(include=kept, by_alias=True, exclude_none=True) for tool in self.tools]
+            functions = [tool.model_dump(include=kept, by_alias=True, exclude_none=True) for tool in tools]
             body["tools"] = [{"type": "function", "function": function} for function in functions]
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
             body["tool_choice"] = _CHOICES.get(choice.type, named)
             if choice.disable_parallel_tool_use:
                 body["parallel_tool_calls"] = False
-        if self.thinking:
-            body["reasoning_effort"] = "none" if self.thinking.type == "disabled" else "medium"
-        if self.output_config and (effort := self.output_config.effort):
-            body["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        body |= self._reasoning()
         if self.output_config and (form := self.output_config.format):
             schema = {"name": "output", "schema": form.schema_, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
+
+    def _reasoning(self) -> dict[str, Any]:
+        """Clients ask every model to think: one that cannot uses nothing of what it was granted."""
+        if self.thinking and self.thinking.type == "disabled":
+            return {"reasoning_effort": "none"}
+        options: dict[str, Any] = dict(_THINKS) if self.thinking else {}
+        if self.output_config and (effort := self.output_config.effort):
+            options["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        return {"chat_template_kwargs": options} if options else {}
 
 
 class MessagesRequest(CountRequest):
@@ -164,6 +263,7 @@ class MessagesRequest(CountRequest):
     def chat_body(self) -> dict[str, Any]:
         same = {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority", "timeout"}
         body = super().chat_body() | self.model_dump(include=same, by_alias=True, exclude_none=True)
+        body["fit_max_tokens"] = True  # it must be given, so clients give all that their usual model can do
         user = (self.metadata or {}).get("user_id")
         return body | ({"user": user} if user else {})
 

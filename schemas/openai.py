@@ -60,6 +60,7 @@ class _Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    fit_max_tokens: bool | None = None  # cut to the room that the prompt leaves, instead of refused
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -182,14 +183,14 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
         values["logprobs"] = request.logprobs
         if request.best_of not in (None, request.n or 1):
             raise InvalidRequest("best_of above n is not supported.", code="unsupported_parameter", param="best_of")
-    if values.get("max_tokens", 0) > room:
+    if values.get("max_tokens", 0) > room and not request.fit_max_tokens:
         param = names.get("max_tokens", "max_tokens")
         raise InvalidRequest(
             f"{param} is {values['max_tokens']}, but the prompt leaves {room} tokens of the context.",
             code="context_length_exceeded",
             param=param,
         )
-    values.setdefault("max_tokens", room)
+    values["max_tokens"] = min(values.get("max_tokens", room), room)
     try:
         return GenerationParams.model_validate(values)
     except ValidationError as error:

@@ -83,7 +83,7 @@ def test_parameters_reach_the_model(client: anthropic.Anthropic) -> None:
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "nobody"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"max_tokens": 10_000_000, "timeout": 60}, anthropic.BadRequestError, "context"),
+        ({"system": "x" * 200_000, "timeout": 60}, anthropic.BadRequestError, "context"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"extra_headers": {"Penstock-Resumable": "true"}}, anthropic.BadRequestError, "Idempotency-Key"),
         ({"extra_body": {"system": "x" * (5 << 20)}}, anthropic.RequestTooLargeError, "max_body_size"),
@@ -318,12 +318,17 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
         ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"reasoning_effort": "medium"},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
         ),
         ({"stop_sequences": ["a", "b"], "top_k": 4}, {"stop": ["a", "b"], "top_k": 4}),
         ({"service_tier": "standard_only", "priority": "low"}, {"priority": "low"}),
         ({"metadata": {"user_id": "u1"}, "stream": True}, {"user": "u1", "stream": True}),
-        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "xhigh"}),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, {"reasoning_effort": "none"}),
+        ({"output_config": {"effort": "max"}}, {"chat_template_kwargs": {"reasoning_effort": "xhigh"}}),
+        (
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}},
+        ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
             {
@@ -340,6 +345,69 @@ def test_what_each_parameter_means(change: dict[str, Any], expected: dict[str, A
     assert chat(**change, tools=[TOOL]) == chat(tools=[TOOL]) | expected
 
 
+EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]}
+IN_VAIN: dict[str, dict[str, Any]] = {
+    "context_management": {"context_management": EDITS},
+    "speed": {"speed": "fast"},
+    "thinking.display": {"thinking": {"type": "disabled", "display": "omitted"}},
+    "output_config.task_budget": {"output_config": {"task_budget": {"type": "tokens", "total": 20_000}}},
+    "tools[].defer_loading": {"tools": [TOOL | {"defer_loading": True}, TOOL | {"name": "n", "defer_loading": True}]},
+    "tools[].input_examples": {"tools": [TOOL | {"input_examples": [{"city": "Bern"}]}]},
+    "tools[].allowed_callers": {"tools": [TOOL | {"allowed_callers": ["direct", "code_execution_20250825"]}]},
+    "tools[web_search_20250305]": {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]},
+}
+NEUTRAL: dict[str, Any] = {"container": None, "mcp_servers": [], "speed": "standard", "context_management": {}}
+
+
+@pytest.mark.parametrize("path", IN_VAIN)
+def test_what_has_no_effect_is_taken_and_named(path: str) -> None:
+    asked = parsed(MessagesRequest, HELLO | IN_VAIN[path])
+    assert dict.fromkeys(asked.without_effect) == {path: None}
+    kept = {name: value for name, value in IN_VAIN[path].items() if name in ("thinking", "tools")}
+    plain = {"tools": [TOOL | {"name": tool["name"]} for tool in kept.get("tools", ()) if "input_schema" in tool]}
+    without = {"thinking": {"type": "disabled"}} if "thinking" in kept else plain if plain["tools"] else {}
+    assert asked.chat_body() == chat(**without)
+
+
+def test_what_asks_for_nothing_is_not_named() -> None:
+    asked = parsed(MessagesRequest, HELLO | NEUTRAL)
+    assert not [*asked.without_effect] and asked.chat_body() == chat()
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+async def test_a_conversation_of_the_servers_is_refused_as_clients_expect(path: str) -> None:
+    script = await Script.start()
+    response = await ask(script.app, "POST", path, HELLO | {"thread": {"type": "create"}})
+    error = orjson.loads(response.body)["error"]
+    assert (response.status, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_more_tokens_than_there_is_room_for_are_cut(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**HELLO | {"max_tokens": 10_000_000, "timeout": 60})
+    assert message.stop_reason == "end_turn"
+
+
+def test_fields_that_clients_add_to_a_history_are_passed_over() -> None:
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Go", "provider_specific_fields": {}}], "id": "m1"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}, "x": 1}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "tool_reference", "tool_name": "weather"}],
+                    "x": 1,
+                }
+            ],
+        },
+    ]
+    messages = chat(messages=turns, tools=[TOOL])["messages"]
+    assert [message["content"] for message in messages] == ["Go", "", "Tool found: weather"]
+
+
 def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
@@ -349,15 +417,20 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
     [
         (content({"type": "image", "source": {}}), "messages[0].content[0]: Input should be a block of type text"),
         (content({"type": "text"}), "messages[0].content[0].text is missing"),
+        (
+            content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),
+            "messages[0].content[0].content[0]: Input should be a block of type text or tool_reference",
+        ),
         (content({"type": "tool_result", "tool_use_id": "t9"}), "no tool_use before it has the id 't9'"),
         (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "tool_use has no place here"),
         (content("Hello"), "messages[0].content[0]"),
         (content(role="tool"), "messages[0].role"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported here; send the tools of MCP servers to"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: name goes with type tool"),
-        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
         ({"max_tokens": "many"}, "max_tokens"),
-        ({"container": "c"}, "container is not a known parameter"),
+        ({"container": "c"}, "container is not supported here"),
     ],
     ids=str,
 )

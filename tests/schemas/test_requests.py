@@ -37,6 +37,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "stream": (BOTH, no_switch),
     "stream_options": (BOTH, words | st.integers() | st.lists(st.integers())),
     "max_tokens": (BOTH, no_integer),
+    "fit_max_tokens": (BOTH, no_switch),
     "min_tokens": (BOTH, no_integer),
     "temperature": (BOTH, no_number | st.sampled_from([float("inf"), float("nan")])),
     "top_p": (BOTH, no_number),
