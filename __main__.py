@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,9 +36,10 @@ from .engine.models import BUNDLED, read_model_info
 from .schemas.errors import ConfigurationError, StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard
-from .stages import Pipe, Runner, Stage
+from .stages import Filter, Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
-from .stages.catalogue import LIGHT, find_stage, installed
+from .stages.catalogue import LIGHT, find_filters, find_stage, installed
+from .stages.stream import Stream
 from .stages.tools import Tools
 from .streams.deployment import joined
 from .streams.registry import Registry
@@ -88,10 +90,17 @@ def stage(
         list[str], typer.Argument(help="validate, queue, batch, stream, tools, or your own: file.py:Class.")
     ],
 ) -> None:
-    """Run stages alone, in one process, against a broker that other parts share."""
-    stages = [find_stage(name) for name in names]
+    """Run stages alone, in one process, against a broker that other parts share.
+
+    Filters run in the stage stream: name all those of the pipeline together, and it is among the stages.
+    """
+    found = [find_stage(name) for name in names]
+    filters = [kind for kind in found if issubclass(kind, Filter)]
+    stages = [kind for kind in found if issubclass(kind, Stage)]
+    if filters and Stream not in stages:
+        stages.append(Stream)
     configure_logging(loaded.settings, process="stage")
-    _run(_parts(loaded, lambda _: stages, None))
+    _run(_parts(loaded, lambda _: stages, None, filters))
 
 
 @app.command(rich_help_panel="Run")
@@ -121,13 +130,20 @@ def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening so
 
     def stages(settings: Settings) -> list[type[Stage]]:
         light = [LIGHT[name] for name in (*settings.pipeline, "tools") if name in LIGHT]
-        return light + [find_stage(name) for name in settings.job_stages if installed(name)]
+        if elsewhere := [name for name in settings.filters if not installed(name)]:
+            log.warning("answers wait for a process that has the filters: penstock stage FILE.py:Class", of=elsewhere)
+            light.remove(Stream)
+        own = [find_stage(name) for name in settings.job_stages if installed(name)]
+        return light + [kind for kind in own if issubclass(kind, Stage)]
 
     _run(_parts(loaded, stages, socket.socket(fileno=fd)))
 
 
 async def _parts(
-    loaded: Loaded, choose: Callable[[Settings], Sequence[type[Stage]]], listener: socket.socket | None
+    loaded: Loaded,
+    choose: Callable[[Settings], Sequence[type[Stage]]],
+    listener: socket.socket | None,
+    filters: Sequence[type[Filter]] = (),
 ) -> None:
     """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
     async with (
@@ -138,7 +154,12 @@ async def _parts(
         stopping = _stop_signal()  # not before: what waits for the broker may simply be killed
         settings, stages = pipe.settings, choose(pipe.settings)
         toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
-        parts = [Tools(pipe, toolbox) if toolbox and kind is Tools else kind(pipe) for kind in stages]
+        made: dict[type[Stage], Callable[[Pipe], Stage]] = {
+            Stream: partial(Stream, filters=find_filters(settings.filters, filters) if Stream in stages else ()),
+        }
+        if toolbox:
+            made[Tools] = partial(Tools, toolbox=toolbox)
+        parts = [made.get(kind, kind)(pipe) for kind in stages]
         runners = [Runner(part, pipe) for part in parts]
         running = [group.create_task(runner.run()) for runner in runners]
         background = [group.create_task(_heartbeats(pipe, parts)), group.create_task(pipe.registry.run())]

@@ -92,6 +92,8 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
         if bridge.draining:
             return JSONResponse({"status": "stopping"}, 503)
         absent = registry.missing(settings.pipeline) if broker.connected else ["broker"]
+        if "stream" not in absent:  # which runs only with all the filters
+            absent = [part for part in absent if part not in settings.filters]
         unseen = [stage for stage in absent if stage in settings.job_stages and stage not in BUILT_IN_STAGES]
         missing = [part for part in absent if part not in unseen]
         answer = {"status": "waiting", "missing": missing} if missing else {"status": "ready"}

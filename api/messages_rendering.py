@@ -24,6 +24,7 @@ _REASONS: dict[FinishReason, str] = {
     "stop_sequence": "stop_sequence",
     "length": "max_tokens",
     "tool_calls": "tool_use",
+    "content_filter": "refusal",
     "deadline": "pause_turn",
     "cancelled": "end_turn",
     "error": "end_turn",

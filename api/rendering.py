@@ -24,6 +24,7 @@ _REASONS: dict[FinishReason, str] = {
     "stop_sequence": "stop",
     "length": "length",
     "tool_calls": "tool_calls",
+    "content_filter": "content_filter",
     "cancelled": "stop",
     "deadline": "deadline",
     "error": "stop",

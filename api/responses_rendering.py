@@ -19,6 +19,7 @@ from ..schemas.events import (
     Event,
     Expired,
     Failed,
+    FinishReason,
     Item,
     Queued,
     Token,
@@ -49,6 +50,7 @@ _EMPTY: dict[str, _Object] = {
 }
 _INCOMPLETE = {"status": "incomplete"}
 _FUNCTION: _Object = {"type": "function", "name": "", "description": None, "parameters": None, "strict": None}
+_CUT: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _DEFAULTS: _Object = {
     "background": False,
     "frequency_penalty": 0.0,
@@ -130,8 +132,9 @@ class ResponseRenderer:
                 logprobs = bool(self._body.get("top_logprobs")) or LOGPROBS in (self._body.get("include") or ())
                 self._job, self._turn = event.job, TurnItems(event.job, event.calls, logprobs=logprobs)
             case Done():
-                status = "incomplete" if "length" in event.finish_reasons else "completed"
-                yield from self._end({"status": status, "at": event.at})
+                reason = _CUT.get(event.finish_reasons[0])
+                status = "incomplete" if reason else "completed"
+                yield from self._end({"status": status, "at": event.at, "reason": reason})
             case Failed() | Expired():
                 yield from self._end({"status": "failed", "error": event.error})
             case Cancelled():
@@ -263,7 +266,8 @@ def response_object(begun: Begun, turns: Sequence[Turned], ended: Ended | None) 
     if ended is None:
         return _response(head, output, usages, "in_progress")
     error = ErrorBody(**ended.error) if ended.error else None
-    return _response(head, output, usages, ended.status, error, ended.at)
+    reason = _CUT.get(turns[-1].reason) if turns else None
+    return _response(head, output, usages, ended.status, error, ended.at, reason)
 
 
 def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object:
@@ -298,13 +302,14 @@ def _response(
     status: str,
     error: ErrorBody | None = None,
     at: float | None = None,
+    reason: str | None = None,
 ) -> _Object:
     return {
         **head,
         "status": status,
         "completed_at": int(at) if at is not None and status == "completed" else None,
         "error": _error(error) if error else None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "incomplete_details": {"reason": reason or "max_output_tokens"} if status == "incomplete" else None,
         "output": output,
         "usage": None if status in ("queued", "in_progress") else _usage(usages),
     }

@@ -34,6 +34,11 @@ def _hashed(value: object) -> object:
     return [str(ApiKey.parse(entry)) for entry in entries] if isinstance(entries, list) else entries
 
 
+def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
+    """The stages of a pipeline that have a work queue of their own name."""
+    return pipeline[1 : pipeline.index("batch")]
+
+
 def _default_state_dir() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "penstock"
@@ -133,7 +138,9 @@ class Settings(BaseSettings):
 
     # Pipeline
     pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
-        BUILT_IN_STAGES, description="Order of the stages; custom ones stand between validate and batch."
+        BUILT_IN_STAGES,
+        description="Order of the stages; custom ones stand between validate and batch, filters of answers between "
+        "infer and stream.",
     )
     scheduling: Literal["round_robin", "least_loaded", "memory_aware"] = Field(
         "least_loaded", description="Which worker gets the next batch; `penstock scheduling` changes it while all runs."
@@ -259,8 +266,8 @@ class Settings(BaseSettings):
             raise ValueError("a stage stands there twice")
         if tuple(name for name in value if name in BUILT_IN_STAGES) != BUILT_IN_STAGES:
             raise ValueError(f"must hold {', '.join(BUILT_IN_STAGES)} in this order")
-        if value[0] != "validate" or value[-3:] != ("batch", "infer", "stream"):
-            raise ValueError("custom stages stand between validate and batch")
+        if value[0] != "validate" or value[-1] != "stream" or value.index("infer") != value.index("batch") + 1:
+            raise ValueError("custom stages stand between validate and batch, filters between infer and stream")
         if bad := [name for name in value if not re.fullmatch(TOKEN_PATTERN, name)]:
             raise ValueError(f"{', '.join(map(repr, bad))}: a name holds letters, digits, '_' and '-' alone")
         if taken := [name for name in value if name in RESERVED]:
@@ -295,7 +302,12 @@ class Settings(BaseSettings):
     @property
     def job_stages(self) -> tuple[str, ...]:
         """The stages after validate that take one job at a time from a work queue of their own name."""
-        return self.pipeline[1:-3]
+        return job_stages(self.pipeline)
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """What answers pass on their way from infer to stream, in order."""
+        return self.pipeline[self.pipeline.index("infer") + 1 : -1]
 
     @classmethod
     def settings_customise_sources(

@@ -13,8 +13,11 @@ from typing import Any, Literal
 from .errors import Refusal
 from .jobs import Priority
 
-FinishReason = Literal["stop", "length", "stop_sequence", "tool_calls", "cancelled", "deadline", "error"]
-"""`deadline`: the request's time was over while it ran; what it had said until then stands."""
+FinishReason = Literal[
+    "stop", "length", "stop_sequence", "tool_calls", "content_filter", "cancelled", "deadline", "error"
+]
+"""`deadline`: the request's time was over while it ran; what it had said until then stands. `content_filter`: a filter
+ended the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class Started:
     prompt_tokens: int
     form: dict[str, Any] | None = None
     priority: Priority = "normal"
+    endpoint: str = ""
+    model: str = ""
     type: Literal["started"] = "started"
 
 

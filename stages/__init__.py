@@ -1,8 +1,21 @@
-"""The pipeline's stages and the contract that a stage of your own keeps: see `JobStage`."""
+"""The pipeline's stages and the contract that a stage of your own keeps: see `JobStage` and `Filter`."""
 
 from ..schemas.errors import InvalidRequest, Refusal
+from ..schemas.events import Token
 from ..schemas.jobs import ValidatedJob
 from .contract import Intake, JobStage, Pipe, Stage
+from .filters import Filter
 from .runner import Runner
 
-__all__ = ["Intake", "InvalidRequest", "JobStage", "Pipe", "Refusal", "Runner", "Stage", "ValidatedJob"]
+__all__ = [
+    "Filter",
+    "Intake",
+    "InvalidRequest",
+    "JobStage",
+    "Pipe",
+    "Refusal",
+    "Runner",
+    "Stage",
+    "Token",
+    "ValidatedJob",
+]

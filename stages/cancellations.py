@@ -1,7 +1,7 @@
 """Requests whose client has gone or said stop, as heard on `control.cancel.<tenant>.<request>`.
 
 A cancel may come before the job it means, so it is remembered for a while; whoever already runs the request is told.
-Whoever cancels a response means all of its turns.
+Whoever cancels a response means all of its turns; a turn can be stopped for itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cancellations:
         await broker.listen(subjects.cancel_all(), self._hear)
 
     def include(self, tenant: str, request: str) -> bool:
-        return (tenant, root_of(request)) in self._heard
+        return (tenant, root_of(request)) in self._heard or (tenant, request) in self._heard
 
     def watch(self, callback: Callable[[str, str], None]) -> None:
         """Call back with the tenant and the name of every request that is cancelled from now on."""
@@ -40,16 +40,18 @@ class Cancellations:
     @contextmanager
     def calling(self, tenant: str, request: str, callback: Callable[[], None]) -> Iterator[None]:
         """Call back, at once if it was heard before, should the request be cancelled inside this context."""
-        key = (tenant, root_of(request))
-        self._callbacks.setdefault(key, []).append(callback)
+        keys = {(tenant, root_of(request)), (tenant, request)}
+        for key in keys:
+            self._callbacks.setdefault(key, []).append(callback)
         try:
-            if key in self._heard:
+            if self.include(tenant, request):
                 callback()
             yield
         finally:
-            self._callbacks[key].remove(callback)
-            if not self._callbacks[key]:
-                del self._callbacks[key]
+            for key in keys:
+                self._callbacks[key].remove(callback)
+                if not self._callbacks[key]:
+                    del self._callbacks[key]
 
     def _hear(self, message: Message) -> None:
         tenant, request = message.subject.split(".")[-2:]

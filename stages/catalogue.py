@@ -1,7 +1,9 @@
-"""Finds a stage by name: a built-in one, one installed under the entry point `penstock.stages`, or `module:Class`."""
+"""Finds a stage or filter by name: a built-in one, one installed under the entry point `penstock.stages`, or
+`module:Class`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from ..config.loading import load_named
@@ -9,6 +11,7 @@ from ..config.settings import BUILT_IN_STAGES
 from ..schemas.errors import StartupError
 from .batch import Batch
 from .contract import Stage
+from .filters import Filter
 from .queue import Queue
 from .stream import Stream
 from .tools import Tools
@@ -18,8 +21,8 @@ GROUP = "penstock.stages"
 LIGHT: dict[str, type[Stage]] = {"validate": Validate, "queue": Queue, "batch": Batch, "stream": Stream, "tools": Tools}
 
 
-def find_stage(name: str) -> type[Stage]:
-    """The class of a stage. `name` may be `path/to/file.py:Class`. Raises `StartupError`."""
+def find_stage(name: str) -> type[Stage] | type[Filter]:
+    """The class of a stage or filter. `name` may be `path/to/file.py:Class`. Raises `StartupError`."""
     if name in LIGHT:
         return LIGHT[name]
     if name in BUILT_IN_STAGES:
@@ -28,9 +31,28 @@ def find_stage(name: str) -> type[Stage]:
         found = load_named(name) if ":" in name else _installed(name)
     except (ImportError, AttributeError, OSError) as error:
         raise StartupError(f"the stage {name} cannot be loaded: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Stage)):
-        raise StartupError(f"{name} is not a stage: it must be a subclass of penstock.stages.JobStage")
+    if not (isinstance(found, type) and issubclass(found, Stage | Filter)):
+        raise StartupError(f"{name} is not a stage: it must be a subclass of penstock.stages.JobStage or Filter")
     return found
+
+
+def find_filters(names: Sequence[str], given: Sequence[type[Filter]]) -> tuple[type[Filter], ...]:
+    """The pipeline's filters, `names`, in order: those `given`, else those installed. Raises `StartupError`."""
+    known = {kind.name: kind for kind in given}
+    if strange := sorted(known.keys() - set(names)):
+        raise StartupError(f"{strange[0]} is no filter of the pipeline: name it there, between infer and stream")
+    found = []
+    for name in names:
+        kind = known.get(name) or (find_stage(name) if installed(name) else None)
+        if kind is None:
+            raise StartupError(
+                f"the stage stream runs all filters of the pipeline, and {name} is not here: name its file too, as in "
+                "`penstock stage FILE.py:Class`"
+            )
+        if not issubclass(kind, Filter):
+            raise StartupError(f"{name} is a stage, and no filter: it must stand between validate and batch")
+        found.append(kind)
+    return tuple(found)
 
 
 def installed(name: str) -> bool:

@@ -15,6 +15,7 @@ import structlog
 from ..engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Transient
+from ..schemas.events import FINAL
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard
 from ..streams.port import SCHEMA, Delivery
@@ -23,7 +24,6 @@ from .arrivals import Arrivals
 from .contract import Intake, Pipe, Stage, through_outages
 from .degradation import slots
 from .relay import Voice
-from .stream import Teller
 from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
@@ -180,11 +180,11 @@ class Infer(Stage):
             if newest == 0:
                 await self._go_on(voice, Transcript())
                 if not voice.is_ours:
-                    await self._tell_again(job)
+                    await self._tell_again(voice, await self.pipe.transcript(job.tenant, job.id))
                 return
             said = await self.pipe.transcript(job.tenant, job.id)
             if said.finished:
-                await self._tell_again(job)
+                await self._tell_again(voice, said)
                 return
             if said.kills >= self.pipe.settings.max_kills:
                 reason = f"{said.kills} workers died while they began it"
@@ -210,13 +210,16 @@ class Infer(Stage):
             del self._voices[job.tenant, job.id]
             voice.ended.set()
 
-    async def _tell_again(self, job: ValidatedJob) -> None:
-        """Something was said of the request before this worker had it. If all was, see that its events are stored: they
-        may have been pushed out of their stream, and the request been asked for again."""
-        subject = self.pipe.outputs_of(job.tenant, job.id)
-        stored = await through_outages(lambda: self.pipe.broker.replay("STREAM", subject), subject)
-        if Transcript.of(stored).finished:
-            await Teller(self.pipe, 0).tell(codec.decode_outputs(stored[-1].data), stored[-1])
+    async def _tell_again(self, voice: Voice, said: Transcript) -> None:
+        """Something was said of the request before this worker had it. If all was, have the stage stream see that its
+        events are stored: they may have been pushed out of their stream, and the request been asked for again."""
+        job, broker = voice.job, self.pipe.broker
+        if said.finished:
+            events = self.pipe.subjects.events(job.tenant, job.bridge, job.id)
+            newest = await through_outages(lambda: broker.last("EVENTS", events), events)
+            if newest is None or not isinstance(codec.decode_event(newest.data), FINAL):
+                voice.epoch, voice.last = said.epoch + 1, said.last
+                await voice.announce()
 
     async def _take_over(self, voice: Voice, newest: int, said: Transcript) -> None:
         """Announce an epoch newer than `newest` right behind `said`, and go on from there."""

@@ -68,6 +68,8 @@ class Voice:
             job.prompt_tokens,
             form,
             job.priority,
+            job.endpoint,
+            job.model,
         )
         self._ours = await self._say((started, *first), f"started.{holder}")
         return self._ours

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Refusal, Transient
-from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Turn, Usage
+from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, FinishReason, Turn, Usage
 from ..schemas.item_messages import chat_messages
 from ..schemas.items import Approval, approved_calls
 from ..schemas.jobs import Job
@@ -47,6 +47,7 @@ from .endings import Address
 from .history import History
 
 MAX_TURNS = 10
+CUT = ("length", "content_filter")  # reasons
 REFUSED = (400, 404, 413, 429, 503)  # how the first turn may be refused
 LONGEST_PAUSE = 30.0  # seconds before a turn for which there was no room is asked for again
 
@@ -235,7 +236,7 @@ class Tools(Stage):
             await self._tell_end(stored)
         elif last is not None and last.reason == "deadline":
             await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed in a turn.")))
-        elif last is not None and (last.reason == "length" or _spent(stored) >= (request.max_output_tokens or inf)):
+        elif last is not None and (last.reason in CUT or _spent(stored) >= (request.max_output_tokens or inf)):
             await self._end(stored, "incomplete")
         elif last is not None and ("mcp_call" not in kinds or kinds & {"function_call", "mcp_approval_request"}):
             await self._end(stored, "completed")
@@ -322,7 +323,9 @@ class Tools(Stage):
         elif ended.status == "cancelled":
             final = Cancelled(job.id, usage)
         else:
-            final = Done(job.id, ("length" if ended.status == "incomplete" else "stop",), usage, ended.at)
+            is_filtered = bool(stored.turns) and stored.turns[-1].reason == "content_filter"
+            cut: FinishReason = "content_filter" if is_filtered else "length"
+            final = Done(job.id, (cut if ended.status == "incomplete" else "stop",), usage, ended.at)
         await tell(self.pipe, address(job), final, "end")
         await self._log.drop_sealed(job.tenant, job.id)
         # Its client heard a refusal, and never that it began.

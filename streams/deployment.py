@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from ..config.deployment import adopt, changes, check, explicit, parse, shared_settings, shown
-from ..config.settings import Settings
+from ..config.settings import Settings, job_stages
 from ..config.sources import Loaded
 from ..schemas.deployment import Configuration
 from ..schemas.errors import StartupError
@@ -176,7 +176,7 @@ class Deployment:
         await self._broker.reconfigure(*self._layout(configuration))
 
     async def _migrate(self, configuration: Configuration) -> None:
-        subjects, stages = Subjects(self._settings.namespace), configuration.pipeline[1:-3]
+        subjects, stages = Subjects(self._settings.namespace), job_stages(configuration.pipeline)
         await move_into_lanes(self._broker, subjects, stages, self._layout(configuration).streams)
 
     async def differences(self, configuration: Configuration) -> list[Difference]:
@@ -207,7 +207,7 @@ class Deployment:
                 )
         queues = _lanes([stage_stream(stage) for stage in self._gone(before, after)])
         if "stream_partitions" in changed:
-            stages = [stage_stream(stage) for stage in before.pipeline[1:-3]]
+            stages = [stage_stream(stage) for stage in job_stages(before.pipeline)]
             queues = [*_lanes([JOBS, *stages, BATCH, TOOLS]), INFER, STREAM]
         waiting = {queue: await self._broker.unsettled(queue) for queue in dict.fromkeys(queues)}
         if held := ", ".join(f"{queue}: {number}" for queue, number in waiting.items() if number):
@@ -226,7 +226,7 @@ class Deployment:
         return layout(adopt(self._settings, configuration))
 
     def _gone(self, before: Configuration, after: Configuration) -> list[str]:
-        return [stage for stage in before.pipeline[1:-3] if stage not in after.pipeline]
+        return [stage for stage in job_stages(before.pipeline) if stage not in after.pipeline]
 
     async def _found(self) -> Mapping[str, Any]:
         """The settings that streams without an agreed configuration were made with: those of 0.1.0, a limit each."""

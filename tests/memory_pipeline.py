@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.api.bridge import Bridge
@@ -19,10 +20,11 @@ from penstock.schemas.events import FINAL, Delta, Event
 from penstock.schemas.jobs import Endpoint, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import ModelCard, StageCard, WorkerCard
-from penstock.stages import Pipe, Runner, Stage
+from penstock.stages import Filter, Pipe, Runner, Stage
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import LIGHT
 from penstock.stages.infer import Infer
+from penstock.stages.stream import Stream
 from penstock.stages.tools import Tools
 from penstock.streams.jetstream import JetStreamBroker
 from penstock.streams.memory import MemoryBroker
@@ -78,6 +80,7 @@ class Pipeline:
         kind: type[FragileEcho] = FragileEcho,
         toolbox: Toolbox | None = None,
         source: str = MODEL,
+        filters: Sequence[type[Filter]] = (),
         **values: Any,
     ) -> Pipeline:
         """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend, and
@@ -113,7 +116,8 @@ class Pipeline:
         )
         pipeline = cls(pipe, engine, backend)
         tools = Tools(pipe, toolbox or Toolbox({}))
-        stages = [tools if stage is Tools else stage(pipe) for stage in (*LIGHT.values(), *more)]
+        made: dict[type[Stage], Stage] = {Tools: tools, Stream: Stream(pipe, filters)}
+        stages = [made.get(stage) or stage(pipe) for stage in (*LIGHT.values(), *more)]
         pipeline.infer = Infer(pipe, engine, worker)
         pipeline._runners = [Runner(stage, pipe) for stage in (*stages, pipeline.infer)]
         pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]

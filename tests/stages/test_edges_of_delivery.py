@@ -60,7 +60,6 @@ async def test_an_answer_whose_events_were_pushed_out_is_told_again() -> None:
     first = check(await ended(pipeline, job.id), accepted=False)
     for message in await pipe.broker.replay("EVENTS", pipe.subjects.events(job.tenant, job.bridge, job.id)):
         await pipe.broker.delete("EVENTS", message.sequence)
-    pipe.trails.clear()
     assert not await stored(pipeline, job.id)
     await dispatch(pipeline, job)
     assert check(await ended(pipeline, job.id), accepted=False) == first == "hello"

@@ -1,0 +1,138 @@
+"""Filters stand between `infer` and `stream`: they read what a model says before its client does.
+
+A filter is a fold over one answer: an object that gets its tokens in order, remembers what it likes, and returns them
+as the client shall see them. It runs inside the stage stream. Whoever takes a request over feeds new objects with the
+whole answer from the start; what was published before is not published again. So a filter that makes the same of the
+same answer, which is all that is asked of it, is never seen to die.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import structlog
+
+from ..schemas.errors import GenerationFailed, Refusal
+from ..schemas.events import (
+    Cancelled,
+    Done,
+    ErrorBody,
+    Event,
+    Failed,
+    FinishReason,
+    Started,
+    Token,
+    Usage,
+)
+from . import endings
+
+log = structlog.get_logger(__name__)
+
+
+class Filter(ABC):
+    """Base of your own filters: one object for each choice of each answer.
+
+    `answer` tells whose it is: `tenant`, `request`, `model`, `endpoint`. Override `process`.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, answer: Started, choice: int) -> None:
+        self.answer = answer
+        self.choice = choice
+
+    @abstractmethod
+    async def process(self, token: Token) -> Token:
+        """Return the next piece of the answer as the client shall see it: `text`, `reasoning` and `tool_calls` may be
+        anything.
+
+        To withhold text, return less and keep the rest for later; the last piece has a `finish_reason`. To end the
+        answer here, return one with a `finish_reason`, "stop" or "content_filter"; nothing follows, and once that
+        holds for every choice, the model stops too. Raise `InvalidRequest` (or another `Refusal`) to end the request
+        with an error. From the first piece on that is changed, token ids are -1 and log-probabilities are left out,
+        since they would tell what it was.
+        """
+
+
+class FilteredAnswer:
+    """One request's way through filters, `kinds`, in order. Fed with all its events, in order, from the first."""
+
+    def __init__(self, kinds: Sequence[type[Filter]], answer: Started) -> None:
+        self._answer = answer
+        self._choices = [_Choice([kind(answer, choice) for kind in kinds]) for choice in range(answer.choices)]
+
+    async def read(self, event: Event) -> list[Event]:
+        """What the client is told instead; nothing counts behind a final event."""
+        match event:
+            case Token():
+                return await self._pass(event)
+            case Done():
+                return [replace(event, finish_reasons=self._reasons)]
+            case _:
+                return [event]
+
+    async def _pass(self, token: Token) -> list[Event]:
+        choice = self._choices[token.choice]
+        if choice.reason is not None:
+            return []
+        try:
+            told = await choice.pass_on(token)
+        except Refusal as refusal:
+            return [Failed(token.request, ErrorBody.of(refusal))]
+        if any(one.is_cut for one in self._choices) and len(self._reasons) == len(self._choices):
+            return [told, self._end(token.request)]
+        return [told]
+
+    @property
+    def _reasons(self) -> tuple[FinishReason, ...]:
+        return tuple(choice.reason for choice in self._choices if choice.reason is not None)
+
+    def _end(self, request: str) -> Event:
+        """Where a filter has ended a choice, what the model made behind that counts for nothing."""
+        prompt, completion = self._answer.prompt_tokens, sum(choice.tokens for choice in self._choices)
+        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        usage = Usage(prompt, completion, prompt + completion, reasoning_tokens=reasoning)
+        return Cancelled(request, usage) if "cancelled" in self._reasons else Done(request, self._reasons, usage)
+
+
+class _Choice:
+    """One choice of an answer, on its way through a chain of filters. All is set by `pass_on`."""
+
+    def __init__(self, chain: Sequence[Filter]) -> None:
+        self.reason: FinishReason | None = None  # why it ended
+        self.is_cut = False  # a filter has ended it
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self._chain = chain
+        self._is_changed = False
+
+    async def pass_on(self, token: Token) -> Token:
+        """What the client sees of the next piece. Raises what a filter refuses with; its bugs are refusals too."""
+        said = token
+        for link in self._chain:
+            try:
+                found = await link.process(said)
+                said = replace(
+                    said,
+                    text=found.text,
+                    reasoning=found.reasoning,
+                    tool_calls=found.tool_calls,
+                    finish_reason=found.finish_reason or said.finish_reason,
+                )
+            except Refusal:
+                raise
+            except Exception as error:
+                log.error("a filter failed", filter=link.name, reason=type(error).__name__, where=endings.place(error))
+                raise GenerationFailed(f"The filter {link.name} failed.") from error
+        said_as_is = (said.text, said.reasoning, said.tool_calls) == (token.text, token.reasoning, token.tool_calls)
+        self._is_changed = self._is_changed or not said_as_is
+        if self._is_changed:
+            said = replace(said, token_ids=(-1,) * len(token.token_ids), logprobs=None)
+        self.reason = said.finish_reason
+        self.is_cut = token.finish_reason is None and said.finish_reason is not None
+        self.tokens += len(token.token_ids)
+        self.reasoning_tokens += len(token.token_ids) if token.reasoning and not token.text else 0
+        return said
