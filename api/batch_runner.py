@@ -26,7 +26,7 @@ from ..schemas.jobs import Job
 from ..streams.objects import ObjectInfo, Objects
 from ..streams.port import ConsumerSpec, Delivery
 from ..streams.quotas import NO_SPACE, Quotas
-from ..streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, FILES
+from ..streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, CONSUMER_IDLE, FILES
 from .batch_input import check_lines, line_of, read_lines
 from .batches import change
 from .bridge import Bridge
@@ -81,8 +81,8 @@ class BatchRunner:
 
     async def _lane(self, tenant: str, group: asyncio.TaskGroup) -> None:
         """Begin a tenant's batches. It waits for room with one at a time, behind the others': so tenants take turns."""
-        lease, subject = self.settings.lease, self.bridge.subjects.batches(tenant)
-        spec = ConsumerSpec(BATCHES, f"batches-{tenant}", subject, ack_wait=lease, max_deliver=0)
+        lease, name, subject = self.settings.lease, f"batches-{tenant}", self.bridge.subjects.batches(tenant)
+        spec = ConsumerSpec(BATCHES, name, subject, ack_wait=lease, max_deliver=0, idle_limit=CONSUMER_IDLE)
         try:
             consumer = await self.bridge.broker.consume(spec, prefetch=1)
         except PenstockError as error:

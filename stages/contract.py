@@ -53,7 +53,9 @@ MOST_TRAILS = 30_000  # one that is forgotten and needed again is read
 class Intake(Protocol):
     """The runner, as a stage sees it."""
 
-    async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
+    async def consume(
+        self, stream: str, name: str, subject: str, *, takeover: bool = False, idle_limit: float = 0.0
+    ) -> Consumer:
         """Feed deliveries of this consumer to the stage's `handle` until the consumer is closed."""
 
     async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:

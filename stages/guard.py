@@ -12,6 +12,7 @@ import structlog
 
 from ..schemas.errors import Transient
 from ..streams.port import Consumer
+from ..streams.topology import CONSUMER_IDLE, INFER
 from .contract import Intake, Pipe
 
 log = structlog.get_logger(__name__)
@@ -38,16 +39,16 @@ class Guard:
         if outages != self._outages:
             # Nobody could say that he lives: all get as long as a card does.
             self._outages, self._trusted = outages, now + self._pipe.settings.worker_ttl
-        held = await self._pipe.broker.held("INFER")
+        held = await self._pipe.broker.held(INFER)
         if now < self._trusted or not self._pipe.broker.connected:
             return
         living = {card.id for card in self._pipe.registry.workers}
         left = {subject.rpartition(".")[2] for subject in held.by_subject} - living
         for worker in left - self._held.keys():
             log.warning("a worker is gone; its batches go to others", worker=worker)
-            subject = self._pipe.subjects.infer(worker)
-            self._held[worker] = await self._intake.consume("INFER", f"infer-{worker}", subject)
+            name, subject = f"infer-{worker}", self._pipe.subjects.infer(worker)
+            self._held[worker] = await self._intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
         for worker in self._held.keys() - left:
             await self._held.pop(worker).close()
             if worker not in living:
-                await self._pipe.broker.forget("INFER", f"infer-{worker}")
+                await self._pipe.broker.forget(INFER, f"infer-{worker}")

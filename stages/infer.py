@@ -19,6 +19,7 @@ from ..schemas.events import FINAL
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard
 from ..streams.port import SCHEMA, Delivery
+from ..streams.topology import CONSUMER_IDLE, INFER
 from . import endings
 from .arrivals import Arrivals
 from .contract import Intake, Pipe, Stage, through_outages
@@ -57,7 +58,8 @@ class Infer(Stage):
 
     async def run(self, intake: Intake) -> None:
         await self.pipe.registry.claim(self._card)
-        await intake.consume("INFER", f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id))
+        name, subject = f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id)
+        await intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tell_room())
             await self._heartbeats()

@@ -72,18 +72,21 @@ class Runner:
         """Take nothing new, finish what is in hand within the drain time-out."""
         self._stopping.set()
 
-    async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
-        return await self._open(stream, name, subject, Turns(self._stage.concurrency), takeover=takeover)
+    async def consume(
+        self, stream: str, name: str, subject: str, *, takeover: bool = False, idle_limit: float = 0.0
+    ) -> Consumer:
+        spec = self._spec(stream, name, subject, takeover=takeover, idle_limit=idle_limit)
+        return await self._open(spec, Turns(self._stage.concurrency))
 
     async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:
         turns = Turns(self._stage.concurrency, len(PRIORITIES))
         for rank, priority in enumerate(PRIORITIES):
-            await self._open(lane_stream(stream, priority), name, subjects(priority), turns, rank)
+            await self._open(self._spec(lane_stream(stream, priority), name, subjects(priority)), turns, rank)
 
-    async def _open(
-        self, stream: str, name: str, subject: str, turns: Turns, rank: int = 0, *, takeover: bool = False
-    ) -> Consumer:
-        spec = ConsumerSpec(
+    def _spec(
+        self, stream: str, name: str, subject: str, *, takeover: bool = False, idle_limit: float = 0.0
+    ) -> ConsumerSpec:
+        return ConsumerSpec(
             stream=stream,
             name=name,
             subject=subject,
@@ -91,7 +94,10 @@ class Runner:
             max_deliver=-1,  # attempts are counted here: the broker would keep a spent message and tell nobody
             max_ack_pending=max(1024, 2 * self._stage.concurrency),
             takeover=takeover,
+            idle_limit=idle_limit,
         )
+
+    async def _open(self, spec: ConsumerSpec, turns: Turns, rank: int = 0) -> Consumer:
         consumer = await self._pipe.broker.consume(spec, prefetch=self._stage.prefetch)
         if self._stopping.is_set():  # a stage may still be opening some while the others are closed
             await consumer.close()

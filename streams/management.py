@@ -138,6 +138,7 @@ def consumer_config(spec: ConsumerSpec) -> Json:
         "max_deliver": spec.max_deliver or -1,
         "max_ack_pending": spec.max_ack_pending,
         "filter_subject": spec.subject,
+        "inactive_threshold": nanoseconds(spec.idle_limit),
     }
 
 

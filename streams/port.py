@@ -153,6 +153,8 @@ class ConsumerSpec:
 
     `takeover`: whoever opens it is its only holder from then on, and what a former holder left unacked is delivered
     at once instead of after `ack_wait` (for partitions guarded by a lease).
+    `idle_limit`: seconds without a holder after which the server may forget the consumer; 0 is never. What it has not
+    settled stays in its work queue, and comes to whoever opens it again, as if for the first time.
     """
 
     stream: str
@@ -162,6 +164,7 @@ class ConsumerSpec:
     max_deliver: int = 5
     max_ack_pending: int = 1024
     takeover: bool = False
+    idle_limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ RELAY_GRACE = 180.0  # seconds: outputs and events outlive the longest request u
 
 GRACE = 2 * 86400.0  # seconds: two of a batch's windows
 
+CONSUMER_IDLE = 3600.0  # seconds after which the server forgets a consumer that was somebody's alone
+
 _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
 
 

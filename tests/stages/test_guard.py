@@ -31,7 +31,9 @@ class Intake:
     def __init__(self, pipe: Pipe) -> None:
         self.taken: list[str] = []
 
-    async def consume(self, stream: str, name: str, subject: str, *, takeover: bool = False) -> Consumer:
+    async def consume(
+        self, stream: str, name: str, subject: str, *, takeover: bool = False, idle_limit: float = 0.0
+    ) -> Consumer:
         self.taken.append(name)
         raise asyncio.CancelledError  # enough is seen
 

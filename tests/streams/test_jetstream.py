@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -313,3 +314,73 @@ def test_reply_subjects_of_both_versions() -> None:
     assert origin("$JS.ACK.hub.hash.ORDERS.reader.3.17.4.1700000000000000000.5.random") == (3, 17)
     with pytest.raises(ValueError, match="reply subject"):
         origin("_INBOX.abc")
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_consumer_that_nobody_holds_goes_and_its_work_stays(
+    jetstream: JetStreamBroker, namespace: str, held: bool
+) -> None:
+    """Also what a holder had taken and not settled when it died, though no sooner than its lease ends."""
+    await jetstream.ensure([StreamSpec("QUEUE", (f"{namespace}.queue.>",), "work_queue", "memory")], [])
+    subject = f"{namespace}.queue.one"
+    spec = ConsumerSpec("QUEUE", "one", subject, ack_wait=1.0, idle_limit=0.5)
+    other = await jetstream.consume(ConsumerSpec("QUEUE", "two", f"{namespace}.queue.two"), prefetch=4)
+
+    async def names() -> set[str]:
+        return {info["name"] for info in await jetstream.consumers("QUEUE")}
+
+    await jetstream.publish(subject, b"1", message_id="m1")
+    async with asyncio.timeout(PATIENCE):
+        consumer = await jetstream.consume(spec, prefetch=1)
+        if held:
+            await consumer.take(1)
+        assert await names() == {"one", "two"}
+        await consumer.close()
+        while "one" in await names():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await jetstream.publish(subject, b"2", message_id="m2")
+        consumer = await jetstream.consume(spec, prefetch=4)
+        found: list[bytes] = []
+        while len(found) < 2:
+            for delivery in await consumer.take(4):
+                found.append(delivery.message.data)
+                await delivery.ack()
+        assert found == [b"1", b"2"]
+        while (await jetstream.held("QUEUE")).messages:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await names() == {"one", "two"}
+    await consumer.close()
+    await other.close()
+
+
+async def test_a_consumer_in_use_is_not_idle(jetstream: JetStreamBroker, namespace: str) -> None:
+    """One that only waits, and one whose holder has all that it wants in hand, for longer than the limit."""
+    await jetstream.ensure([StreamSpec("QUEUE", (f"{namespace}.queue.>",), "work_queue", "memory")], [])
+    specs = [ConsumerSpec("QUEUE", name, f"{namespace}.queue.{name}", idle_limit=0.5) for name in ("one", "two", "old")]
+    waiting, busy, old = [await jetstream.consume(spec, prefetch=1) for spec in specs]
+    for place in range(3):
+        await jetstream.publish(f"{namespace}.queue.two", b"", message_id=f"m{place}")
+    async with asyncio.timeout(PATIENCE):
+        (delivery,) = await busy.take(1)
+        await old.close()
+        while "old" in {info["name"] for info in await jetstream.consumers("QUEUE")}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await delivery.ack()
+        for _ in range(2):
+            (delivery,) = await busy.take(1)
+            await delivery.ack()
+        await jetstream.publish(f"{namespace}.queue.one", b"", message_id="last")
+        (delivery,) = await waiting.take(1)
+        await delivery.ack()
+        while (await jetstream.held("QUEUE")).messages:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_consumer_of_an_older_version_becomes_one_that_goes(jetstream: JetStreamBroker, namespace: str) -> None:
+    await jetstream.ensure([StreamSpec("QUEUE", (f"{namespace}.queue.>",), "work_queue", "memory")], [])
+    spec = ConsumerSpec("QUEUE", "one", f"{namespace}.queue.one")
+    await (await jetstream.consume(spec, prefetch=1)).close()
+    await (await jetstream.consume(replace(spec, idle_limit=0.5), prefetch=1)).close()
+    async with asyncio.timeout(PATIENCE):
+        while await jetstream.consumers("QUEUE"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
