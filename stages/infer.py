@@ -236,6 +236,7 @@ class Infer(Stage):
 
     async def _go_on(self, voice: Voice, said: Transcript) -> None:
         """Say what is left to be said."""
+        voice.finished = frozenset(choice for choice, reason in enumerate(said.finish_reasons) if reason is not None)
         voice.handles += [self._engine.open(request) for request in _requests(voice.job, voice.epoch, said)]
         if voice.expired:  # while this was waited for
             voice.silence()

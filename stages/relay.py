@@ -28,6 +28,7 @@ class Voice:
         self.epoch = 1  # set by Infer
         self.last = 0  # sequence of the newest output stored; set by Infer and _say
         self.handles: list[RequestHandle] = []  # set by Infer
+        self.finished: frozenset[int] = frozenset()  # choices whose end an earlier holder has said; set by Infer
         self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell
         self.ended = asyncio.Event()  # set by Infer
         self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
@@ -83,6 +84,8 @@ class Voice:
         while not handle.finished and self._ours is not False:
             told = loop.time()
             for delta in await handle.take():
+                if delta.choice in self.finished:
+                    continue
                 if self.expired and delta.finish_reason == "cancelled":
                     self.is_cut = self.job.endpoint == "/v1/embeddings"
                     if self.is_cut:

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline, validated
 
+from penstock.engine.byte_tokenizer import END_OF_TEXT
 from penstock.schemas import codec
 from penstock.schemas.errors import StartupError
 from penstock.schemas.events import FINAL, Delta, Done, Event, Failed, Output, Started, Token
@@ -97,6 +98,25 @@ def test_a_successor_goes_on_with_the_very_next_token(pipeline: Pipeline) -> Non
         pipeline.runner.run(scene())
 
     check()
+
+
+def test_the_end_of_a_choice_is_said_once(pipeline: Pipeline) -> None:
+    """One choice had come to its end when the worker died, and the other had not."""
+
+    async def scene() -> None:
+        job = job_of(pipeline)
+        job = job.model_copy(update={"params": job.params.model_copy(update={"n": 2})})
+        whole = Delta(job.id, 1, 0, 0, (*TEXT.encode(), END_OF_TEXT), TEXT, finish_reason="stop")
+        half = Delta(job.id, 1, 1, 0, tuple(TEXT[:4].encode()), TEXT[:4])
+        await say(pipeline, job, started(job, 1), whole, half)
+        await dispatch(pipeline, "w0", [job], [1])
+        await events_of(pipeline, job)
+        stored = await pipeline.pipe.broker.replay("STREAM", pipeline.pipe.outputs_of(job.tenant, job.id))
+        deltas = [one for message in stored for one in codec.decode_outputs(message.data) if isinstance(one, Delta)]
+        assert [(one.choice, one.finish_reason) for one in deltas if one.finish_reason] == [(0, "stop"), (1, "stop")]
+        assert "".join(one.text for one in deltas if one.choice == 1) == TEXT
+
+    pipeline.runner.run(scene())
 
 
 def test_a_finished_request_is_not_run_again(pipeline: Pipeline) -> None:
