@@ -20,6 +20,7 @@ from ..schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, Strea
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Queued, Turn
 from ..schemas.items import input_items as items_of
 from ..schemas.loops import Begun, Ended, LoopJob, is_response
+from ..schemas.response_tools import hosted
 from ..schemas.responses import ResponsesRequest, parse_responses
 from ..streams.port import MESSAGE_ID
 from ..streams.response_log import LOST, ResponseLog, Stored
@@ -28,7 +29,7 @@ from .answers import FOR_EVER, EventStream, error_of, error_response
 from .chain import Chain
 from .door import Door, model_of, open_request, read_as, tenant_of
 from .files import page
-from .ignored import known_alone
+from .ignored import known_alone, name_ignored
 from .openapi import STREAMED, documented, refusals
 from .responses_rendering import ResponseRenderer, response_object
 from .sealing import seal
@@ -223,9 +224,11 @@ def shown(stored: Stored) -> dict[str, Any]:
 
 
 def _sealed(request: Request, settings: Settings, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with its secrets unreadable: what is published is stored. Raises `InvalidRequest`."""
+    """The body with its secrets unreadable: what is published is stored. What the model is not told of it is named in
+    the answer. Raises `InvalidRequest`."""
     body, tenant = known_alone(body, ResponsesRequest, request=request, settings=settings), tenant_of(request)
     tools = body.get("tools")
+    name_ignored(request, (f"tools[{kind}]" for kind in hosted(tools)))
     servers = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     if any("sealed" in tool for tool in servers):
         raise InvalidRequest("tools: sealed is not a known parameter.", code="unknown_parameter", param="tools")

@@ -26,6 +26,7 @@ from ..schemas.events import (
     Turn,
 )
 from ..schemas.loops import Begun, Ended, Items, Turned
+from ..schemas.response_tools import namespaced
 from ..schemas.responses import LOGPROBS
 from ..schemas.turn_items import Change, TurnItems
 from .messages_rendering import sse
@@ -130,7 +131,9 @@ class ResponseRenderer:
             case Turn():
                 yield from self._leave_turn()
                 logprobs = bool(self._body.get("top_logprobs")) or LOGPROBS in (self._body.get("include") or ())
-                self._job, self._turn = event.job, TurnItems(event.job, event.calls, logprobs=logprobs)
+                named = namespaced(self._body.get("tools") or ())
+                turn = TurnItems(event.job, event.calls, namespaced=named, logprobs=logprobs)
+                self._job, self._turn = event.job, turn
             case Done():
                 reason = _CUT.get(event.finish_reasons[0])
                 status = "incomplete" if reason else "completed"

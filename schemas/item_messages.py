@@ -6,7 +6,8 @@ Takes items in full, as `items.input_items` and `turn_items.TurnItems` make them
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -20,15 +21,23 @@ _of_turn = re.compile(r"[a-z]+_([0-9a-f]{32}[0-9]{4})").match  # response and tu
 
 
 def chat_messages(
-    items: Items, instructions: str | None, *, tools: Sequence[LoopTool] = (), before: int = 0
+    items: Items,
+    instructions: str | None,
+    *,
+    tools: Sequence[LoopTool] = (),
+    namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    before: int = 0,
 ) -> list[dict[str, Any]]:
     """The messages of a chat in which all this has happened. What the model said, thought and called in one turn is one
     message; a call that a person approved stands where it was asked for, and one not decided yet nowhere.
 
-    `tools` gives the names by which the model knows the servers' tools; `before` items come before the request's input.
+    `tools` gives the names by which the model knows the servers' tools, `namespaced` those of functions in namespaces
+    (see `response_tools`); `before` items come before the request's input.
+
     Raises `InvalidRequest` for an output without its call and a reference to nothing.
     """
     names = {(tool.label, tool.tool): tool.name for tool in tools}
+    functions = {place: name for name, place in namespaced.items()}
     asked = {item["id"] for item in items if item["type"] == "mcp_approval_request"}
     answers = {
         item["approval_request_id"]: item
@@ -51,7 +60,8 @@ def chat_messages(
                 thought = _text(item.get("content") or item["summary"])
                 turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
             case "function_call":
-                chat.call(item, item["call_id"], item["name"])
+                own: str = item["name"]
+                chat.call(item, item["call_id"], functions.get((item.get("namespace", ""), own), own))
             case "function_call_output":
                 if not chat.answer(item["call_id"], _text(item["output"])) and place >= before:
                     param = f"input[{place - before}].call_id"

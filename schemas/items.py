@@ -24,14 +24,15 @@ def by_type(fault: str, expected: str) -> Discriminator:
     """Tells the members of a union apart: an object by its `type`, anything else by what Python calls it. The tags are
     `<type>`, which the path of a fault leaves out; `fault` is what pydantic is to call it, ending in `_type` or not."""
 
-    def tag(value: Any) -> str:
-        if isinstance(value, Body):
-            return f"<{getattr(value, 'type', 'dict')}>"
-        if not isinstance(value, dict):
-            return f"<{type(value).__name__}>"
-        return f"<{value.get('type', 'message' if 'role' in value else 'dict')}>"
+    return Discriminator(type_tag, custom_error_type=fault, custom_error_message=f"Input should be {expected}")
 
-    return Discriminator(tag, custom_error_type=fault, custom_error_message=f"Input should be {expected}")
+
+def type_tag(value: Any) -> str:
+    if isinstance(value, Body):
+        return f"<{getattr(value, 'type', 'dict')}>"
+    if not isinstance(value, dict):
+        return f"<{type(value).__name__}>"
+    return f"<{value.get('type', 'message' if 'role' in value else 'dict')}>"
 
 
 class _Part(OpenBody):
@@ -124,6 +125,7 @@ class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: Id
     name: Id
+    namespace: Id | None = None
     arguments: str
     status: Status | None = None
 

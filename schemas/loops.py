@@ -135,6 +135,11 @@ class Begun(Origin):
     items: Items
     index: int
 
+    @property
+    def callable(self) -> dict[str, dict[str, Any]]:
+        """What the model may call that is run here, by the names it knows: as in the event `Turn`."""
+        return {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in self.tools}
+
 
 class Turned(_Kept):
     """A turn that has ended, its tools' results included. `reason` and `usage` are its request's, `index` is the

@@ -1,31 +1,72 @@
-"""The tools of a Responses request: functions that the client runs, MCP servers whose tools are run here, and what the
-model may or must call of all that."""
+"""The tools of a Responses request: functions that the client runs, alone or in namespaces, MCP servers whose tools are
+run here, and what the model may or must call of all that. The tools of OpenAI's servers are passed over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from .chat import Body, Function
+from .chat import Body, Function, OpenBody
 from .errors import InvalidRequest
-from .items import by_type
+from .items import by_type, type_tag
 from .jobs import TOKEN_PATTERN
 from .loops import LoopTool, Source
 
+LONGEST_NAME = 128  # characters, as for every function
+
 
 class _Direct(Body):
-    """Tools that the model calls itself, and knows from the start."""
+    """Tools that the model calls itself, and knows from the start, though they might be searched for."""
 
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
 
 
 class FunctionTool(Function, _Direct):
     """A function that the client runs."""
 
     type: Literal["function"]
+
+
+class NamespaceTool(_Direct):
+    """Functions under a common name. `description` is accepted and not shown to the model: they describe themselves."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    tools: list[FunctionTool]
+
+
+class HostedTool(OpenBody):
+    """A tool that OpenAI's servers run: the model is not told of it."""
+
+    type: str
+
+
+_is_hosted = re.compile(
+    r"(web_search(_preview)?|file_search|code_interpreter|image_generation|tool_search|computer(_use)?(_preview)?)"
+    r"(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
+).fullmatch
+
+
+def hosted(tools: object) -> list[str]:
+    """The types of those among a request's tools, as they came, that the model is not told of."""
+    kinds = [str(tool.get("type")) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return [kind for kind in kinds if _is_hosted(kind)]
+
+
+def namespaced(tools: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The functions of a request's namespaces, by the names that the model knows: each with its namespace and its own
+    name. The model's name for it is its own, unless another function has that too."""
+    known = [*tools]
+    own = [tool["name"] for tool in known if tool["type"] == "function"]
+    inside = [(tool["name"], each["name"]) for tool in known if tool["type"] == "namespace" for each in tool["tools"]]
+    times = Counter([*own, *(name for _, name in inside)])
+    return {name if times[name] == 1 else f"{space}__{name}"[:LONGEST_NAME]: (space, name) for space, name in inside}
 
 
 class ToolNames(Body):
@@ -103,9 +144,21 @@ class McpTool(_Direct):
         )
 
 
+def _tool_tag(value: Any) -> str:
+    tag = type_tag(value)
+    return "<hosted>" if _is_hosted(tag[1:-1]) else tag
+
+
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[McpTool, Tag("<mcp>")],
-    by_type("tool_kind", "a tool of type function or mcp; others are not offered here"),
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[McpTool, Tag("<mcp>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(
+        _tool_tag,
+        custom_error_type="tool_kind",
+        custom_error_message="Input should be a tool of type function, namespace or mcp; others are not offered here",
+    ),
 ]
 
 

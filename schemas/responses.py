@@ -19,7 +19,19 @@ from .jobs import Priority, SubjectToken
 from .loops import LoopTool, Source
 from .openai import MAX_TOOLS, TIERS, refusal
 from .params import GenerationParams
-from .response_tools import AllowedTools, ChosenFunction, ChosenMcp, FunctionTool, McpTool, Tool, ToolChoice, chosen
+from .response_tools import (
+    AllowedTools,
+    ChosenFunction,
+    ChosenMcp,
+    FunctionTool,
+    HostedTool,
+    McpTool,
+    NamespaceTool,
+    Tool,
+    ToolChoice,
+    chosen,
+    namespaced,
+)
 
 MAX_TURNS = 100
 MAX_ITEMS = 5000  # of one request's input
@@ -138,10 +150,25 @@ class ResponsesRequest(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    client_metadata: dict[str, Any] | None = None
 
     @property
     def function_tools(self) -> list[FunctionTool]:
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        """Under the names that the model knows."""
+        inside = {
+            (space.name, tool.name): tool
+            for space in self.tools or ()
+            if isinstance(space, NamespaceTool)
+            for tool in space.tools
+        }
+        named = [inside[place].model_copy(update={"name": name}) for name, place in self.namespaced.items()]
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)] + named
+
+    @property
+    def namespaced(self) -> dict[str, tuple[str, str]]:
+        """See `response_tools.namespaced`."""
+        kept: dict[str, Any] = {"type": True, "name": True, "tools": {"__all__": {"name"}}}
+        return namespaced(tool.model_dump(include=kept) for tool in self.tools or ())
 
     @property
     def mcp_tools(self) -> list[McpTool]:
@@ -246,8 +273,12 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
         yield "background", "what runs in the background is stored; leave store out"
     names: set[str] = set()
     for place, tool in enumerate(request.tools or ()):
-        part, name = ("name", tool.name) if isinstance(tool, FunctionTool) else ("server_label", tool.server_label)
-        if (key := f"{part} {name}") in names:
+        if isinstance(tool, HostedTool):
+            continue
+        if isinstance(tool, NamespaceTool) and len({one.name for one in tool.tools}) < len(tool.tools):
+            yield f"tools[{place}].tools", "two functions have one name"
+        part, name = ("server_label", tool.server_label) if isinstance(tool, McpTool) else ("name", tool.name)
+        if (key := f"{tool.type} {name}") in names:
             yield f"tools[{place}].{part}", f"there is another {name!r}"
         names.add(key)
         if isinstance(tool, McpTool):

@@ -7,6 +7,7 @@ Text that arrives between the pieces of a call waits until the call has ended.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from .events import FinishReason, Token, TokenLogprob, ToolCallDelta
@@ -41,15 +42,24 @@ def item_id(kind: str, turn: TurnId, number: int) -> str:
 
 class TurnItems:
     """Fed with the tokens of the turn `job`, in order. `calls` is as in the event `Turn`; what it does not name is a
-    function of the client's. A call that a person must approve becomes a question, and shows once it is whole."""
+    function of the client's, in a namespace perhaps (`namespaced`, as in `response_tools`). A call that a person must
+    approve becomes a question, and shows once it is whole."""
 
-    def __init__(self, job: str, calls: Mapping[str, Mapping[str, Any]], *, logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        job: str,
+        calls: Mapping[str, Mapping[str, Any]],
+        *,
+        namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        logprobs: bool = False,
+    ) -> None:
         """Raises `ValueError` for a job that is no turn."""
         turn = TurnId.of(job)
         if turn is None:
             raise ValueError(f"{job} is no turn of a response.")
         self._turn = turn
         self._calls = calls
+        self._namespaced = namespaced
         self._logprobs = logprobs
         self._closed: Items = []
         self._call = -1  # index of the newest call
@@ -105,9 +115,12 @@ class TurnItems:
         yield from self._add(text, logprobs)
 
     def _called(self, call: ToolCallDelta) -> Iterator[Change]:
-        source = self._calls.get(call.name or "")
+        known = call.name or ""
+        source = self._calls.get(known)
         if source is None:
-            named = {"call_id": call.id, "name": call.name, "arguments": "", "status": "in_progress"}
+            space, name = self._namespaced.get(known, (None, known))
+            named = {"call_id": call.id, "name": name, "arguments": "", "status": "in_progress"}
+            named |= {"namespace": space} if space else {}
             yield from self._begin("function_call", named)
         else:
             named = {"server_label": source["label"], "name": source["tool"], "arguments": "", "status": "in_progress"}

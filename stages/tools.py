@@ -251,8 +251,9 @@ class Tools(Stage):
         is_last = turn.turn >= (request.max_turns or MAX_TURNS)
         history = await self._history.items(job, begun)
         items = [*history, *begun.input, *stored.output]
+        named = request.namespaced
         body = request.chat_body(
-            chat_messages(items, request.instructions, tools=begun.tools, before=len(history)),
+            chat_messages(items, request.instructions, tools=begun.tools, namespaced=named, before=len(history)),
             begun.tools,
             first=turn.turn == 1 and not count(begun.items),
             spent=_spent(stored),
@@ -261,7 +262,7 @@ class Tools(Stage):
         if await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
             return
         index = stored.index + turn.attempt
-        await tell(self.pipe, address(job), Turn(job.id, index, id, _callable(begun)), str(index))
+        await tell(self.pipe, address(job), Turn(job.id, index, id, begun.callable), str(index))
         asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
         subject, headers = self.pipe.subjects.jobs(job.priority, job.tenant), {DEADLINE: f"{job.deadline:.3f}"}
         await self.pipe.store(subject, codec.encode(asked), f"{job.tenant}.{id}", codec.JOB, headers)
@@ -280,7 +281,9 @@ class Tools(Stage):
             case Cancelled():
                 await self._end(stored, "cancelled")
             case Done(finish_reasons=(reason, *_), usage=usage):
-                fold = TurnItems(str(turn), _callable(begun), logprobs=parse_responses(job.body).wants_logprobs)
+                asked = parse_responses(job.body)
+                named, logprobs = asked.namespaced, asked.wants_logprobs
+                fold = TurnItems(str(turn), begun.callable, namespaced=named, logprobs=logprobs)
                 for token in tokens:
                     fold.feed(token)
                 fold.finish(reason)
@@ -332,11 +335,6 @@ class Tools(Stage):
         never_said = error is not None and error.status in REFUSED and not stored.output and not stored.turns
         if job.body.get("store") is False or never_said:
             await self._log.delete(job.tenant, stored)
-
-
-def _callable(begun: Begun) -> dict[str, dict[str, Any]]:
-    """What the model may call that is run here, by the names it knows."""
-    return {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in begun.tools}
 
 
 def _spent(stored: Stored) -> int:

@@ -41,20 +41,20 @@ def post(doors: Doors, path: str, body: dict[str, Any], **settings: Any) -> Resp
 def test_unknown_fields_are_ignored_and_named(doors: Doors, path: str, stream: dict[str, Any]) -> None:
     body = BODIES[path] | stream
     with structlog.testing.capture_logs() as logs:
-        response = post(doors, path, body | {"client_metadata": {"a": "secret"}, "repeat_last_n": 64})
+        response = post(doors, path, body | {"client_hints": {"a": "secret"}, "repeat_last_n": 64})
     assert response.status == 200
-    assert response.headers["penstock-ignored"] == "client_metadata, repeat_last_n"
+    assert response.headers["penstock-ignored"] == "client_hints, repeat_last_n"
     (line,) = [line for line in logs if line["event"] == "fields ignored"]
-    assert (line["fields"], line["count"]) == (["client_metadata", "repeat_last_n"], 2)
+    assert (line["fields"], line["count"]) == (["client_hints", "repeat_last_n"], 2)
     assert line["request"] == response.headers["x-request-id"] and "secret" not in str(logs)
     assert "penstock-ignored" not in post(doors, path, body).headers
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_strict_server_refuses_them(doors: Doors, path: str) -> None:
-    response = post(doors, path, BODIES[path] | {"client_metadata": {}}, strict=True)
+    response = post(doors, path, BODIES[path] | {"client_hints": {}}, strict=True)
     assert response.status == 400
-    assert b"client_metadata is not a known parameter" in response.body
+    assert b"client_hints is not a known parameter" in response.body
     assert "penstock-ignored" not in response.headers
 
 
@@ -73,8 +73,8 @@ def test_strange_names_are_told_in_bounds(doors: Doors) -> None:
 
 
 def test_a_job_over_nats_has_no_unknown_fields() -> None:
-    with pytest.raises(InvalidRequest, match="client_metadata is not a known parameter"):
-        parse_request("/v1/completions", BODIES["/v1/completions"] | {"client_metadata": {}})
+    with pytest.raises(InvalidRequest, match="client_hints is not a known parameter"):
+        parse_request("/v1/completions", BODIES["/v1/completions"] | {"client_hints": {}})
 
 
 def test_unknown_fields_of_messages_calls_and_tools_are_ignored() -> None:

@@ -1,0 +1,127 @@
+"""Sessions of two turns with a tool, recorded from real programs with their texts shortened, against the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anthropic
+import httpx2
+import orjson
+import pytest
+from asgi import Response, ask, messages
+from memory_pipeline import Pipeline
+from office import Scripted, call
+from responses_rules import check_responses
+from starlette.types import ASGIApp
+
+from penstock.api.app import create_app
+from penstock.engine.models import BUNDLED, resolve_model
+
+RECORDED = {path.stem: orjson.loads(path.read_bytes()) for path in (Path(__file__).parent / "recorded").glob("*.json")}
+Made = TypeVar("Made")
+
+PATIENCE = 30.0  # seconds
+SESSIONS = [(client, session) for client, recorded in RECORDED.items() for session in range(len(recorded["sessions"]))]
+
+
+async def within_time(work: Coroutine[Any, Any, Made]) -> Made:
+    async with asyncio.timeout(PATIENCE):
+        return await work
+
+
+class Desk:
+    """The pipeline with a model that says what a recording has it say."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self.run = runner.run
+        source = str(resolve_model(BUNDLED))
+        started = Pipeline.start(kind=Scripted, source=source, context_length=2048, relay_interval=0.0)
+        self.pipeline = runner.run(started)
+        pipe = self.pipeline.pipe
+        self.app: ASGIApp = create_app(self.pipeline.bridge, pipe.broker, pipe.registry, pipe.settings, "0")
+        assert isinstance(self.pipeline.backend, Scripted)
+        self.model = self.pipeline.backend
+
+    def turn(self, recorded: dict[str, Any], turn: dict[str, Any]) -> Response:
+        self.model.texts = [turn["says"]]
+        return self.run(within_time(ask(self.app, "POST", recorded["path"], turn["body"], headers=recorded["headers"])))
+
+
+@pytest.fixture(scope="module")
+def desk() -> Iterator[Desk]:
+    with asyncio.Runner() as runner:
+        desk = Desk(runner)
+        yield desk
+        runner.run(desk.pipeline.stop())
+
+
+@pytest.mark.parametrize(("client", "session"), SESSIONS)
+def test_a_session_is_served(desk: Desk, client: str, session: int) -> None:
+    recorded = RECORDED[client]
+    first, second = recorded["sessions"][session]
+    calling = desk.turn(recorded, first)
+    assert (calling.status, calling.headers.get("penstock-ignored", "")) == (200, first["ignored"]), calling.body
+    name, arguments, place = called(calling)
+    assert name in first["says"] and orjson.loads(arguments)
+    assert place == ("multi_agent_v1" if name == "close_agent" else None)
+    answered = desk.turn(recorded, second)
+    assert (answered.status, answered.headers.get("penstock-ignored", "")) == (200, second["ignored"]), answered.body
+    assert "The tool said hi." in said(answered)
+    before = desk.model.asked[-1]
+    assert name in before and "<tool_response>" in before and "web_search" not in before
+
+
+def called(response: Response) -> tuple[str, str, str | None]:
+    """Name, arguments and namespace of the one call in a stream."""
+    if b"response.created" in response.body:
+        (item,) = [item for item in check_responses(response.body)["output"] if item["type"] == "function_call"]
+        return item["name"], item["arguments"], item.get("namespace")
+    data = [message.data for message in messages(response.body)]
+    (block,) = [one["content_block"] for one in data if one.get("content_block", {}).get("type") == "tool_use"]
+    return (
+        block["name"],
+        "".join(one["delta"].get("partial_json", "") for one in data if "index" in one and "delta" in one),
+        None,
+    )
+
+
+def said(response: Response) -> str:
+    data = [message.data for message in messages(response.body)]
+    texts = [one["delta"] for one in data if one["type"] in ("content_block_delta", "response.output_text.delta")]
+    return "".join(text if isinstance(text, str) else text.get("text", "") for text in texts)
+
+
+async def weather(location: str) -> str:
+    """Weather of a city."""
+    return f"20 °C in {location}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_of_anthropics_sdk_goes_on_without_a_thread(desk: Desk, stream: bool) -> None:
+    desk.model.texts = [call("weather", location="Bern"), "It is warm."]
+
+    async def run() -> list[str | None]:
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(desk.app))
+        async with anthropic.AsyncAnthropic(
+            base_url="http://localhost", api_key="none", max_retries=0, http_client=http
+        ) as client:
+            runner = client.beta.messages.tool_runner(
+                model="echo",
+                max_tokens=500,
+                tools=[anthropic.beta_async_tool(weather)],
+                messages=[{"role": "user", "content": "Is it warm in Bern?"}],
+                stream=stream,
+            )
+            return [await _reason(turn) async for turn in runner]
+
+    assert desk.run(within_time(run())) == ["tool_use", "end_turn"]
+    assert "20 °C in Bern" in desk.model.asked[-1]
+
+
+async def _reason(turn: Any) -> str | None:
+    message = turn if isinstance(turn, anthropic.types.beta.BetaMessage) else await turn.get_final_message()
+    reason: str | None = message.stop_reason
+    return reason
