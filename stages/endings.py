@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -113,6 +114,8 @@ def request_id(message: Message) -> str:
     given = message.headers.get(MESSAGE_ID, "")
     if re.fullmatch(TOKEN_PATTERN, given):
         return given
+    if not message.sequence:  # it is stored nowhere
+        return f"job-{uuid.uuid4().hex}"
     lane = message.subject.split(".")[-2:-1]
     return f"job-{lane[0] if lane and lane[0] in get_args(Priority) else 'x'}-{message.sequence}"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import re
 import secrets
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -30,11 +32,14 @@ from ..schemas.registry import ModelCard
 from ..schemas.responses import parse_responses
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
 from ..streams.quotas import Quotas
-from ..streams.topology import EVENTS, JOBS
+from ..streams.topology import EVENTS, JOBS, PRIORITIES
 from . import endings
-from .contract import Intake, Pipe, Stage
+from .contract import Intake, Pipe, Stage, through_outages
 
 _Key = tuple[str, str, str, str]  # what a model's preparer is made of: source, backend, tool and reasoning format
+
+_STRAY = f"A job's subject is jobs.<priority>.<tenant>, and the priority one of {', '.join(PRIORITIES)}."
+MOST_STRAYS = 1_000  # that wait to be refused by an event
 
 CLOCKS = 2.0  # seconds by which a client's clock may differ from ours
 LONG_AT_ONCE = 2  # jobs longer than that
@@ -53,18 +58,22 @@ class Validate(Stage):
         self._grammars = GrammarChecker()
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
+        self._strays: asyncio.Queue[Message] = asyncio.Queue(MOST_STRAYS)
 
     async def run(self, intake: Intake) -> None:
         """Load the tokenizer of every model that appears, before its first request comes."""
         await intake.consume_lanes(JOBS, self.name, self.pipe.subjects.jobs_of)
+        await self.pipe.broker.refuse(self.pipe.subjects.jobs_all(), self.name, self._why_stray)
         settings = self.pipe.settings
         if settings.model:
             self._load((settings.model, settings.backend, settings.tool_format, settings.reasoning_format))
         try:
-            while True:
-                for card in self.pipe.registry.models.values():
-                    self._load(_key(card))
-                await asyncio.sleep(settings.heartbeat_interval)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._refuse_strays())
+                while True:
+                    for card in self.pipe.registry.models.values():
+                        self._load(_key(card))
+                    await asyncio.sleep(settings.heartbeat_interval)
         finally:
             await self._grammars.close()
 
@@ -99,6 +108,24 @@ class Validate(Stage):
                 retry_after=1.0,
             ) from None
 
+    def _why_stray(self, message: Message) -> str | None:
+        """Why a job is refused that no lane takes, since its subject names none or no tenant."""
+        priority, _, tenant = message.subject.removeprefix(f"{self.pipe.subjects.root}.jobs.").partition(".")
+        if priority in PRIORITIES and tenant:
+            return None
+        with contextlib.suppress(asyncio.QueueFull):  # then the publisher alone is told
+            is_long = len(message.data) > LONG  # and its request is found by its message id, if at all
+            self._strays.put_nowait(replace(message, data=b"") if is_long else message)
+        return _STRAY
+
+    async def _refuse_strays(self) -> None:
+        while True:
+            for request, tenant, bridge, _ in endings.addresses(await self._strays.get()):
+                subject = self.pipe.subjects.events(tenant, bridge, request)
+                if await through_outages(partial(self.pipe.broker.last, EVENTS, subject), subject) is None:
+                    event = endings.ending(request, InvalidRequest(_STRAY, param="priority"))
+                    await self.pipe.emit(event, tenant=tenant, bridge=bridge, place="end")
+
     def _lane(self, message: Message) -> tuple[Priority, str]:
         priority, tenant = message.subject.split(".")[-2:]
         if re.fullmatch(TOKEN_PATTERN, tenant) is None:
@@ -106,7 +133,7 @@ class Validate(Stage):
         for known in get_args(Priority):
             if priority == known:
                 return known, tenant
-        raise InvalidRequest(f"The priority is one of {', '.join(get_args(Priority))}.", param="priority")
+        raise InvalidRequest(_STRAY, param="priority")
 
     def _decode(self, message: Message) -> Job:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import orjson
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -37,6 +38,8 @@ from .pull import PullConsumer
 from .sizes import check_size
 
 log = logging.getLogger(__name__)
+
+PUBLISHED = "io.nats.jetstream.api.v1.pub_ack_response"  # a type of the server's answers
 
 
 class JetStreamBroker:
@@ -214,7 +217,19 @@ class JetStreamBroker:
         async def heard(message: Msg) -> None:
             callback(Message(message.subject, message.data, message.headers or {}))
 
-        listening = _Listening(self._link, await self._link.subscribe(subject, heard))
+        return await self._listening(await self._link.subscribe(subject, heard))
+
+    async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> _Listening:
+        async def heard(message: Msg) -> None:
+            reason = why(Message(message.subject, message.data, message.headers or {}))
+            if reason is not None and message.reply:
+                answer = {"type": PUBLISHED, "error": {"code": 400, "description": reason}}
+                await self._link.send(message.reply, orjson.dumps(answer))
+
+        return await self._listening(await self._link.subscribe(subject, heard, group=group))
+
+    async def _listening(self, subscription: Subscription) -> _Listening:
+        listening = _Listening(self._link, subscription)
         try:
             await self._link.flush()
         except BaseException:

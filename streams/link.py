@@ -193,12 +193,14 @@ class Link:
         with contextlib.suppress(*_NOT_SENT):
             await self._publish(subject, data, reply)
 
-    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
+    async def subscribe(
+        self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, group: str = ""
+    ) -> Subscription:
         before = _cancellations()
         try:
             # No limit, beyond which nats-py drops: callbacks do not wait, so no more piles up than one read brings.
             subscription = await self._client.subscribe(
-                subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
+                subject, queue=group, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
             )
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BrokerUnavailable(f"the connection to {self.address} is closed") from error

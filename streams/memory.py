@@ -6,6 +6,7 @@ All who are to meet share one `MemoryBroker`. Time is the event loop's, so a tes
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -40,6 +41,7 @@ class MemoryBroker:
         self._consumers: list[MemoryConsumer] = []
         self._buckets: dict[str, MemoryBucket] = {}
         self._listeners: list[_Listener] = []
+        self._refusers: list[_Refuser] = []
         self._closed = False
 
     @property
@@ -87,7 +89,7 @@ class MemoryBroker:
                 # A publisher in a loop must not keep everybody else from running.
                 await asyncio.sleep(0)
                 return published
-        raise BrokerUnavailable(f"nobody stores {subject}")
+        raise BrokerUnavailable(self._refuse(Message(subject, data, whole)) or f"nobody stores {subject}")
 
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> MemoryConsumer:
         name = spec.stream.upper()
@@ -119,12 +121,19 @@ class MemoryBroker:
         self._groups.pop((stream.upper(), consumer), None)
 
     async def notify(self, subject: str, data: bytes) -> None:
-        self._tell(Message(subject, data, {}))
+        message = Message(subject, data, {})
+        self._tell(message)
+        self._refuse(message)
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
         listener = _Listener(self._listeners, subject, callback)
         self._listeners.append(listener)
         return listener
+
+    async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> Subscription:
+        refuser = _Refuser(self._refusers, matcher(subject), group, why)
+        self._refusers.append(refuser)
+        return refuser
 
     async def bucket(self, name: str) -> MemoryBucket:
         if (found := self._buckets.get(name)) is None:
@@ -147,6 +156,10 @@ class MemoryBroker:
             if listener.pattern.fullmatch(message.subject):
                 # Later, as from a network: a callback's error is not the publisher's.
                 self._loop.call_soon(listener.hear, message)
+
+    def _refuse(self, message: Message) -> str:
+        one_each = {refuser.group: refuser for refuser in self._refusers if refuser.pattern.fullmatch(message.subject)}
+        return " ".join(filter(None, [refuser.why(message) for refuser in one_each.values()]))
 
     def _refuse_second_claim(self, stream: str, spec: ConsumerSpec) -> None:
         for (of_stream, name), group in self._groups.items():
@@ -173,6 +186,18 @@ class _Listener:
         if not self._closed:
             self._closed = True
             self._listeners.remove(self)
+
+
+class _Refuser(NamedTuple):
+    """Implements `Subscription`."""
+
+    refusers: list[_Refuser]
+    pattern: re.Pattern[str]
+    group: str
+    why: Callable[[Message], str | None]
+
+    async def close(self) -> None:
+        self.refusers.remove(self)
 
 
 class _Kept(NamedTuple):

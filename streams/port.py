@@ -242,6 +242,11 @@ class Broker(Protocol):
         The callback runs on the event loop and must not block. Active when this returns.
         """
 
+    async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> Subscription:
+        """Answer what no stream takes. For every message on `subject` (wildcards allowed) one copy in `group` is asked,
+        `why`, which goes to the publisher as an error; None leaves the message to its stream. Otherwise as `listen`.
+        """
+
     async def bucket(self, name: str) -> Bucket: ...
 
     async def close(self) -> None:

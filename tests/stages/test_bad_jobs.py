@@ -12,8 +12,9 @@ from penstock.schemas import codec
 from penstock.schemas.errors import BrokerUnavailable, StreamFull
 from penstock.schemas.events import FINAL, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
+from penstock.stages.validate import LONG, MOST_STRAYS, Validate
 from penstock.streams.memory import MemoryBroker
-from penstock.streams.port import DEADLINE, Headers, Message, Published
+from penstock.streams.port import DEADLINE, MESSAGE_ID, Headers, Message, Published
 
 
 def job() -> Job:
@@ -48,12 +49,42 @@ def test_a_deadline_that_is_none(pipeline: Pipeline) -> None:
     assert failed.error.message == "The header Penstock-Deadline must hold Unix seconds."
 
 
-def test_an_unknown_priority(pipeline: Pipeline) -> None:
-    """There is no lane for it: whoever publishes hears so at once."""
-    odd = job()
-    subject = f"{pipeline.pipe.subjects.root}.jobs.urgent.default"
-    with pytest.raises(BrokerUnavailable, match="urgent"):
-        pipeline.runner.run(pipeline.raw(subject, codec.encode(odd), str(odd.id)))
+@pytest.mark.parametrize("lane", ["urgent.default", "High.default", "normal", "a.b.c"])
+def test_a_subject_that_no_lane_takes(pipeline: Pipeline, lane: str) -> None:
+    """Whoever publishes hears so at once, and whoever waits for the request's events does, too."""
+    bad, broker, subjects = job(), pipeline.pipe.broker, pipeline.pipe.subjects
+    tenant = lane.rpartition(".")[2]
+
+    async def scene() -> None:
+        heard: asyncio.Queue[Event] = asyncio.Queue()
+        events = subjects.events(tenant, "default", str(bad.id))
+        listening = await broker.listen(events, lambda message: heard.put_nowait(codec.decode_event(message.data)))
+        for _ in range(2):
+            with pytest.raises(BrokerUnavailable, match="the priority one of high, normal, low"):
+                await broker.publish(f"{subjects.root}.jobs.{lane}", codec.encode(bad), message_id=str(bad.id))
+        event = await heard.get()
+        assert isinstance(event, Failed)
+        assert (event.error.status, event.error.param) == (400, "priority")
+        good = job()
+        await broker.publish(subjects.jobs("normal", "default"), codec.encode(good), message_id=str(good.id))
+        while not await broker.last("EVENTS", subjects.events("default", "default", str(good.id))):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert len(await broker.replay("EVENTS", events)) == 1
+        await listening.close()
+
+    pipeline.runner.run(scene())
+
+
+def test_many_large_jobs_that_no_lane_takes_are_not_kept(pipeline: Pipeline) -> None:
+    async def scene() -> None:
+        validate = Validate(pipeline.pipe)
+        for place in range(MOST_STRAYS + 1):
+            subject = f"{pipeline.pipe.subjects.root}.jobs.urgent.default"
+            assert validate._why_stray(Message(subject, b"x" * (LONG + 1), {MESSAGE_ID: f"m{place}"}))
+        assert validate._strays.qsize() == MOST_STRAYS
+        assert not validate._strays.get_nowait().data
+
+    pipeline.runner.run(scene())
 
 
 class FullDisk(MemoryBroker):

@@ -406,6 +406,28 @@ async def test_replay_returns_one_subject_in_order_after_a_sequence(
     assert await broker.replay("RELAY", f"{namespace}.relay.c") == []
 
 
+async def test_what_no_stream_takes_is_refused_by_one_of_a_group(broker: Broker, namespace: str, relay: Spec) -> None:
+    await broker.ensure([relay()], [])
+    asked: list[str] = []
+
+    def why(message: Message) -> str | None:
+        asked.append(message.subject)
+        return None if "relay" in message.subject else "there is no such lane"
+
+    refusers = [await broker.refuse(f"{namespace}.>", "door", why) for _ in range(2)]
+    with pytest.raises(BrokerUnavailable, match="there is no such lane"):
+        await broker.publish(f"{namespace}.odd", b"", message_id="m1")
+    stored = await broker.publish(f"{namespace}.relay.1", b"", message_id="m2")
+    await broker.notify(f"{namespace}.odd", b"")
+    async with asyncio.timeout(PATIENCE):
+        while asked.count(f"{namespace}.odd") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert asked.count(f"{namespace}.odd") == 2
+    assert [message.sequence for message in await broker.replay("RELAY", f"{namespace}.relay.1")] == [stored.sequence]
+    for refuser in refusers:
+        await refuser.close()
+
+
 async def test_listeners_hear_what_is_stored_and_what_is_told(broker: Broker, namespace: str, relay: Spec) -> None:
     await broker.ensure([relay()], [])
     heard: asyncio.Queue[Message] = asyncio.Queue()
