@@ -81,15 +81,18 @@ class EventStream(Response):
             await error_response(error, self._reading.request)(scope, receive, send)
             return
         await send(self._opening("text/event-stream", {"cache-control": "no-cache", "x-accel-buffering": "no"}))
+        clock = asyncio.get_running_loop().time
+        silent_until = clock() + self._keepalive
         while True:
             more = not self._reading.ended
             if body or not more:
                 await send({"type": "http.response.body", "body": body, "more_body": more})
+                silent_until = clock() + self._keepalive
             if not more:
                 return
-            events = await self._reading.take(self._keepalive)
-            # Nothing to say for a while: a comment keeps proxies and clients from giving up.
-            body = self._render(events) if events else self._comment("ping")
+            body = self._render(await self._reading.take(max(0.0, silent_until - clock())))
+            if not body and not self._reading.ended and clock() >= silent_until:
+                body = self._comment("ping")  # so that proxies and clients do not give up
 
     def _render(self, events: list[Event]) -> bytes:
         # Of the places in a queue, only the newest is news.
@@ -118,7 +121,7 @@ class EventStream(Response):
 
 
 class Answer(EventStream):
-    """OpenAI's answer: SSE with `streaming`, or one JSON body. `status`: news are messages and not comments."""
+    """OpenAI's answer: SSE with `streaming`, or one JSON body. `status`: with news of the queue."""
 
     def __init__(
         self,
@@ -148,8 +151,6 @@ class Answer(EventStream):
                 renderer.begin(event)
             case Queued(position=position) if self._status:
                 return [b"event: status\ndata: " + orjson.dumps({"type": "queued", "position": position}) + b"\n\n"]
-            case Queued(position=position):
-                return [self._comment(f"queued {position}")]
             case Token():
                 if progress is None:
                     return list(renderer.chunks(event))

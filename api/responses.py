@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
-from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Queued, Turn
+from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Turn
 from ..schemas.items import input_items as items_of
 from ..schemas.loops import Begun, Ended, LoopJob, is_response
 from ..schemas.response_tools import hosted
@@ -89,8 +89,6 @@ class ResponseAnswer(EventStream):
         return error_of(event) if event.request == self._reading.request and not self._begun else None
 
     def _chunks(self, event: Event) -> list[bytes]:
-        if isinstance(event, Queued):
-            return [self._comment(f"queued {event.position}")]
         if self._is_own(event):
             assert isinstance(event, Failed)
             return [self._renderer.broken(event.error)]

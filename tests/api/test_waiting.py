@@ -20,6 +20,7 @@ from penstock.streams.memory import MemoryBroker
 from penstock.streams.port import DEADLINE, Headers, Published
 
 COMPLETIONS = "/v1/completions"
+PATIENCE = 10.0  # seconds until a wait counts as endless
 BODY: dict[str, Any] = {"model": "echo", "prompt": "x", "stream": True}
 ACCEPTED, DONE = Accepted("", "echo", 1, 1), Done("", ("stop",), Usage(1, 1, 2))
 TOKEN = Token("", 0, 0, (1,), "ok", finish_reason="stop")
@@ -31,7 +32,7 @@ FULL = Admission(
 )
 
 
-async def test_queue_news_are_comments_or_events_for_those_who_asked() -> None:
+async def test_queue_news_are_events_for_those_who_asked_and_nothing_to_others() -> None:
     script = await Script.start()
 
     async def told(**headers: str) -> bytes:
@@ -44,11 +45,33 @@ async def test_queue_news_are_comments_or_events_for_those_who_asked() -> None:
         await script.tell(WAITING[1:], job)
         return (await asking).body
 
-    assert (await told()).startswith(b": queued 3\n\ndata: ")
-    assert (await told(**{"Penstock-Resumable": "true"})).startswith(b": queued 3\nid: ")
+    assert (await told()).startswith(b"data: ")
+    assert (await told(**{"Penstock-Resumable": "true"})).startswith(b"id: ")
     status = await told(**{"Penstock-Events": "true"})
     assert status.startswith(b'event: status\ndata: {"type":"queued","position":3}\n\ndata: ')
     assert messages(status)[-1].data == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, BODY),
+        ("/v1/chat/completions", {"model": "echo", "messages": [{"role": "user", "content": "x"}], "stream": True}),
+    ],
+)
+async def test_news_that_nobody_asked_for_do_not_put_off_the_sign_of_life(path: str, body: dict[str, Any]) -> None:
+    """A place in the queue comes again and again, and says nothing to this client: for a proxy that is silence."""
+    script = await Script.start(keepalive_interval=0.05)
+    asking = asyncio.create_task(ask(script.app, "POST", path, body, leave_after=2))
+    job = await script.job()
+    await script.tell([ACCEPTED], job)
+    place = 0
+    async with asyncio.timeout(PATIENCE):
+        while not asking.done():
+            place += 1
+            await script.tell([Queued("", place)], job)
+            await asyncio.sleep(0)
+    assert (await asking).body.startswith(b": ping\n\n")
 
 
 async def test_queue_news_are_nothing_to_whole_answers() -> None:
