@@ -24,6 +24,7 @@ class Brokers:
         self.links: dict[str, list[Proxy]] = {}  # set by linked
         self.may_start = asyncio.Event()  # cleared while what is dead is to stay so
         self.may_start.set()
+        self._cluster: LocalCluster | None = None  # set by started
         self._routes: dict[tuple[int, int], Proxy] = {}  # from which node to which; set by started
 
     @property
@@ -41,7 +42,7 @@ class Brokers:
                     self.nodes = [await EmbeddedServer.start(state / "n0", binary, sync)]
                     stack.push_async_callback(self.nodes[0].stop)
                 else:
-                    cluster = await LocalCluster.start(state, count, binary, sync, dial=self._dial)
+                    cluster = self._cluster = await LocalCluster.start(state, count, binary, sync, dial=self._dial)
                     stack.push_async_callback(cluster.close)
                     self.nodes = cluster.nodes
                 group = await stack.enter_async_context(asyncio.TaskGroup())
@@ -58,6 +59,13 @@ class Brokers:
         self.links[part] = [await Proxy.start(url.port or 0) for url in urls]
         pairs = zip(urls, self.links[part], strict=True)
         return ",".join(urlunsplit(url._replace(netloc=f"{url.username}@127.0.0.1:{it.port}")) for url, it in pairs)
+
+    async def be_a_follower(self, node: int) -> bool:
+        """Have others lead what a node leads; False where it decides about streams, which is left to it."""
+        if self._cluster is None or await self._cluster.meta_leader() == node:
+            return False
+        await self._cluster.step_aside(node)
+        return True
 
     def delay(self, node: int, seconds: float) -> None:
         """Deliver late what a node and the others say to each other."""

@@ -18,7 +18,7 @@ from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
-from ..schemas.errors import Transient
+from ..schemas.errors import BrokerAway, BrokerUnavailable, Transient
 from ..streams.registry import Registry
 from .bench_answers import Answer
 from .bench_brokers import Brokers
@@ -177,9 +177,15 @@ class Faults:
         strike.away = clock() - strike.at
 
     async def _slow_down(self) -> None:
-        """Keep one node behind the others, another one each time."""
+        """Keep one node behind the others, another one each time, that leads nothing when it begins."""
         nodes = len(self._brokers.nodes)
         for node in cycle(range(nodes)):
+            is_follower = False
+            with contextlib.suppress(BrokerAway, BrokerUnavailable):  # it is dead, or nobody leads
+                is_follower = await self._brokers.be_a_follower(node)
+            if not is_follower:
+                await asyncio.sleep(POLL)
+                continue
             strike = Strike("slow", f"broker {node}", clock())
             self.strikes.append(strike)
             try:

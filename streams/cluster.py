@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from ..schemas.errors import StartupError
+from .link import Link
+from .management import ApiError, call
 from .server import EmbeddedServer
 
 _READY_TIMEOUT = 60.0  # seconds for an election; servers on busy cores take several of them
@@ -141,6 +143,29 @@ class LocalCluster:
                     return _place(leader)
         return None
 
+    async def step_aside(self, place: int) -> None:
+        """Have other nodes lead the streams and consumers that a node leads.
+
+        Raises `BrokerAway` where the node is, and `BrokerUnavailable` where nobody answers.
+        """
+        async with self._client() as client:
+            found = await self._ask(client, place, "/jsz?accounts=1&streams=1&consumers=1") or {}
+        streams = [one for account in found.get("account_details", ()) for one in account["stream_detail"]]
+        led = [f"STREAM.LEADER.STEPDOWN.{one['name']}" for one in streams if _is_led(one, place)]
+        led += [
+            f"CONSUMER.LEADER.STEPDOWN.{one['name']}.{consumer['name']}"
+            for one in streams
+            for consumer in one.get("consumer_detail") or ()
+            if _is_led(consumer, place)
+        ]
+        link = await Link.connect(self.nodes[place].url, name="step-aside", timeout=_ANSWER_TIMEOUT)
+        try:
+            for method in led:
+                with contextlib.suppress(ApiError):  # it has gone, or has another leader already
+                    await call(link, method)
+        finally:
+            await link.close()
+
     async def close(self) -> None:
         """End all nodes, and let go of their directories and ports."""
         for place in tuple(self._stopped):
@@ -195,6 +220,10 @@ def _configuration(place: int, token: str, own: _Ports, others: list[int]) -> li
         f"  routes: {json.dumps([f'nats-route://node:{token}@127.0.0.1:{port}' for port in others])}",
         "}",
     ]
+
+
+def _is_led(detail: dict[str, Any], place: int) -> bool:
+    return bool(detail.get("cluster", {}).get("leader") == f"n{place}")
 
 
 def _place(name: str) -> int:

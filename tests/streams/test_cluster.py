@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from penstock.api.bench_proxy import Proxy
 from penstock.streams.cluster import LocalCluster
 from penstock.streams.jetstream import JetStreamBroker
-from penstock.streams.port import StreamSpec
+from penstock.streams.port import ConsumerSpec, StreamSpec
 
 LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")
 
@@ -33,6 +33,25 @@ async def test_a_stream_outlives_its_leader(own_cluster: LocalCluster) -> None:
     await own_cluster.restart(leader)
     await own_cluster.ready()
     assert (await broker.publish("p.ledger", b"", message_id="m3")).sequence == 3
+    await broker.close()
+
+
+async def test_a_node_that_steps_aside_leads_nothing(own_cluster: LocalCluster) -> None:
+    broker = await connect(own_cluster)
+    await broker.ensure([LEDGER], [])
+    spec = ConsumerSpec(stream="LEDGER", name="reader", subject="p.ledger", ack_wait=5.0, max_deliver=-1)
+    consumer = await broker.consume(spec, prefetch=1)
+    for _ in range(2):
+        leader = await own_cluster.leader_of("P_LEDGER")
+        assert leader is not None
+        await own_cluster.step_aside(leader)
+        async with asyncio.timeout(20):
+            while await own_cluster.leader_of("P_LEDGER") in (None, leader):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            while (await broker.consumers("LEDGER"))[0]["cluster"].get("leader") in (None, f"n{leader}"):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert not (await broker.publish("p.ledger", b"", message_id=f"m{leader}")).duplicate
+    await consumer.close()
     await broker.close()
 
 
