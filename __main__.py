@@ -27,6 +27,7 @@ from .api.options import with_settings
 from .api.server import serve_http
 from .api.supervisor import Supervisor, announce, base_url, connected, listen
 from .config.logging import configure_logging
+from .config.process import host
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
@@ -208,7 +209,7 @@ async def _worker(loaded: Loaded, name: str) -> None:
             capacity=settings.max_batch_size,
             pid=os.getpid(),
             incarnation=uuid.uuid4().hex,
-            host=socket.gethostname(),
+            host=host(),
         )
         async with _pipe(loaded, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
             stopping = _stop_signal()  # not before: what loads, or waits for the broker, may simply be killed

@@ -1,11 +1,15 @@
-"""What the operating system is asked to do for our child processes."""
+"""What the operating system is asked to do for our child processes, and what it knows of others."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import signal
+import socket
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -25,3 +29,26 @@ def die_with_parent(parent: int | None = None) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+@functools.cache
+def host() -> str:
+    """Where this process's id counts: the machine since it was started, and on Linux the container in it."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))  # containers may share a host's name, and count from 1 each
+    return "/".join(parts)
+
+
+def has_ended(where: str, pid: int) -> bool:
+    """Whether a process, of which `host` said `where`, is known to have ended; False where nobody here can know."""
+    if where != host():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

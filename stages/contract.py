@@ -217,6 +217,11 @@ class JobStage(Stage):
     Override `process`. Return the job, changed or not; raise `InvalidRequest` (or another `Refusal`) to refuse it.
     """
 
+    @property
+    def lease(self) -> float:
+        # What is brief costs little twice, so an election of the broker's is no reason to wait longer.
+        return self.pipe.settings.lease if self.is_brief else super().lease
+
     async def run(self, intake: Intake) -> None:
         subjects = partial(self.pipe.subjects.stage_of, self.name)
         await intake.consume_lanes(stage_stream(self.name), self.name, subjects)

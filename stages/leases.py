@@ -1,18 +1,21 @@
 """Shares of a stage's work, each held by one copy at a time, spread evenly over the copies that live.
 
 A share is a key that its holder rewrites; one that stops doing so loses it when the bucket's time to live has passed,
-and whoever sees it free takes it. Copies name themselves in the same bucket, so that each knows its fair number.
+and whoever sees it free takes it. Copies name themselves in the same bucket, so that each knows its fair number. Of a
+holder on this host the operating system says at once that it has died.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Awaitable, Callable
 from math import ceil
 
 import structlog
 
+from ..config.process import has_ended, host
 from ..schemas.errors import Transient
 from ..streams.port import Bucket
 
@@ -30,6 +33,7 @@ class Leases:
         self._shares = shares
         self._interval = interval
         self._name = uuid.uuid4().hex
+        self._me = f"{self._name} {os.getpid()} {host()}".encode()
         self._held: dict[int, int] = {}  # share → revision of its key
 
     async def hold(self, gained: Callback, lost: Callback) -> None:
@@ -50,29 +54,35 @@ class Leases:
             await self._bucket.delete(f"{self._stage}.member.{self._name}")
 
     async def _renew(self, gained: Callback, lost: Callback) -> None:
-        me = self._name.encode()
-        await self._bucket.put(f"{self._stage}.member.{self._name}", me)
+        await self._bucket.put(f"{self._stage}.member.{self._name}", self._me)
         for share, revision in list(self._held.items()):
-            renewed = await self._bucket.update(self._key(share), me, revision)
+            renewed = await self._bucket.update(self._key(share), self._me, revision)
             if renewed is None:
                 del self._held[share]
                 await lost(share)
             else:
                 self._held[share] = renewed
-        members = await self._bucket.entries(f"{self._stage}.member.")
-        fair = ceil(self._shares / max(1, len(members)))
+        entries = await self._bucket.entries(f"{self._stage}.")
+        orphaned = {entry.key: entry.revision for entry in entries if _has_died(entry.value)}
+        members = {entry.key for entry in entries if entry.key.startswith(f"{self._stage}.member.")}
+        fair = ceil(self._shares / max(1, len(members - orphaned.keys())))
         for share in list(self._held)[fair:]:
             await self._give_back(share, lost)
         for share in range(self._shares):
             if len(self._held) >= fair:
                 break
-            if share not in self._held and (created := await self._bucket.create(self._key(share), me)):
+            if share not in self._held and (taken := await self._take(share, orphaned.get(self._key(share)))):
                 try:
                     await gained(share)
                 except BaseException:
                     await self._bucket.delete(self._key(share))
                     raise
-                self._held[share] = created
+                self._held[share] = taken
+
+    async def _take(self, share: int, orphaned: int | None) -> int | None:
+        """Claim a share that is free, or whose key is `orphaned` at that revision; None where somebody else has it."""
+        key = self._key(share)
+        return await (self._bucket.update(key, self._me, orphaned) if orphaned else self._bucket.create(key, self._me))
 
     async def _give_back(self, share: int, lost: Callback) -> None:
         await lost(share)
@@ -81,3 +91,9 @@ class Leases:
 
     def _key(self, share: int) -> str:
         return f"{self._stage}.share.{share}"
+
+
+def _has_died(holder: bytes) -> bool:
+    """Whether the process that wrote this is known to be gone; one of an earlier version wrote its name alone."""
+    _, pid, where = (*holder.decode().split(" ", 2), "", "")[:3]
+    return pid.isdecimal() and has_ended(where, int(pid))

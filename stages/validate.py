@@ -78,6 +78,10 @@ class Validate(Stage):
             await self._grammars.close()
 
     @property
+    def lease(self) -> float:
+        return self.pipe.settings.lease  # as of a JobStage
+
+    @property
     def ready(self) -> bool:
         return all(loading.done() for loading in self._preparers.values())
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Sequence
 from typing import TypeVar
 
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from ..config.process import has_ended
 from ..schemas.errors import StartupError, Transient
 from ..schemas.registry import ModelCard, StageCard, WorkerCard
 from .port import Broker, Entry
@@ -32,6 +32,7 @@ class Registry:
         self._interval = interval
         self.models: dict[str, ModelCard] = {}  # by name; set by refresh
         self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
+        self.ended: dict[str, WorkerCard] = {}  # whose process is known to be gone, by id; set by drop_ended
         self.stages: tuple[StageCard, ...] = ()  # set by refresh
 
     async def run(self) -> None:
@@ -47,8 +48,20 @@ class Registry:
         live = await (await self._broker.bucket("workers")).entries()
         known = await (await self._broker.bucket("models")).entries()
         self.workers = tuple(_cards(WorkerCard, live, "worker."))
+        self.ended = {}
+        self.drop_ended()
         self.stages = tuple(_cards(StageCard, live, "stage."))
         self.models = {card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: card.created)}
+
+    def drop_ended(self) -> None:
+        """Move the workers that have died on this host since the last look to `ended`: their cards live on for a while.
+
+        It costs less than to read, so it can be done more often.
+        """
+        ended = {card.id: card for card in self.workers if has_ended(card.host, card.pid)}
+        if ended:
+            self.ended |= ended
+            self.workers = tuple(card for card in self.workers if card.id not in ended)
 
     def workers_for(self, model: str) -> list[WorkerCard]:
         return [worker for worker in self.workers if worker.model.name == model]
@@ -67,13 +80,13 @@ class Registry:
         first = None
         while (entry := await bucket.get(f"worker.{card.id}")) is not None:
             (found,) = _cards(WorkerCard, [entry]) or (card,)
-            if found.incarnation == card.incarnation or (found.host == card.host and not _runs(found.pid)):
+            if found.incarnation == card.incarnation or has_ended(found.host, found.pid):
                 return
             first = first or entry.revision
             if entry.revision != first:
+                place = f"process {found.pid} on {found.host.partition('/')[0]}"
                 raise StartupError(
-                    f"a worker called {card.id} runs already, as process {found.pid} on {found.host}; "
-                    "stop it, or choose another --id"
+                    f"a worker called {card.id} runs already, as {place}; stop it, or choose another --id"
                 )
             await asyncio.sleep(self._interval / 2)
 
@@ -100,16 +113,6 @@ def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Car
             except ValidationError:
                 log.warning("a card cannot be read", key=entry.key)
     return cards
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _encoded(card: BaseModel) -> bytes:

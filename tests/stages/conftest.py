@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,3 +18,11 @@ def pipeline() -> Iterator[Pipeline]:
         pipeline.runner = runner
         yield pipeline
         runner.run(pipeline.stop())
+
+
+@pytest.fixture
+def dead() -> int:
+    """A process that has been, and is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid

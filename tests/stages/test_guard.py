@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from typing import Any
 
-from memory_pipeline import Pipeline
+from memory_pipeline import MODEL, Pipeline, validated
 
-from penstock.schemas.jobs import Priority
+from penstock.config.process import host
+from penstock.schemas import codec
+from penstock.schemas.events import Done, Event
+from penstock.schemas.jobs import InferenceBatch, Priority
+from penstock.schemas.registry import WorkerCard
 from penstock.stages import Pipe
 from penstock.stages.guard import Guard
 from penstock.streams.memory import MemoryBroker
-from penstock.streams.port import Consumer
+from penstock.streams.port import SCHEMA, Consumer, ConsumerSpec
+
+LONG = 3600.0  # seconds
 
 
 class Shaky(MemoryBroker):
@@ -55,6 +62,34 @@ async def pipeline_with_work_for_nobody() -> Pipeline:
     subject = pipeline.pipe.subjects.infer("gone")
     await pipeline.pipe.broker.publish(subject, b"{}", message_id="a batch")
     return pipeline
+
+
+async def test_nobody_waits_for_the_leases_of_a_worker_that_died_here(dead: int) -> None:
+    """Its card lives on, and what it had in hand was lent to it for longer than this test takes."""
+    pipeline = await Pipeline.start(lease=LONG)
+    pipe = pipeline.pipe
+    card = WorkerCard(
+        id="w7", model=pipe.registry.models[MODEL], capacity=4, pid=dead, incarnation=uuid.uuid4().hex, host=host()
+    )
+    job = validated(f"r-{uuid.uuid4().hex}", pipe)
+    batch = InferenceBatch(id=uuid.uuid4().hex, worker="w7", jobs=(job,), incarnation=card.incarnation)
+    subject = pipe.subjects.infer("w7")
+    spec = ConsumerSpec(stream="INFER", name="infer-w7", subject=subject, ack_wait=LONG, max_deliver=-1)
+    own = await pipe.broker.consume(spec, prefetch=1)
+    await pipe.broker.publish(subject, codec.encode(batch), message_id=batch.id, headers={SCHEMA: codec.BATCH})
+    assert len(await own.take(1)) == 1
+    await own.close()
+    await pipe.registry.announce_worker(card)
+    async with asyncio.timeout(60):
+        events = pipe.subjects.events(job.tenant, job.bridge, job.id)
+        while not any(isinstance(event, Done) for event in await told(pipe, events)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert "w7" not in [card.id for card in pipe.registry.workers]
+    await pipeline.stop()
+
+
+async def told(pipe: Pipe, subject: str) -> list[Event]:
+    return [codec.decode_event(message.data) for message in await pipe.broker.replay("EVENTS", subject)]
 
 
 async def test_after_an_outage_nobody_is_dead_before_he_could_say_that_he_lives() -> None:

@@ -1,0 +1,60 @@
+"""Who holds a share, and how soon another takes the share of a process that has died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from penstock.config.process import host
+from penstock.stages.leases import Leases
+from penstock.streams.memory import MemoryBroker
+from penstock.streams.port import Bucket, BucketSpec
+
+LONG = 3600.0  # seconds; nobody waits for a lease to run out here
+
+
+async def bucket_with(*entries: tuple[str, str]) -> Bucket:
+    broker = MemoryBroker()
+    await broker.ensure([], [BucketSpec("leases", ttl=LONG)])
+    bucket = await broker.bucket("leases")
+    for key, value in entries:
+        await bucket.put(key, value.encode())
+    return bucket
+
+
+async def held_after_one_look(bucket: Bucket, shares: int) -> set[int]:
+    """What a new copy has gained when it has looked once, at all shares."""
+    gained: set[int] = set()
+
+    async def gain(share: int) -> None:
+        gained.add(share)
+
+    async def lose(share: int) -> None:
+        gained.discard(share)
+
+    leases = Leases(bucket, "stream", shares, interval=LONG)
+    await leases._renew(gain, lose)
+    return gained
+
+
+async def test_shares_of_a_process_that_died_here_are_free_at_once(dead: int) -> None:
+    name = f"one {dead} {host()}"
+    bucket = await bucket_with(("stream.member.one", name), *((f"stream.share.{share}", name) for share in range(4)))
+    assert await held_after_one_look(bucket, 4) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("holder", ["one {dead} elsewhere", "one", "one {alive} {host}"])
+async def test_shares_of_who_may_live_are_waited_for(dead: int, holder: str) -> None:
+    """On another host, of the version before, or alive."""
+    name = holder.format(dead=dead, alive=os.getpid(), host=host())
+    bucket = await bucket_with(("stream.member.one", name), ("stream.share.0", name), ("stream.share.1", name))
+    assert await held_after_one_look(bucket, 4) == {2, 3}
+
+
+async def test_a_dead_holder_s_share_goes_to_one(dead: int) -> None:
+    name = f"one {dead} {host()}"
+    bucket = await bucket_with(*((f"stream.share.{share}", name) for share in range(8)))
+    held = await asyncio.gather(*(held_after_one_look(bucket, 8) for _ in range(3)))
+    assert sorted(share for shares in held for share in shares) == sorted(set().union(*held))
