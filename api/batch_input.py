@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
-from ..schemas.batches import Fault
+from ..schemas.batches import BatchEndpoint, Fault
 from ..schemas.bounds import LONG, load_json
 from ..schemas.errors import InvalidRequest
-from ..schemas.jobs import Endpoint
 
 MOST_LINES = 50_000
 MOST_FAULTS = 100  # that are told
@@ -19,11 +18,11 @@ MOST_FAULTS = 100  # that are told
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "timeout": (None,),
     "priority": (None, "low"),
-    "service_tier": (None, "auto", "default", "flex"),
+    "service_tier": (None, "auto", "default", "flex", "standard_only"),
 }
 
 
-def read_line(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
+def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
     """One line of an input file, with its `custom_id` and `body`. Raises `InvalidRequest` with OpenAI's `code`."""
     try:
         value: Any = load_json(raw)
@@ -52,7 +51,7 @@ def read_line(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
     return value
 
 
-async def line_of(raw: bytes, endpoint: Endpoint) -> dict[str, Any]:
+async def line_of(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
     """What `read_line` gives, and raises; a long line is read in a thread."""
     return read_line(raw, endpoint) if len(raw) <= LONG else await asyncio.to_thread(read_line, raw, endpoint)
 
@@ -73,7 +72,7 @@ async def read_lines(data: AsyncIterable[bytes], limit: int) -> AsyncIterator[tu
 
 
 async def check_lines(
-    data: AsyncIterable[bytes], limit: int, endpoint: Endpoint, most: int = MOST_LINES
+    data: AsyncIterable[bytes], limit: int, endpoint: BatchEndpoint, most: int = MOST_LINES
 ) -> tuple[int, list[Fault]]:
     """How many requests the file holds, and what is wrong with them: `limit` is in bytes a line, `most` in lines."""
     faults: list[Fault] = []

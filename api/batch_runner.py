@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any, get_args
 
@@ -19,21 +19,31 @@ import orjson
 import structlog
 
 from ..config.settings import Settings
-from ..schemas.batches import FINAL, NOT_RUN, Batch, Counts, Ending, Fault, Faults, Status
-from ..schemas.errors import Fatal, Overloaded, PenstockError, Refusal, StreamNotFound, Transient
+from ..schemas.batches import FINAL, Batch, Counts, Ending, Fault, Faults, Status
+from ..schemas.errors import (
+    Fatal,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    Refusal,
+    StreamNotFound,
+    Transient,
+)
 from ..schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
 from ..schemas.jobs import Job
 from ..streams.objects import ObjectInfo, Objects
 from ..streams.port import ConsumerSpec, Delivery
 from ..streams.quotas import NO_SPACE, Quotas
 from ..streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, CONSUMER_IDLE, FILES
+from .batch_dialects import prepared
 from .batch_input import check_lines, line_of, read_lines
+from .batch_results import Results
 from .batches import change
 from .bridge import Bridge
-from .door import model_of
-from .files import put_file, sweep
+from .files import sweep
 from .reading import Reading
-from .rendering import PREFIX, Embeddings, Renderer, error_payload
+from .rendering import Renderer, error_payload
 
 log = structlog.get_logger(__name__)
 
@@ -134,7 +144,7 @@ class _Run:
         self._bridge = runner.bridge
         self._delivery = delivery
         self._files = files
-        self._results = results
+        self._results = Results(self.batch, results, files)
         self._limit = runner.settings.max_body_size
         self._tally: Counter[Ending] = Counter()  # lines
         self._open: set[Reading] = set()
@@ -149,8 +159,7 @@ class _Run:
             batch = await self._move({})
             if batch.status not in FINAL:
                 batch = await self._finish(batch)
-            for result in await self._kept(batch.request_counts.total):
-                await self._results.delete(result)
+            await self._results.forget(batch.request_counts.total)
             beating.cancel()
 
     async def _finish(self, batch: Batch) -> Batch:
@@ -165,15 +174,21 @@ class _Run:
             await self._move({"validating": "in_progress"}, request_counts=Counts(total=total))
         await self._answer_all(input)
         await self._move({"in_progress": "finalizing"})
-        kept = await self._kept(self._tally.total())
+        kept = await self._results.first(self._tally.total())
         assert len(kept) == self._tally.total(), "results stay until the batch has ended"
         done = [result for result in kept if result.about["ending"] == "completed"]
         rest = [result for result in kept if result.about["ending"] != "completed"]
         return await self._move(
             {"cancelling": "cancelled", "finalizing": "expired" if self._tally["expired"] else "completed"},
-            output_file_id=await self._write("output", done),
-            error_file_id=await self._write("error", rest),
-            request_counts=Counts(total=len(kept), completed=len(done), failed=len(rest)),
+            output_file_id=await self._results.write("output", done),
+            error_file_id=await self._results.write("error", rest),
+            request_counts=Counts(
+                total=len(kept),
+                completed=len(done),
+                failed=len(rest),
+                cancelled=self._tally["cancelled"],
+                expired=self._tally["expired"],
+            ),
         )
 
     async def _fail(self, faults: list[Fault]) -> Batch:
@@ -192,8 +207,8 @@ class _Run:
         number = 0
         async with asyncio.TaskGroup() as group:
             async for _, raw in read_lines(self._files.read(input), self._limit):
-                if (result := await self._results.info(self._key(number))) is not None:
-                    self._tally[result.about["ending"]] += 1
+                if (ending := await self._results.ending(number)) is not None:
+                    self._tally[ending] += 1
                 else:
                     await window.acquire()
                     line = await line_of(raw, self.batch.endpoint)
@@ -205,19 +220,16 @@ class _Run:
     async def _answer(self, number: int, line: dict[str, Any], inherited: bool) -> None:
         """Have one line answered, and keep the answer: the first one stands."""
         ending, response = await self._outcome(number, line["body"], inherited)
-
-        async def entry() -> AsyncIterator[bytes]:
-            id = f"batch_req_{self.batch.id.removeprefix('batch_')}_{number}"
-            value = {"id": id, "custom_id": line["custom_id"], "response": response, "error": NOT_RUN.get(ending)}
-            yield orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
-
-        await self._results.put(self._key(number), entry(), {"ending": ending})
+        await self._results.keep(number, line["custom_id"], ending, response)
         self._tally[ending] += 1
 
     async def _outcome(self, number: int, body: dict[str, Any], inherited: bool) -> Outcome:
         """How a line ends, and what HTTP would have answered. That there is no room is no answer."""
         attempt = 0
-        renderer = self._renderer(number, body)
+        try:
+            body, renderer = prepared(self.batch, number, body, int(self._runner.now()))
+        except InvalidRequest as refusal:
+            return _failed(ErrorBody.of(refusal), self.batch.id)
         while True:
             request = f"{self.batch.id}-{number}" + (f"-{attempt}" if attempt else "")
             tokens: list[Token] = []
@@ -235,15 +247,17 @@ class _Run:
                 attempt += 1
             match final:
                 case Done():
-                    answer = orjson.Fragment(renderer.whole(tokens, final))
+                    try:
+                        answer = orjson.Fragment(renderer.whole(tokens, final))
+                    except GenerationFailed as failure:
+                        return _failed(ErrorBody.of(failure), request)
                     return "completed", {"status_code": 200, "request_id": request, "body": answer}
                 case Failed(error=error) | Expired(error=error) if self._may_still(error):
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(error.retry_after or 1.0, LONGEST_PAUSE)):
                             await self._cancelled.wait()
                 case Failed(error=error) | Expired(error=error) if error.status != 408:
-                    payload = error_payload(error)
-                    return "failed", {"status_code": error.status, "request_id": request, "body": payload}
+                    return _failed(error, request)
                 case _:
                     return "cancelled" if isinstance(final, Cancelled) else "expired", None
 
@@ -262,7 +276,7 @@ class _Run:
                 return await self._bridge.follow(request, tenant, deadline=deadline)
         if self._cancelled.is_set() or now >= deadline:
             return None
-        job = Job(id=request, endpoint=self.batch.endpoint, bridge=self._bridge.name, body=body)
+        job = Job(id=request, endpoint=self.batch.job_endpoint, bridge=self._bridge.name, body=body)
         return await self._bridge.open(
             job, priority="low", tenant=tenant, deadline=deadline, kept=True, shared=self._delivery.attempt > 1
         )
@@ -289,14 +303,6 @@ class _Run:
             self._open.discard(reading)
             reading.close()
 
-    def _renderer(self, number: int, body: dict[str, Any]) -> Renderer:
-        endpoint, model = self.batch.endpoint, model_of(body)
-        id = f"{PREFIX[endpoint]}{self.batch.id.removeprefix('batch_')}-{number}"
-        if endpoint == "/v1/embeddings":
-            return Embeddings(id, model, encoded=body.get("encoding_format") == "base64")
-        tier = body.get("service_tier")
-        return Renderer(endpoint, id, model, int(self._runner.now()), streaming=False, service_tier=tier)
-
     async def _beat(self) -> None:
         """Say that the batch is in hand and how far it is, and hear whether it is cancelled."""
 
@@ -319,28 +325,9 @@ class _Run:
                 log.warning("how far a batch is cannot be told", reason=str(error))
             await asyncio.sleep(self._runner.settings.lease / 3)
 
-    async def _write(self, kind: str, results: list[ObjectInfo]) -> str | None:
-        """The file of these; made once, whoever comes this far."""
-        if not results:
-            return None
 
-        async def lines() -> AsyncIterator[bytes]:
-            for result in results:
-                async for piece in self._results.read(result):
-                    yield piece
-
-        file = f"file-{self.batch.id.removeprefix('batch_')}-{kind}"
-        name, filename = f"{self.batch.tenant}.{file}", f"{self.batch.id}_{kind}.jsonl"
-        await put_file(self._files, name, lines(), filename, "batch_output", self.batch.output_ttl)
-        return file
-
-    async def _kept(self, total: int) -> list[ObjectInfo]:
-        """What came of the first `total` lines, in their order."""
-        found = [await self._results.info(self._key(number)) for number in range(total)]
-        return [result for result in found if result is not None]
-
-    def _key(self, number: int) -> str:
-        return f"{self.batch.id}.{number}"
+def _failed(error: ErrorBody, request: str) -> Outcome:
+    return "failed", {"status_code": error.status, "request_id": request, "body": error_payload(error)}
 
 
 def _reason(error: BaseException) -> str:

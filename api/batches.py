@@ -51,16 +51,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
             tenant=tenant,
             output_ttl=lifetime,
         )
-        data = batch.model_dump_json().encode()
-        await door.quotas.check(tenant, len(data))
-        try:
-            # First, so that no batch can be seen that nobody would run.
-            await broker.publish(door.bridge.subjects.batches(tenant), data, message_id=batch.id)
-        except StreamFull as error:
-            if error.storage:
-                raise
-            raise Overloaded("Too many batches are waiting.", retry_after=60.0) from None
-        await (await broker.bucket(BATCH_STATES)).create(batch.key, data)
+        await publish(door, batch)
         return batch.shown()
 
     @app.get("/v1/batches", tags=["openai"], responses=refusals(400, 503))
@@ -87,6 +78,20 @@ def add_batches(app: FastAPI, door: Door) -> None:
         if batch.status not in ("cancelling", "cancelled"):
             raise InvalidRequest(f"A batch that is {batch.status} cannot be cancelled.", code="batch_over")
         return batch.shown()
+
+
+async def publish(door: Door, batch: Batch) -> None:
+    """Have a new batch run. Raises `QuotaExceeded`, `Overloaded`, and `StreamFull` where there is no space."""
+    data = batch.model_dump_json().encode()
+    await door.quotas.check(batch.tenant, len(data))
+    try:
+        # First, so that no batch can be seen that nobody would run.
+        await door.broker.publish(door.bridge.subjects.batches(batch.tenant), data, message_id=batch.id)
+    except StreamFull as error:
+        if error.storage:
+            raise
+        raise Overloaded("Too many batches are waiting.", retry_after=60.0) from None
+    await (await door.broker.bucket(BATCH_STATES)).create(batch.key, data)
 
 
 async def change(broker: Broker, tenant: str, id: str, update: Callable[[Batch], Batch] = lambda batch: batch) -> Batch:

@@ -20,6 +20,7 @@ from ..schemas.openai import parse_request
 from .answers import Answer
 from .door import Door, open_request, parsed, read_as
 from .ignored import known_alone, name_ignored
+from .message_batches import add_message_batches
 from .messages_rendering import THREAD, MessageRenderer, error_payload, sse
 from .openapi import STREAMED, body_of
 from .tokens import Preparers
@@ -66,6 +67,8 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
             streaming=asked.stream is True,
             keepalive=door.settings.keepalive_interval,
         )
+
+    add_message_batches(app, door, _REFUSED)
 
     @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)
     async def count(request: Request) -> dict[str, int]:

@@ -11,10 +11,12 @@ from .chat import Body
 from .jobs import Endpoint, SubjectToken
 
 WINDOW = 86400  # seconds that a batch may take
+MESSAGES: Literal["/v1/messages"] = "/v1/messages"
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 Ending = Literal["completed", "failed", "expired", "cancelled"]  # of one line
+BatchEndpoint = Endpoint | Literal["/v1/messages"]  # the last one's lines are in Anthropic's words
 NOT_RUN: dict[Ending, dict[str, str]] = {
     "expired": {"code": "batch_expired", "message": "The completion window ended before this request was answered."},
     "cancelled": {"code": "batch_cancelled", "message": "This request was cancelled before it was answered."},
@@ -44,11 +46,14 @@ class BatchRequest(Body):
 
 
 class Counts(_Wire):
-    """`failed` counts every line that ended in the error file."""
+    """`failed` counts every line that ended in the error file; of these, some were `cancelled` or `expired`, which is
+    known at the end and told where Anthropic's clients look."""
 
     total: int = 0
     completed: int = 0
     failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
 
 
 class Fault(_Wire):
@@ -70,7 +75,7 @@ class Batch(_Wire):
 
     id: SubjectToken
     object: Literal["batch"] = "batch"
-    endpoint: Endpoint
+    endpoint: BatchEndpoint
     input_file_id: str
     completion_window: str = "24h"
     status: Status = "validating"
@@ -92,6 +97,11 @@ class Batch(_Wire):
     output_ttl: float
 
     @property
+    def job_endpoint(self) -> Endpoint:
+        """What its lines are for the pipeline."""
+        return "/v1/chat/completions" if self.endpoint == MESSAGES else self.endpoint
+
+    @property
     def key(self) -> str:
         """Where its state is kept."""
         return f"{self.tenant}.{self.id}"
@@ -105,4 +115,5 @@ class Batch(_Wire):
         return self.model_copy(update=values)
 
     def shown(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"tenant", "output_ttl"})
+        inner: dict[str, Any] = {"tenant": True, "output_ttl": True, "request_counts": {"cancelled", "expired"}}
+        return self.model_dump(exclude=inner)

@@ -1,0 +1,24 @@
+"""What a line of a batch asks of the pipeline, and how its answer is written, in OpenAI's words or in Anthropic's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..schemas.anthropic import MessagesRequest
+from ..schemas.batches import MESSAGES, Batch
+from .door import model_of, parsed
+from .messages_rendering import MessageRenderer
+from .rendering import PREFIX, Embeddings, Renderer
+
+
+def prepared(batch: Batch, number: int, body: dict[str, Any], now: int) -> tuple[dict[str, Any], Renderer]:
+    """The body of the line's job, and the renderer of its answer. Raises `InvalidRequest`."""
+    name = f"{batch.id.removeprefix('batch_')}-{number}"
+    if batch.endpoint == MESSAGES:
+        asked = parsed(MessagesRequest, body)
+        return asked.chat_body(), MessageRenderer(f"msg-{name}", asked.model, asked.stop_sequences or [])
+    id, model = f"{PREFIX[batch.endpoint]}{name}", model_of(body)
+    if batch.endpoint == "/v1/embeddings":
+        return body, Embeddings(id, model, encoded=body.get("encoding_format") == "base64")
+    tier = body.get("service_tier")
+    return body, Renderer(batch.endpoint, id, model, now, streaming=False, service_tier=tier)
