@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,14 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-class _Norm:
+class Angles(NamedTuple):
+    """Cosines and sines [1, T, D]; sines of the first half are negative: x cos + (x with its halves swapped) sin."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+class Norm:
     """x / sqrt(mean(x²) + ε) · w. Beside its negative a row has the mean zero, so that the fused layer norm serves."""
 
     def __init__(self, module: Any) -> None:
@@ -38,20 +45,20 @@ class _Norm:
         self.epsilon: float = module.variance_epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
-        size = x.shape[-1]
+        size, weight = x.shape[-1], self.weight.to(x.dtype)
         if x.is_cuda:
-            return functional.rms_norm(x, (size,), self.weight, self.epsilon)
+            return functional.rms_norm(x, (size,), weight, self.epsilon)
         both = torch.cat((x, -x), dim=-1)
-        return functional.layer_norm(both, (2 * size,), None, None, self.epsilon)[..., :size] * self.weight
+        return functional.layer_norm(both, (2 * size,), None, None, self.epsilon)[..., :size] * weight
 
 
-class _Layer:
+class Layer:
     """`head_norm` [Hq + H, 1, D], where queries and keys are normalised head by head, and its ε."""
 
     def __init__(self, module: Any, make: MakeLinear) -> None:
         attention, mlp = module.self_attn, module.mlp
-        self.attention_norm = _Norm(module.input_layernorm)
-        self.mlp_norm = _Norm(module.post_attention_layernorm)
+        self.attention_norm = Norm(module.input_layernorm)
+        self.mlp_norm = Norm(module.post_attention_layernorm)
         size = attention.head_dim
         self.num_queries = attention.q_proj.out_features // size
         self.num_keys = attention.k_proj.out_features // size
@@ -66,50 +73,53 @@ class _Layer:
 
 
 class Decoder:
-    def __init__(self, model: Any, make: MakeLinear) -> None:
+    def __init__(self, model: Any, make: MakeLinear, dtype: torch.dtype) -> None:
+        """`dtype` is that of what it computes."""
         body = model.model
+        self._dtype = dtype
         self.embedding: Tensor = body.embed_tokens.weight
         self._rotary: nn.Module = body.rotary_emb
-        self.layers = [_Layer(layer, make) for layer in body.layers]
-        self.norm = _Norm(body.norm)
-        self._head = make([model.lm_head])
+        self.layers = [Layer(layer, make) for layer in body.layers]
+        self.norm = Norm(body.norm)
+        self.head = make([model.lm_head])
 
     @classmethod
-    def of(cls, model: Any, make: MakeLinear) -> Self | None:
+    def of(cls, model: Any, make: MakeLinear, dtype: torch.dtype) -> Self | None:
         """The decoder that takes over the weights of a transformers model; None if its modules are not such a one's."""
         body = getattr(model, "model", None)
         if body is None or _children(model) != {"model", "lm_head"} or _children(body) != _BODY:
             return None
-        return cls(model, make) if all(map(_is_plain, body.layers)) else None
+        return cls(model, make, dtype) if all(map(_is_plain, body.layers)) else None
 
     def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention) -> Tensor:
         """Logits [len(keep), V] after the packed tokens `keep` of `ids` [T] at `positions` [T]."""
-        x = functional.embedding(ids, self.embedding)
-        cos, sin = self.angles(positions)
-        half = cos.shape[-1] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        x = functional.embedding(ids, self.embedding).to(self._dtype)
+        angles = self.angles(positions, self._dtype)
         for index, layer in enumerate(self.layers):
-            x = _advance(layer, index, x, cos, sin, attention)
-        return self._head(self.norm(x[keep]))
+            x = advance(layer, index, x, angles, attention)
+        return self.head(self.norm(x[keep]))
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of the rotations at `positions` [T], [1, T, D] each in the dtype of the embeddings."""
-        cos, sin = self._rotary(self.embedding[None, :1], positions[None])
-        return cos, sin
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """The rotations at `positions` [T], rounded to `dtype`."""
+        cos, sin = self._rotary(self.embedding[None, :1].to(dtype), positions[None])
+        half = cos.shape[-1] // 2
+        return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
 
     def linears(self) -> list[Linear]:
         """All products in the order of their use."""
         each = [(layer.qkv, layer.output, layer.gate, layer.up, layer.down) for layer in self.layers]
-        return [*chain.from_iterable(each), self._head]
+        return [*chain.from_iterable(each), self.head]
 
 
-def _advance(layer: _Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Attention) -> Tensor:
+    """The residual stream [T, E] behind a layer."""
+    cos, sin = angles
     size = cos.shape[-1]
     rotated = layer.num_queries + layer.num_keys
     heads = layer.qkv(layer.attention_norm(x)).view(len(x), -1, size).transpose(0, 1)  # [Hq + 2 H, T, D]
     query_key = heads[:rotated]
     if layer.head_norm is not None:
-        query_key = functional.rms_norm(query_key, (size,), None, layer.epsilon) * layer.head_norm
+        query_key = functional.rms_norm(query_key, (size,), None, layer.epsilon) * layer.head_norm.to(x.dtype)
     swapped = query_key.view(rotated, len(x), 2, size // 2).flip(-2).flatten(-2)
     torch.addcmul(query_key * cos, swapped, sin, out=heads[:rotated])
     mixed = attention(index, heads[: layer.num_queries], heads[layer.num_queries :])

@@ -7,16 +7,20 @@
    added up, the residual stream and the logits are float32. `half`, `kind` and the rows of a tile are constants wherever
    they are looked at: everything below `INLINE` is compiled once for each of their values. */
 
-#include "vectors.h"
+#include "tiles.h"
+
+#include <omp.h>
 
 enum { PLAIN, INT8, INT4 };
 enum { GROUP = 32, MOST_ROWS = 256 };
 enum { TILE = 6, CHUNK = 512 }; /* rows whose sums fit into registers; pairs of inputs */
 enum { AHEAD = 64 };            /* keys that attention fetches ahead */
+enum { UNPACK = 8 };            /* rows from which on INT8 and INT4 become bfloat16 for tiles */
+enum { NEAR = 1 << 20 };        /* bytes of inputs that stay in the second cache */
 
 /* x W' + b, [R, I] -> [R, O]. The weight lies in blocks of 64 outputs, and in each by pairs of inputs:
    [O / 64, I / 2, 64, 2], zeros behind O and I.
-   PLAIN: so oneDNN packs bfloat16; float32 it packs as [O / 64, I, 64].
+   PLAIN: float32 lies as [O / 64, I, 64]. So oneDNN packs, too, but bfloat16 for AMX.
    INT8: signs and magnitudes, each 64 bytes in the order that `unpacked` undoes; float32 scales [O].
    INT4: two to a byte, outputs 0 to 31 in the lower halves; (level - 8) * scale + zero; T [O / 64, I / 32, 2, 64]. */
 typedef struct {
@@ -38,7 +42,8 @@ typedef struct {
 typedef struct {
     int64_t half, threads, num_layers, vocabulary, embedding, queries, keys, size; /* V, E, Hq, H, D */
     int64_t num_groups, block_size;
-    const void *embeddings, *cosines, *sines; /* T [V, E]; of each position, T [P, D] */
+    const void *embeddings;        /* T [V, E] */
+    const float *cosines, *sines;  /* of each position, [P, D]; the sines of the first half are negative */
     const Layer *layers;
     const float *norm; /* [E] */
     Product head;
@@ -218,9 +223,69 @@ TILES(int8_f32, INT8, 0)
 TILES(int4_bf16, INT4, 1)
 TILES(int4_f32, INT4, 0)
 
+/* The pairs `from` to `end` of a block of a quantised weight in PLAIN's layout: of INT8 the levels. */
+INLINE void unpack(const Product *p, int64_t block, int64_t from, int64_t end, uint8_t *to, int kind, int half) {
+    const int64_t num_pairs = padded(p, half) / 2, bytes = pair_bytes(kind, half), width = half ? 2 : 4;
+    const uint8_t *weight = (const uint8_t *)p->weight + (block * num_pairs + from) * bytes;
+    for (int64_t i = from; i < end; i++, weight += bytes, to += 2 * BLOCK * width) {
+        const int64_t group = (block * num_pairs + i) / (GROUP / 2);
+        const uint8_t *scales = (const uint8_t *)p->scales + group * 2 * BLOCK * width;
+        __m512i pair[4];
+        pairs(weight, kind, pair);
+        for (int j = 0; j < 4; j++) {
+            __m512 even = second(pair[j], 0), odd = second(pair[j], 1);
+            if (kind == INT4) {
+                __m512 scale = load(scales, 16 * j, 0xffff, half), zero = load(scales, BLOCK + 16 * j, 0xffff, half);
+                even = _mm512_fmadd_ps(even, scale, zero), odd = _mm512_fmadd_ps(odd, scale, zero);
+            }
+            if (half) {
+                __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+                __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
+                _mm512_storeu_si512(to + 64 * j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            } else {
+                store(to, 16 * j, even, 0xffff, 0), store(to, BLOCK + 16 * j, odd, 0xffff, 0);
+            }
+        }
+    }
+}
+
+/* As the functions above, by tiles. */
+#define BY_TILES(name, kind)                                                                                          \
+    static __attribute__((noinline)) void name(const Product *p, int64_t block, const uint8_t *x, int64_t rows,       \
+                                               float (*to)[BLOCK]) {                                                  \
+        const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS, num_pairs = p->inputs / 2, room = padded(p, 1) / 2; \
+        const int64_t bytes = pair_bytes(kind, 1), share = count > 1 ? STEP * bytes / count : 0;                      \
+        uint8_t numbers[kind == PLAIN ? 1 : TILE_PAIRS * LINE] __attribute__((aligned(64)));                          \
+        for (int64_t a = 0; a < num_pairs; a += TILE_PAIRS) {                                                         \
+            const int64_t end = a + TILE_PAIRS < room ? a + TILE_PAIRS : room, b = end < num_pairs ? end : num_pairs; \
+            const uint8_t *weight = (const uint8_t *)p->weight + (block * room + a) * bytes;                          \
+            const char *next = (const char *)weight + (end - a) * bytes;                                              \
+            if (kind != PLAIN) unpack(p, block, a, end, numbers, kind, 1), weight = numbers;                          \
+            for (int64_t t = 0; t < count; t++, next += share * ((end - a) / STEP))                                   \
+                tile_product(weight, b - a, x + 2 * (t * TILE_ROWS * p->inputs + 2 * a), 2 * p->inputs,               \
+                             rows - t * TILE_ROWS < TILE_ROWS ? rows - t * TILE_ROWS : TILE_ROWS,                     \
+                             to + t * TILE_ROWS, !a, next, share);                                                    \
+        }                                                                                                             \
+    }
+BY_TILES(plain_tiles, PLAIN)
+BY_TILES(int8_tiles, INT8)
+BY_TILES(int4_tiles, INT4)
+
+/* Levels become numbers: [rows, 64] times the scales of a block. */
+INLINE void scale_rows(const Product *p, int64_t block, int64_t rows, float (*to)[BLOCK]) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int j = 0; j < BLOCK; j += 16)
+            store(to[r], j, _mm512_mul_ps(load(to[r], j, 0xffff, 0), load(p->scales, block * BLOCK + j, 0xffff, 0)),
+                  0xffff, 0);
+}
+
 /* x [rows, I] times one block of 64 outputs, and the bias -> [rows, 64]; how many of the 64 are outputs. */
 INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t rows, float (*to)[BLOCK], int half) {
-    switch (p->kind) {
+    const int tiles = half && has_tiles && (p->kind == PLAIN || rows >= UNPACK);
+    switch (p->kind + (tiles ? 3 : 0)) {
+    case PLAIN + 3: plain_tiles(p, block, x, rows, to); break;
+    case INT8 + 3: int8_tiles(p, block, x, rows, to), scale_rows(p, block, rows, to); break;
+    case INT4 + 3: int4_tiles(p, block, x, rows, to); break;
     case PLAIN: (half ? plain_bf16 : plain_f32)(p, block, x, rows, to); break;
     case INT8: (half ? int8_bf16 : int8_f32)(p, block, x, rows, to); break;
     case INT4: (half ? int4_bf16 : int4_f32)(p, block, x, rows, to); break;
@@ -235,20 +300,35 @@ INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t 
 
 INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }
 
+/* Rows that a thread multiplies at a time: what the second cache holds, so that tiles do not wait for inputs, and few
+   enough that no thread waits long for another. Without tiles all that there is room for. */
+INLINE int64_t rows_of_item(const Product *p, int64_t rows, int half) {
+    int64_t most = MOST_ROWS;
+    if (half && has_tiles && rows > 2 * TILE_ROWS) {
+        const int64_t near = NEAR / (2 * p->inputs), fair = rows * blocks(p) / (8 * omp_get_num_threads());
+        most = (near < fair ? near : fair) / TILE_ROWS * TILE_ROWS;
+        if (most < 2 * TILE_ROWS) most = 2 * TILE_ROWS;
+        if (most > MOST_ROWS) most = MOST_ROWS;
+    }
+    return rows < most ? rows : most;
+}
+
 enum { STORE, ADD, SILU, TIMES, ROUND };
 
 /* x [rows, I] times the weight: stored, added or as SiLU to float32 [rows, O]; TIMES `gates` [rows, O] or alone ROUNDed
    to T [rows, O]. To be called by all threads, which wait for nobody afterwards. They share the blocks in ever smaller
    runs: memory serves one thread faster than another, and a run of blocks faster than as many apart. */
 INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int how, const float *gates, int half) {
+    const int64_t each = rows_of_item(p, rows, half), count = blocks(p), width = half ? 2 : 4;
 #pragma omp for schedule(guided) nowait
-    for (int64_t block = 0; block < blocks(p); block++) {
-        float sums[MOST_ROWS][BLOCK];
-        int64_t count = multiply(p, block, x, rows, sums, half);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t j = 0; j < count; j += 16) {
-                int64_t place = r * p->outputs + block * BLOCK + j;
-                __mmask16 mask = first(count - j);
+    for (int64_t item = 0; item < (rows + each - 1) / each * count; item++) {
+        float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
+        const int64_t block = item % count, from = item / count * each, left = rows - from < each ? rows - from : each;
+        int64_t outputs = multiply(p, block, (const uint8_t *)x + from * p->inputs * width, left, sums, half);
+        for (int64_t r = 0; r < left; r++)
+            for (int64_t j = 0; j < outputs; j += 16) {
+                int64_t place = (from + r) * p->outputs + block * BLOCK + j;
+                __mmask16 mask = first(outputs - j);
                 __m512 sum = _mm512_loadu_ps(sums[r] + j);
                 if (how == ADD) sum = _mm512_add_ps(sum, load(to, place, mask, 0));
                 if (how == SILU) sum = silu(sum);
@@ -275,10 +355,10 @@ INLINE void place(const Model *m, const Layer *l, const Token *tokens, int64_t r
             for (int64_t i = 0; i < middle; i += 16) {
                 __mmask16 mask = first(middle - i);
                 __m512 a = load(x, i, mask, 0), b = load(x, i + middle, mask, 0);
-                __m512 one = _mm512_mul_ps(a, load(m->cosines, angle + i, mask, half));
-                __m512 other = _mm512_mul_ps(b, load(m->cosines, other_angle + i, mask, half));
-                store(x, i, _mm512_fnmadd_ps(b, load(m->sines, angle + i, mask, half), one), mask, 0);
-                store(x, i + middle, _mm512_fmadd_ps(a, load(m->sines, other_angle + i, mask, half), other), mask, 0);
+                __m512 one = _mm512_mul_ps(a, load(m->cosines, angle + i, mask, 0));
+                __m512 other = _mm512_mul_ps(b, load(m->cosines, other_angle + i, mask, 0));
+                store(x, i, _mm512_fmadd_ps(b, load(m->sines, angle + i, mask, 0), one), mask, 0);
+                store(x, i + middle, _mm512_fmadd_ps(a, load(m->sines, other_angle + i, mask, 0), other), mask, 0);
             }
         }
         if (head >= m->queries) {
@@ -408,7 +488,7 @@ INLINE void head(const Model *m, int64_t rows, float *logits, float *most, int64
     for (int64_t r = 0; r < rows; r++) own_most[r] = -INFINITY, own_best[r] = V;
 #pragma omp for schedule(guided) nowait
     for (int64_t block = 0; block < blocks(&m->head); block++) {
-        float sums[MOST_ROWS][BLOCK];
+        float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
         int64_t count = multiply(&m->head, block, m->input, rows, sums, half);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < count; j += 16) {
@@ -489,44 +569,32 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
     }
 #pragma omp parallel num_threads(m->threads)
     {
+        if (m->half && has_tiles) shape_tiles(rows);
         if (m->half) run(m, tokens, rows, keep, kept, logits, most, best, 1);
         else run(m, tokens, rows, keep, kept, logits, most, best, 0);
+        if (m->half && has_tiles) rest();
     }
     return 0;
 }
 
-/* T [rows, I] -> T [rows, O], at most MOST_ROWS. */
+/* Multiply by tiles from now on if that is wanted and the processor has them; whether it is so. */
+int64_t use_tiles(int64_t wanted) { return has_tiles = wanted && may_have_tiles; }
+
+/* T [rows, I] -> T [rows, O]; of more rows than a tile's there must be whole tiles. */
 void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int64_t half, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {
+        if (half && has_tiles) shape_tiles(rows);
         if (half) product(p, x, rows, to, ROUND, NULL, 1);
         else product(p, x, rows, to, ROUND, NULL, 0);
+        if (half && has_tiles) rest();
     }
 }
 
-/* A quantised weight in oneDNN's layout: of INT8 the levels, of INT4 the numbers. */
+/* A quantised weight in PLAIN's layout: of INT8 the levels, of INT4 the numbers. */
 void expand(const Product *p, void *to, int64_t half, int64_t threads) {
-    const int64_t num_pairs = padded(p, half) / 2, bytes = pair_bytes(p->kind, half), width = half ? 2 : 4;
+    const int64_t num_pairs = padded(p, half) / 2, size = num_pairs * pair_bytes(PLAIN, half);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t item = 0; item < blocks(p) * num_pairs; item++) {
-        const int64_t block = item / num_pairs, i = item % num_pairs;
-        const uint8_t *scales = (const uint8_t *)p->scales + (block * num_pairs + i) / (GROUP / 2) * 2 * BLOCK * width;
-        uint8_t *line = (uint8_t *)to + item * 2 * BLOCK * width;
-        __m512i pair[4];
-        pairs((const uint8_t *)p->weight + item * bytes, p->kind, pair);
-        for (int j = 0; j < 4; j++) {
-            __m512 even = second(pair[j], 0), odd = second(pair[j], 1);
-            if (p->kind == INT4) {
-                __m512 scale = load(scales, 16 * j, 0xffff, half), zero = load(scales, BLOCK + 16 * j, 0xffff, half);
-                even = _mm512_fmadd_ps(even, scale, zero), odd = _mm512_fmadd_ps(odd, scale, zero);
-            }
-            if (half) {
-                __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-                __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
-                _mm512_storeu_si512(line + 64 * j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-            } else {
-                store(line, 16 * j, even, 0xffff, 0), store(line, BLOCK + 16 * j, odd, 0xffff, 0);
-            }
-        }
-    }
+    for (int64_t block = 0; block < blocks(p); block++)
+        unpack(p, block, 0, num_pairs, (uint8_t *)to + block * size, p->kind, half);
 }

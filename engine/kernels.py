@@ -1,4 +1,4 @@
-"""`kernels.c` and `drawing.c`, compiled for this machine at the first use and kept; None where that cannot be.
+"""`kernels.c` and `drawing.c`, compiled for this machine at the first use and kept.
 
 The compiled code computes with the threads that torch has: its OpenMP must be the library that torch loaded.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 MOST_ROWS = 256
 """Rows of a product, and tokens of a step: as in the source."""
@@ -29,12 +29,11 @@ BLOCK = 64
 
 PLAIN, INT8, INT4 = range(3)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "drawing.c"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "kernels.c", "drawing.c"))
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_TILE = 16  # rows of AMX's tiles, as in the source
 _NEEDED = {"avx512_bf16", "avx512vbmi", "avx512vl", "avx512bw"}
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
-
-_log = logging.getLogger(__name__)
 
 
 def span(weight: Tensor) -> tuple[int, int]:
@@ -75,7 +74,10 @@ class Wish(NamedTuple):
 
 
 class Kernels:
-    """The loaded library. Numbers are bfloat16 or float32; rows MOST_ROWS at the most."""
+    """The loaded library. Numbers are bfloat16 or float32.
+
+    `has_tiles`: products in bfloat16 are by AMX, which is as fast as oneDNN is for many rows, too.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -83,14 +85,31 @@ class Kernels:
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT]
         library.expand.argtypes = [_POINTER, _POINTER, _INT, _INT]
         library.draw.argtypes = [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT]
+        library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
         library.expand.restype, library.draw.restype = None, None
         self._room = torch.empty(0)
+        self.has_tiles = bool(library.use_tiles(True))
+
+    def use_tiles(self, wanted: bool) -> None:
+        """Multiply with AMX or without, as a CPU that has none."""
+        self.has_tiles = bool(self.library.use_tiles(wanted))
+
+    @staticmethod
+    def take(weight: Tensor) -> bool:
+        """Whether the kernels multiply by such a weight."""
+        return weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
 
     def multiply(self, product: Product, x: Tensor) -> Tensor:
         """[T, I] → [T, O]"""
-        x, result = x.contiguous(), x.new_empty((len(x), product.outputs))
-        arguments = len(x), result.data_ptr(), x.dtype == torch.bfloat16, torch.get_num_threads()
+        rows, result = len(x), x.new_empty((len(x), product.outputs))
+        if not rows:
+            return result
+        half = x.dtype == torch.bfloat16
+        if half and self.has_tiles and rows > _TILE and rows % _TILE:
+            x = functional.pad(x, (0, 0, 0, -rows % _TILE))
+        x = x.contiguous()
+        arguments = rows, result.data_ptr(), half, torch.get_num_threads()
         self.library.multiply_rows(ctypes.byref(product), x.data_ptr(), *arguments)
         return result
 
@@ -114,9 +133,7 @@ class Kernels:
 
         Nobody promises oneDNN's layout to us, and it differs: a single output's weight in float32 has no blocks.
         """
-        unit = {torch.bfloat16: 32, torch.float32: 16}.get(dtype)  # inputs are padded to
-        if unit is None or product.inputs % 2:
-            return False
+        unit = 32 if dtype == torch.bfloat16 else 16  # inputs are padded to
         room = -(-product.outputs // BLOCK) * BLOCK * -(-product.inputs // unit) * unit * dtype.itemsize
         if span(packed)[1] != room:
             return False
@@ -125,12 +142,15 @@ class Kernels:
         return bool((one - expected).norm() <= 0.01 * expected.norm())
 
 
-def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels | None:
-    """Compile unless the cache has it, and load; None, with a line in the log, where that fails."""
+class NoKernels(Exception):
+    """Why this machine computes without compiled kernels, and what would change that."""
+
+
+def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels:
+    """Compile unless the cache has it, and load. Raises `NoKernels` where that fails."""
     flags = _cpu_flags()
     if not set(flags.split()) >= _NEEDED:
-        _log.info("no compiled kernels: they are for CPUs with AVX512-BF16")
-        return None
+        raise NoKernels("the kernels are for CPUs with AVX512-BF16")
     try:
         return Kernels(_load(compiler, cache or _cache(), flags))
     except FileNotFoundError as error:
@@ -141,8 +161,7 @@ def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels | N
         reason, remedy = f"{compiler} failed ({lines[0] if lines else error})", "install gcc 11 or newer"
     except OSError as error:
         reason, remedy = str(error), "let XDG_CACHE_HOME name a directory that can be written"
-    _log.warning("decoding goes on without compiled kernels, at about two thirds of the speed: %s; %s", reason, remedy)
-    return None
+    raise NoKernels(f"{reason}; {remedy}")
 
 
 def _cpu_flags() -> str:

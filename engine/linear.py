@@ -1,4 +1,8 @@
-"""Matrix products in the form that a device likes best: weights packed once, several products of one input fused."""
+"""Matrix products in the form that a device likes best: weights packed once, several products of one input fused.
+
+On a CPU with compiled kernels the layout of a weight is ours. Where oneDNN happens to use the same one, it multiplies
+many rows; where it does not (bfloat16 on CPUs with AMX), the kernels do it all.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .kernels import PLAIN, Kernels, Product
+from .layouts import paired
 
 reorder = torch.ops.mkldnn._reorder_linear_weight
 """A weight [O, I] in oneDNN's layout."""
@@ -65,6 +70,21 @@ class Unfused:
         return self(x).mul_(other)
 
 
+class CompiledLinear(Unfused):
+    """A weight in the layout of the compiled kernels, which multiply by it any number of rows."""
+
+    def __init__(self, product: Product, weight: Tensor, nbytes: int, kernels: Kernels) -> None:
+        """`nbytes` as in `Linear`."""
+        self.product: Product = product
+        self.weight, self.nbytes, self._kernels = weight, nbytes, kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.product.outputs)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return self._kernels.multiply(self.product, x)
+
+
 class PlainLinear(Unfused):
     """As torch does it: for devices whose libraries take weights as they are."""
 
@@ -109,6 +129,18 @@ class PackedLinear:
             return self(x).mul_(other)
         product: Tensor = _BINARY(x, other, self.weight, self._bias, "mul")
         return product
+
+
+def make_packed(weight: Tensor, bias: Tensor | None, kernels: Kernels | None) -> PackedLinear | CompiledLinear:
+    """The product for a CPU: by oneDNN, by the kernels, or by both where one layout suits them."""
+    if kernels is None or not kernels.take(weight):
+        return PackedLinear(weight, bias)
+    if not (kernels.has_tiles and weight.dtype == torch.bfloat16):
+        shared = PackedLinear(weight, bias, kernels)
+        if shared.product is not None:
+            return shared
+    ours = paired(weight)
+    return CompiledLinear(Product.of(weight.shape, PLAIN, ours, None, bias), ours, weight.nbytes, kernels)
 
 
 def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ class ModelInfo:
     """What a model's files say. `context_length` counts tokens of prompt and answer together.
 
     `dtype` is the checkpoint's, None where its config does not say. `parameters` is None until weights were looked at.
+    `slow_paths` says of each fast path that the loaded model does not take why, and what to do about it.
     """
 
     source: str
@@ -28,6 +29,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     dtype: str | None = None
     parameters: int | None = None
+    slow_paths: tuple[str, ...] = ()
 
 
 def resolve_model(source: str) -> Path:

@@ -93,9 +93,9 @@ class NativeDecoder:
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype))
             for size in (gate.inputs, output.inputs, down.inputs)
         )
-        model.stream, model.qkv, model.gates = (
-            self._address(torch.zeros((MOST_ROWS, one.outputs))) for one in (output, products[0], gate)
-        )
+        self._stream = torch.zeros((MOST_ROWS, output.outputs))
+        model.stream = self._address(self._stream)
+        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, one.outputs))) for one in (products[0], gate))
 
     @classmethod
     def of(
@@ -148,11 +148,25 @@ class NativeDecoder:
             raise IndexError(f"a token has no block, or is not among the model's {self._model.vocabulary}")
         return Computed(self._rows[len(sampled)], sampled, best)
 
+    def part(self, segments: Sequence[Segment], inputs: Tensor, layers: range) -> tuple[Tensor, Tensor]:
+        """Only these layers, on `inputs` [T, E] in place of embeddings, and the head: its logits, and what it read in
+        float32, before the last norm. To be told from one another by their faults."""
+        model, embeddings = self._model, inputs.to(self._dtype).contiguous()
+        before = model.embeddings, model.vocabulary, model.layers, model.num_layers
+        ids = iter(range(len(inputs)))
+        numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
+        model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
+        model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(_Layer)
+        try:
+            return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
+        finally:
+            model.embeddings, model.vocabulary, model.layers, model.num_layers = before
+
     def _reach(self, end: int) -> None:
         """Know the rotations of all positions below `end`. None beyond the context: some models would turn all anew."""
         if end > self._num_angles:
             positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
-            self._angles = torch.cat(self._decoder.angles(positions)).contiguous()
+            self._angles = torch.cat(self._decoder.angles(positions, torch.float32)).contiguous()
             self._num_angles = len(positions)
             self._model.cosines, self._model.sines = (one.data_ptr() for one in self._angles)
 

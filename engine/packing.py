@@ -69,6 +69,11 @@ class Packed(NamedTuple):
     positions: Ints
 
 
+def rank(segment: Segment) -> tuple[bool, int]:
+    """By which segments are packed."""
+    return len(segment.tokens) > 1, -segment.end
+
+
 PackGroup = Callable[[Packed, Ints, Ints, Group], Any]
 """The segments' blocks [N, W], behind a shorter one's the block that is always zero; the slots of the tokens [T]. Makes
 of it what the group's attention needs."""
@@ -86,7 +91,7 @@ def pack(
 
     `chosen` on the device has the tokens ~k, -1 where there is none.
     """
-    order = sorted(range(len(segments)), key=lambda i: (len(segments[i].tokens) > 1, -segments[i].end))
+    order = sorted(range(len(segments)), key=lambda i: rank(segments[i]))
     ordered = [segments[index] for index in order]
     counts = np.array([len(segment.tokens) for segment in ordered])
     ends = counts.cumsum()

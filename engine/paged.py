@@ -26,7 +26,7 @@ from .attention_hook import ATTENTION
 from .backend import Capabilities, ProgressCallback
 from .blocks import KVBlocks
 from .config import EngineConfig
-from .kernels import load_kernels
+from .kernels import Kernels, NoKernels, load_kernels
 from .kv_plan import check_memory, plan_blocks
 from .loading import load_causal_lm, resolve_device
 from .models import ModelInfo, read_model_info, resolve_model
@@ -80,7 +80,8 @@ class PagedBackend:
         device = resolve_device(config.device)
         if config.enable_cuda_graph and device.type != "cuda":
             raise ConfigurationError([f"enable_cuda_graph: there are no CUDA graphs on {device}; leave it out"])
-        self._kernels = kernels = load_kernels() if config.compile_kernels and device.type == "cpu" else None
+        self._slow_paths: list[str] = []
+        self._kernels = kernels = self._load_kernels(config) if device.type == "cpu" else None
         make_linear = linear_maker(config.quantization, device, kernels)
         directory = resolve_model(config.model)
         info = read_model_info(directory, config.model, config.max_sequence_length)
@@ -90,6 +91,8 @@ class PagedBackend:
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
         model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
         self._runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels)
+        if self._runner.uncompiled:
+            self._slow_paths.append(f"decoding is not compiled: {self._runner.uncompiled}")
         chunked = config.enable_chunked_prefill is not False
         chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
         longest = min(chunk, info.context_length) if chunked else info.context_length
@@ -108,21 +111,39 @@ class PagedBackend:
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._unread: _Unread | None = None  # set by `step`
         self._kv_cache_memory = config.kv_cache_memory
-        self.info = replace(info, parameters=parameters, context_length=self._context(config, info.context_length))
+        context = self._context(config, info.context_length)
         if self._runner.on_triton and config.enable_cuda_graph is not False:
-            self._record_graphs(config)
+            self._record_graphs(config, context)
         elif config.enable_cuda_graph:
             raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
+        elif device.type == "cuda":
+            reason = "switched off" if self._runner.on_triton else "Triton is not there; install it"
+            self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {reason}")
+        for reason in self._slow_paths:
+            _log.warning("%s: %s", config.model, reason)
+        slow_paths = tuple(self._slow_paths)
+        self.info = replace(info, parameters=parameters, context_length=context, slow_paths=slow_paths)
 
-    def _record_graphs(self, config: EngineConfig) -> None:
+    def _load_kernels(self, config: EngineConfig) -> Kernels | None:
+        if config.compile_kernels:
+            try:
+                return load_kernels()
+            except NoKernels as error:
+                reason = str(error)
+        else:
+            reason = "switched off"
+        self._slow_paths.append(f"decoding is not compiled: {reason}")
+        return None
+
+    def _record_graphs(self, config: EngineConfig, context_length: int) -> None:
         try:
-            self._runner.record_graphs(self.info.context_length, config.max_batch_size)
+            self._runner.record_graphs(context_length, config.max_batch_size)
         except RuntimeError as error:
             if config.enable_cuda_graph:
                 raise ModelLoadError(
                     f"{config.model} cannot be recorded as CUDA graphs ({error}); leave enable_cuda_graph out"
                 ) from error
-            _log.warning("%s decodes without CUDA graphs: it cannot be recorded (%s)", config.model, error)
+            self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {error}")
 
     @staticmethod
     def _steady_length(config: EngineConfig, directory: Path, length: int) -> int:

@@ -2,7 +2,8 @@
 
 Kernels for quantised weights, compiled ones or torch's, read less memory, which is all that counts for few rows; for
 many they compute more slowly than a product of whole numbers. From some number of rows on the weight is therefore
-expanded into a buffer that all layers share, used and forgotten. All ways compute with the numbers of `dequantized`.
+expanded, used and forgotten: with AMX block by block in the cache, else into a buffer that all layers share. All ways
+compute with the numbers of `dequantized`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.nn import functional
 
 from ..schemas.errors import ConfigurationError
 from .kernels import BLOCK, INT4, INT8, MOST_ROWS, Kernels, Product
-from .linear import Linear, PackedLinear, PlainLinear, Unfused, multiply_packed, reorder
+from .layouts import interleaved, padded
+from .linear import CompiledLinear, Linear, PlainLinear, Unfused, make_packed, multiply_packed, reorder
 
 METHODS = ("int8", "int4")
 
@@ -33,7 +35,7 @@ def linear_maker(
     Raises `ConfigurationError` for a quantisation that is not known, or not there on this device.
     """
     if quantization is None:
-        return partial(PackedLinear, kernels=kernels) if device.type == "cpu" else PlainLinear
+        return partial(make_packed, kernels=kernels) if device.type == "cpu" else PlainLinear
     if quantization not in METHODS:
         raise ConfigurationError([f"quantization={quantization!r}: must be one of {', '.join(METHODS)}, or left out"])
     if device.type != "cpu":
@@ -59,13 +61,8 @@ def dequantized(weight: Tensor, quantization: str, dtype: torch.dtype = torch.fl
 
 def _quantize(weight: Tensor, bias: Tensor | None, method: str, buffer: _Buffer, kernels: Kernels | None) -> Linear:
     is_int4 = method == "int4" and _fits_int4(weight)
-    if kernels is not None:
-        compiled = _CompiledLinear(weight, bias, INT4 if is_int4 else INT8, buffer, kernels)
-        packed = buffer.take_packed(weight.shape[0], weight.shape[1], weight.dtype)
-        agree = kernels.agree(compiled.product, packed, weight.dtype, compiled.many)
-        buffer.clear()  # of an output head's size it is large, and rarely needed
-        if agree:
-            return compiled
+    if kernels is not None and kernels.take(weight):
+        return _Compiled(weight, bias, INT4 if is_int4 else INT8, buffer, kernels)
     return (_Int4Linear if is_int4 else _Int8Linear)(weight, bias, buffer)
 
 
@@ -144,59 +141,42 @@ class _Quantized(Unfused):
         raise NotImplementedError
 
 
-class _CompiledLinear(_Quantized):
-    """One copy of the levels, in the layout of `kernels.c`; for many rows it is expanded into oneDNN's."""
-
-    most_few = MOST_ROWS
+class _Compiled(CompiledLinear):
+    """One copy of the levels, in the layout of `kernels.c`; without AMX, it is expanded for oneDNN for many rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: int, buffer: _Buffer, kernels: Kernels) -> None:
-        super().__init__(len(weight), None)
-        self._buffer, self._kernels, self._bias_of_many = buffer, kernels, bias
+        self._buffer, self._bias = buffer, bias
         self._scales: Tensor | None = None  # those not in the expanded weight
         if kind == INT8:
             rows, row_scales = _by_row(weight)
             self._scales = row_scales.to(weight.dtype)
-            scales = _padded(self._scales.float()[:, None], BLOCK, 1)
-            packed = _interleaved(rows.abs().to(torch.uint8) | (rows < 0).to(torch.uint8) << 7, weight.dtype)
+            scales = padded(self._scales.float()[:, None], BLOCK, 1)
+            packed = interleaved(rows.abs().to(torch.uint8) | (rows < 0).to(torch.uint8) << 7, weight.dtype)
         else:
             groups = _by_group(weight)
             both = torch.stack((groups.scales, groups.zeros), dim=-1).to(weight.dtype)  # [O, G, 2]
-            blocks = _padded(both.flatten(1), BLOCK, 1).view(-1, BLOCK, both.shape[1], 2)
+            blocks = padded(both.flatten(1), BLOCK, 1).view(-1, BLOCK, both.shape[1], 2)
             scales = blocks.permute(0, 2, 3, 1).contiguous()
-            low, high = _interleaved(groups.levels.view_as(weight).to(torch.uint8), weight.dtype).unbind(2)
+            low, high = interleaved(groups.levels.view_as(weight).to(torch.uint8), weight.dtype).unbind(2)
             packed = low | high << 4
-        self.weight = packed
-        self.product: Product = Product.of(weight.shape, kind, packed, scales, bias)
-        self.nbytes = packed.nbytes + scales.nbytes
+        product = Product.of(weight.shape, kind, packed, scales, bias)
+        super().__init__(product, packed, packed.nbytes + scales.nbytes, kernels)
+        self._for_onednn = not (kernels.has_tiles and weight.dtype == torch.bfloat16)
+        if self._for_onednn:
+            expanded = buffer.take_packed(weight.shape[0], weight.shape[1], weight.dtype)
+            self._for_onednn = kernels.agree(product, expanded, weight.dtype, self._expanded)
+            buffer.clear()  # of an output head's size it is large, and rarely needed
 
-    def _few(self, x: Tensor) -> Tensor:
-        return self._kernels.multiply(self.product, x)
+    def _multiply(self, x: Tensor) -> Tensor:
+        return self._expanded(x) if self._for_onednn and len(x) > MOST_ROWS else super()._multiply(x)
 
-    def many(self, x: Tensor) -> Tensor:
+    def _expanded(self, x: Tensor) -> Tensor:
         weight = self._buffer.take_packed(self.product.outputs, self.product.inputs, x.dtype)
         self._kernels.expand(self.product, weight, x.dtype)
         result = multiply_packed(x, weight)
         if self._scales is not None:
             result.mul_(self._scales)
-        return result if self._bias_of_many is None else result.add_(self._bias_of_many)
-
-    _many = many
-
-
-def _padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    """Zeros behind, up to multiples."""
-    return functional.pad(tensor, (0, -tensor.shape[1] % columns, 0, -len(tensor) % rows))
-
-
-def _interleaved(levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """[O, I] → [O / 64, I / 2, 2, 64]: pairs of inputs, 32 outputs and 32 more, as `pairs` in `kernels.c` has them.
-
-    Its unpacking takes 8 bytes in turn for the first 16 outputs and the second.
-    """
-    padded = _padded(levels, BLOCK, 32 if dtype == torch.bfloat16 else 16)  # as oneDNN pads
-    blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, 2).transpose(1, 2)  # [O / 64, I / 2, 64, 2]
-    halves = blocks.reshape(*blocks.shape[:2], 2, 2, 4, 8).transpose(-3, -2)
-    return halves.reshape(*blocks.shape[:2], 2, BLOCK).contiguous()
+        return result if self._bias is None else result.add_(self._bias)
 
 
 class _Int8Linear(_Quantized):

@@ -1,8 +1,9 @@
 """Runs a transformers causal language model over packed tokens and our own key-value pools.
 
 What a model's layers need is not read from its configuration but seen: a first pass through the real code, with our
-attention function in place, tells each layer's heads, sizes and window. Two checks follow, by result: requests packed
-into one row must not notice each other, and the plain decoder, where its structure fits, must say what the model says.
+attention function in place, tells each layer's heads, sizes and window. Two checks follow, by result and in float32:
+requests packed into one row must not notice each other, and the plain decoder, where its structure fits, must say what
+the model says.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from .kernels import Kernels, span
 from .kv_cache import LayerSpec, Pool
 from .linear import Applied, Linear, Unfused, fused_weight, release
 from .native import NativeDecoder
-from .packing import Computed, Group, Segment, Step, pack
+from .packing import Computed, Group, Segment, Step, pack, rank
+from .precision import in_float32
+from .proof import Setting, differences, distance
 
 if TYPE_CHECKING:  # they need Triton
     from .graphs import DecodeGraphs
@@ -58,6 +61,8 @@ class Runner:
     ) -> None:
         """Takes the model over: its weights move into `make_linear`'s products one by one.
 
+        `uncompiled` is why the compiled decoder is not used, empty where it is or where there are no kernels.
+
         Raises `ModelLoadError` with the reason for a model that cannot be run so.
         """
         self.dtype = model.dtype
@@ -72,19 +77,22 @@ class Runner:
         self.num_head_weights = 0  # those of the output head, which not every token passes
         self.weight_bytes = 0  # what a decoding step reads, keys and values apart
         self.attention_flops = 0  # for each key that a query sees, all layers together; set by `_look`
-        self.specs = self._look()
-        self._attention: Any = self._choose_attention(block_size)
-        self.block_size = block_size
-        self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
-        self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
+        with in_float32(model):
+            self.specs = self._look()
+            self._attention: Any = self._choose_attention(block_size, torch.float32)
+            self.block_size = block_size
+            self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
+            self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
+            self.allocate([_PROBE_BLOCKS] * len(self.groups))
+            self._check_packing()
+            is_plain = self._is_plain()
+        self._attention = self._choose_attention(block_size, self.dtype)
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
-        self._check_packing()
         self._spans: list[tuple[int, int]] = []  # where the weights lie; set by `_fuse`
-        self._take_over(make_linear)
+        self._take_over(make_linear, is_plain)
         if self._device.type == "cpu":
             use_large_pages(self._spans)
-        if kernels is not None and self._decoder is not None:
-            self._compile(self._decoder, kernels, context_length)
+        self.uncompiled = self._compile(kernels, context_length)
 
     @property
     def on_triton(self) -> bool:
@@ -167,12 +175,12 @@ class Runner:
             return mixed
         return mixed.view(len(mixed), -1, spec.size)[..., : spec.value_dim].flatten(1)
 
-    def _choose_attention(self, block_size: int) -> MatmulAttention | PagedAttention:
+    def _choose_attention(self, block_size: int, dtype: torch.dtype) -> MatmulAttention | PagedAttention:
         if not self.on_triton:
-            return MatmulAttention(block_size, self.dtype, self._device)
+            return MatmulAttention(block_size, dtype, self._device)
         from .paged_attention import PagedAttention
 
-        return PagedAttention(block_size, max(spec.size for spec in self.specs), self.dtype, self._device)
+        return PagedAttention(block_size, max(spec.size for spec in self.specs), dtype, self._device)
 
     def _run(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         """The model's own forward, [T] → [len(keep), V]."""
@@ -245,44 +253,56 @@ class Runner:
     @torch.inference_mode()
     def _check_packing(self) -> None:
         self._together = self._forward(self._probe_step())
-        if _distance(self._alone, self._together) > _TOLERANCE[self.dtype]:
+        if distance(self._alone, self._together) > _TOLERANCE:
             name = type(self._model).__name__
             raise ModelLoadError(f"{name} mixes requests that share a step; use --backend hf")
 
     @torch.inference_mode()
-    def _take_over(self, make: MakeLinear) -> None:
-        decoder = Decoder.of(self._model, _Views)
-        if decoder is not None:
-            self._decoder = decoder
-            try:
-                difference = _distance(self._together, self._forward(self._probe_step()))
-            except RuntimeError:  # rotations of another size, say
-                difference = inf
-            if difference <= _TOLERANCE[self.dtype]:
-                self._decoder = Decoder(self._model, partial(self._fuse, make))
-                return
+    def _is_plain(self) -> bool:
+        """Whether the plain decoder says what the model says."""
+        self._decoder = Decoder.of(self._model, _Views, torch.float32)
+        if self._decoder is None:
+            return False
+        try:
+            difference = distance(self._together, self._forward(self._probe_step()))
+        except RuntimeError:  # rotations of another size, say
+            difference = inf
+        self._decoder = None
+        if difference > _TOLERANCE:
             _log.info("the plain decoder differs from %s by %.3g", type(self._model).__name__, difference)
-            self._decoder = None
+        return difference <= _TOLERANCE
+
+    @torch.inference_mode()
+    def _take_over(self, make: MakeLinear, is_plain: bool) -> None:
+        if is_plain:
+            self._decoder = Decoder(self._model, partial(self._fuse, make), self.dtype)
+            return
         for parent in list(self._model.modules()):
             for name, module in parent.named_children():
                 if type(module) is nn.Linear:
                     setattr(parent, name, Applied(self._fuse(make, [module])))
 
-    @torch.inference_mode()
-    def _compile(self, decoder: Decoder, kernels: Kernels, context_length: int) -> None:
-        """Use the compiled decoder where it says what `decoder` says."""
-        native = NativeDecoder.of(decoder, kernels, self._rules, self.dtype, context_length)
+    def _compile(self, kernels: Kernels | None, context_length: int) -> str:
+        """Use the compiled decoder where it says what the model says; why not."""
+        if kernels is None:
+            return ""
+        name = type(self._model).__name__
+        if self._decoder is None:
+            return f"{name} is no plain decoder"
+        native = NativeDecoder.of(self._decoder, kernels, self._rules, self.dtype, context_length)
         if native is None:
-            return
+            return f"the compiled decoder does not know the shapes, dtype or attention of {name}"
         native.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
-        probes = [*self._probes(), *self._probes_apart()]
-        expected = self._compute(probes)  # which puts them into another order
-        in_order = expected.logits[torch.tensor(expected.sampled).argsort()]
-        difference = _distance(in_order, native(probes).logits)
-        if difference <= _TOLERANCE[self.dtype]:
-            self._native = native
-        else:
-            _log.warning("the compiled decoder differs by %.3g and is not used", difference)
+        probes = sorted([*self._probes(), *self._probes_apart()], key=rank)
+        step = self._pack(probes)
+        setting = Setting(self._rules, self.specs, self._packed_groups, self._group_of, self.block_size, self.dtype)
+        for part, far, bound in differences(
+            self._decoder, native, setting, probes, step, partial(self._attend, step.groups)
+        ):
+            if not far <= bound:
+                return f"the compiled decoder is {far:.3g} from float32 in {part}, more than {bound:.3g}"
+        self._native = native
+        return ""
 
     def _fuse(self, make: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
         """One product for modules that share their input; their own memory is freed."""
@@ -298,13 +318,7 @@ class Runner:
 
 
 _PROBE_SPLIT, _PROBE_ALONE, _PROBE_STRIDE, _PROBE_BLOCKS = 5, 8, 7, 6
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """How far apart logits are, as a share of how far they spread."""
-    one, other = one.float(), other.float()
-    return float((one - other).norm() / (one - one.mean()).norm().clamp(min=1e-12))
+_TOLERANCE = 1e-3  # of what is computed in float32
 
 
 def _widened(tensor: Tensor, size: int) -> Tensor:

@@ -13,10 +13,6 @@ import torch
 from serving import Process, Serve, Served, Start
 from templates import HERMES
 
-# oneDNN lays weights in bfloat16 out for AMX where the CPU has it, which the compiled kernels do not read: they leave
-# the work to torch there. What they are tested on is the layout without it; oneDNN reads this at its first product.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-
 if not torch.cuda.is_available():  # Triton, which others import too, reads it once
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.attention_hook import ATTENTION
-from penstock.engine.kernels import _NEEDED, PLAIN, Kernels, Product, _cpu_flags, load_kernels
-from penstock.engine.linear import PackedLinear, PlainLinear, reorder
+from penstock.engine.kernels import _NEEDED, PLAIN, Kernels, NoKernels, Product, _cpu_flags, load_kernels
+from penstock.engine.layouts import numbers
+from penstock.engine.linear import CompiledLinear, PackedLinear, PlainLinear, reorder
 from penstock.engine.packing import Computed, Segment
 from penstock.engine.quantize import dequantized, linear_maker
 from penstock.engine.runner import Runner
@@ -44,9 +44,15 @@ def small_machine() -> Iterator[None]:
 
 @lru_cache
 def kernels() -> Kernels:
-    loaded = load_kernels()
-    assert loaded is not None
-    return loaded
+    return load_kernels()
+
+
+@pytest.fixture(params=["as it is", "without tiles"])
+def processor(request: pytest.FixtureRequest) -> Iterator[str]:
+    """This one, and one without AMX, which is the same where it has none."""
+    kernels().use_tiles(request.param == "as it is")
+    yield request.param
+    kernels().use_tiles(True)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -55,16 +61,23 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(2, 300), st.integers(1, 100), st.integers(1, 40), st.booleans(), st.integers(0, 9))
 @example(64, 64, 256, True, 0)
 @example(100, 2304, 1, True, 0)  # more than one chunk of inputs
 @example(100, 2304, 13, True, 0)
 @example(128, 320, 300, True, 0)  # too many rows: expanded for oneDNN, where it is quantised
 def test_products(
-    method: str | None, dtype: torch.dtype, outputs: int, pairs: int, rows: int, has_bias: bool, seed: int
+    processor: str,
+    method: str | None,
+    dtype: torch.dtype,
+    outputs: int,
+    pairs: int,
+    rows: int,
+    has_bias: bool,
+    seed: int,
 ) -> None:
-    """int4 stands for int8 where the shape does not fit: `dequantized` knows."""
+    """int8 stands in for int4 where the shape does not fit: `dequantized` knows."""
     random = torch.Generator().manual_seed(seed)
     weight = torch.randn((outputs, 2 * pairs), generator=random).to(dtype)
     bias = torch.randn(outputs, generator=random).to(dtype) if has_bias else None
@@ -74,8 +87,9 @@ def test_products(
     exact = weight if method is None else dequantized(weight, method, dtype)
     expected = x.double() @ exact.double().T + (0 if bias is None else bias.double())
     assert distance(linear(x), expected) < TOLERANCE[dtype]
-    if rows <= 256:
-        assert distance(kernels().multiply(linear.product, x), expected) < TOLERANCE[dtype]
+    assert distance(kernels().multiply(linear.product, x), expected) < TOLERANCE[dtype]
+    known = numbers(linear.product, dtype, 0, -(-outputs // 64))[:outputs]
+    assert torch.allclose(known, exact.float(), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
@@ -99,11 +113,35 @@ def test_a_layout_that_differs_is_noticed() -> None:
     other = Product.of(weight.shape, PLAIN, nn.functional.pad(weight, (0, 0, 0, 58)), None, bias)
     assert not kernels().agree(other, layout, torch.float32, plain)
     assert not kernels().agree(packed.product, reorder(weight[:64]), torch.float32, plain)
-    for outputs, inputs in ((64, 33), (1, 64)):  # no pairs of inputs; no blocks of outputs
-        for method in (None, "int8"):
-            linear = linear_maker(method, torch.device("cpu"), kernels())(torch.randn(outputs, inputs), None)
-            assert linear.product is None
-            assert linear(torch.randn(3, inputs)).shape == (3, outputs)
+
+
+def test_a_layout_that_onednn_does_not_share_is_ours() -> None:
+    """A single output's weight has no blocks with oneDNN."""
+    weight, x = torch.randn(1, 64), torch.randn(3, 64)
+    linear = linear_maker(None, torch.device("cpu"), kernels())(weight, None)
+    assert isinstance(linear, CompiledLinear)
+    assert distance(linear(x), x.double() @ weight.double().T) < 1e-5
+    shared = linear_maker(None, torch.device("cpu"), kernels())(torch.randn(64, 64), None)
+    assert isinstance(shared, PackedLinear)
+    in_bfloat16 = linear_maker(None, torch.device("cpu"), kernels())(torch.randn(64, 64).bfloat16(), None)
+    assert isinstance(in_bfloat16, CompiledLinear if kernels().has_tiles else PackedLinear)
+
+
+def test_inputs_that_are_no_pairs_are_left_to_torch() -> None:
+    for method in (None, "int8"):
+        linear = linear_maker(method, torch.device("cpu"), kernels())(torch.randn(64, 33), None)
+        assert linear.product is None
+        assert linear(torch.randn(3, 33)).shape == (3, 64)
+
+
+def test_a_row_has_the_same_bits_in_any_company(processor: str) -> None:
+    weight, x = torch.randn(200, 1000).bfloat16(), torch.randn(300, 1000).bfloat16()
+    linear = linear_maker(None, torch.device("cpu"), kernels())(weight, None)
+    assert linear.product is not None
+    alone = torch.cat([kernels().multiply(linear.product, x[row : row + 1]) for row in range(40)])
+    for count in (2, 17, 31, 300):
+        together = kernels().multiply(linear.product, x[:count])[:40]
+        assert torch.equal(together, alone[:count])
 
 
 CONFIGS = st.fixed_dictionaries(
@@ -254,53 +292,47 @@ def test_rotations_are_known_wherever_a_context_ends() -> None:
 
 
 class TestCompiling:
-    @pytest.fixture
-    def fail(self, caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
-        def fail(compiler: str, cache: Path) -> str:
-            """The one line that says why there are no kernels."""
-            with caplog.at_level(logging.INFO, "penstock.engine.kernels"):
-                assert load_kernels(compiler, cache) is None
-            (record,) = caplog.records
-            assert record.levelno == logging.WARNING
-            return record.getMessage()
+    @staticmethod
+    def fail(compiler: str, cache: Path) -> str:
+        """Why there are no kernels."""
+        with pytest.raises(NoKernels) as caught:
+            load_kernels(compiler, cache)
+        return str(caught.value)
 
-        return fail
+    def test_without_a_compiler(self, tmp_path: Path) -> None:
+        assert "/none/cc is not there; install a C compiler" in self.fail("/none/cc", tmp_path)
 
-    def test_without_a_compiler(self, fail: Callable[..., str], tmp_path: Path) -> None:
-        assert "/none/cc is not there; install a C compiler" in fail("/none/cc", tmp_path)
-
-    def test_without_the_source(
-        self, fail: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_the_source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("penstock.engine.kernels._SOURCES", (tmp_path / "kernels.c",))
-        line = fail("cc", tmp_path)
+        line = self.fail("cc", tmp_path)
         assert f"{tmp_path}/kernels.c is not there; install Penstock again" in line and "compiler" not in line
 
-    def test_a_compiler_that_fails(self, fail: Callable[..., str], tmp_path: Path) -> None:
+    def test_a_compiler_that_fails(self, tmp_path: Path) -> None:
         compiler = tmp_path / "cc"
         compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "no such flag" >&2; exit 1; }\n')
         compiler.chmod(0o755)
-        assert "cc failed (no such flag); install gcc" in fail(str(compiler), tmp_path / "cache")
+        assert "cc failed (no such flag); install gcc" in self.fail(str(compiler), tmp_path / "cache")
         assert list((tmp_path / "cache").iterdir()) == []
 
-    def test_a_cache_that_cannot_be_written(self, fail: Callable[..., str], tmp_path: Path) -> None:
+    def test_a_cache_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        assert "let XDG_CACHE_HOME name a directory that can be written" in fail("cc", tmp_path / "file" / "cache")
+        assert "let XDG_CACHE_HOME name a directory that can be written" in self.fail("cc", tmp_path / "file" / "cache")
 
     def test_a_library_that_was_cut_off_is_built_again(self, tmp_path: Path) -> None:
-        assert load_kernels(cache=tmp_path) is not None
+        load_kernels(cache=tmp_path)
         (path,) = tmp_path.iterdir()
         whole = path.stat().st_size
         path.unlink()  # it is mapped: a new file
         path.write_bytes(b"\x7fELF" + bytes(1000))
-        assert load_kernels(cache=tmp_path) is not None
+        load_kernels(cache=tmp_path)
         assert path.stat().st_size == whole
         changed = path.stat().st_mtime_ns
-        assert load_kernels(cache=tmp_path) is not None and path.stat().st_mtime_ns == changed, "kept"
+        load_kernels(cache=tmp_path)
+        assert path.stat().st_mtime_ns == changed, "kept"
 
     def test_two_processes_at_once(self, tmp_path: Path) -> None:
         code = "import sys; from pathlib import Path; from penstock.engine.kernels import load_kernels\n"
-        code += "sys.exit(load_kernels(cache=Path(sys.argv[1])) is None)"
+        code += "load_kernels(cache=Path(sys.argv[1]))"
         command = [sys.executable, "-c", code, str(tmp_path)]
         processes = [subprocess.Popen(command) for _ in range(2)]
         assert [process.wait(120) for process in processes] == [0, 0]
@@ -330,5 +362,6 @@ def test_the_switch(shape: str, quantization: str | None, model_directory: Calla
         with InferenceEngine(config) as engine:
             backend: Any = engine._driver.backend
             assert (backend._runner._native is not None) is compiled
+            assert engine.model_info().slow_paths == (() if compiled else ("decoding is not compiled: switched off",))
             found.append([output.token_ids for output in engine.generate(prompts, params)])
     assert found[0] == found[1]

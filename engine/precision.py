@@ -1,0 +1,37 @@
+"""A model's own code in float32, whatever the dtype of its weights, in the memory of one module more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Inside, each module has its parameters in float32 while it runs: what differs is no matter of rounding."""
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if any(parameter.dtype != torch.float32 for parameter in module.parameters(recurse=False)):
+                _widen(module, hooks)
+        yield
+
+
+def _widen(module: nn.Module, hooks: ExitStack) -> None:
+    own: list[tuple[nn.Parameter, Tensor]] = []
+
+    def before(*_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            own.append((parameter, parameter.data))
+            parameter.data = parameter.data.float()
+
+    def after(*_: Any) -> None:
+        while own:
+            parameter, data = own.pop()
+            parameter.data = data
+
+    hooks.callback(module.register_forward_pre_hook(before).remove)
+    hooks.callback(module.register_forward_hook(after, always_call=True).remove)
