@@ -210,12 +210,14 @@ async def _worker(loaded: Loaded, name: str) -> None:
             pid=os.getpid(),
             incarnation=uuid.uuid4().hex,
             host=host(),
+            slow_paths=engine.model_info().slow_paths,
         )
         async with _pipe(loaded, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
             stopping = _stop_signal()  # not before: what loads, or waits for the broker, may simply be killed
             runner = Runner(Infer(pipe, engine, card), pipe)
             running = group.create_task(runner.run())
-            log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend)
+            slow = {"slow_paths": card.slow_paths} if card.slow_paths else {}
+            log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend, **slow)
             retiring = group.create_task(_retire(pipe.settings, engine, stopping))
             await stopping.wait()
             retiring.cancel()

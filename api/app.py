@@ -88,6 +88,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
         """A request would be answered now; otherwise 503 with what is missing.
 
         Custom stages need not say that they live, so those of which nothing was heard are `unseen`, and no more.
+        `slow_paths` says, by worker, which fast paths its model does not take, and why.
         """
         if bridge.draining:
             return JSONResponse({"status": "stopping"}, 503)
@@ -96,11 +97,11 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
             absent = [part for part in absent if part not in settings.filters]
         unseen = [stage for stage in absent if stage in settings.job_stages and stage not in BUILT_IN_STAGES]
         missing = [part for part in absent if part not in unseen]
-        answer = {"status": "waiting", "missing": missing} if missing else {"status": "ready"}
-        return JSONResponse(
-            answer | {"workers": len(registry.workers)} | ({"unseen": unseen} if unseen else {}),
-            503 if missing else 200,
-        )
+        answer: dict[str, Any] = {"status": "waiting", "missing": missing} if missing else {"status": "ready"}
+        slow = {card.id: card.slow_paths for card in registry.workers if card.slow_paths}
+        answer |= {"workers": len(registry.workers)}
+        answer |= ({"unseen": unseen} if unseen else {}) | ({"slow_paths": slow} if slow else {})
+        return JSONResponse(answer, 503 if missing else 200)
 
     add_streams(app, door)
     return app

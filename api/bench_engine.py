@@ -86,10 +86,17 @@ def bench_engine(
     title = f"{config.model}, {config.backend}, {config.quantization or config.dtype}, {bench.threads} threads"
     title += f"; {steps} steps after {context} tokens, medians of {rounds} rounds"
     title += f"; temperature {temperature:g}, top_p {top_p:g}" if temperature else ""
+    title += "".join(f"\nslow: {reason}" for reason in backend.info.slow_paths)
     options = {"batch": batches, "prompt": lengths, "context": context, "steps": steps, "rounds": rounds}
     options |= {"temperature": temperature, "top_p": top_p}
     options |= {"engine": config.model_dump()}
-    details = {"threads": bench.threads, "limits": bench.limits, "medians": medians, "rounds": found}
+    details = {
+        "threads": bench.threads,
+        "slow_paths": backend.info.slow_paths,
+        "limits": bench.limits,
+        "medians": medians,
+        "rounds": found,
+    }
     bench_report.publish(json, "engine", options, details, title, _table(medians, bench.limits))
 
 

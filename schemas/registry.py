@@ -29,7 +29,8 @@ class ModelCard(_Card):
 class WorkerCard(_Card):
     """A worker process that takes batches for its model now; it runs at most `capacity` requests together.
 
-    `incarnation` is a name that no other process has, `host` where `pid` counts.
+    `incarnation` is a name that no other process has, `host` where `pid` counts. `slow_paths` says of each
+    fast path that the model does not take why.
     """
 
     id: SubjectToken
@@ -38,6 +39,7 @@ class WorkerCard(_Card):
     pid: int
     incarnation: str = ""
     host: str = ""
+    slow_paths: tuple[str, ...] = ()
 
     def seats_of(self, job: ValidatedJob) -> int:
         """What the job takes of `capacity`: one for more answers than that takes all of it, and they take turns."""

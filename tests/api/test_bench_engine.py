@@ -151,6 +151,15 @@ def test_what_cannot_be_measured_is_told(tiny_model: Path, options: list[str], e
     assert error in result.stderr
 
 
+def test_a_fast_path_that_is_not_taken_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    few = ("--batch=1", "--prompt=8", "--context=8", "--steps=2", "--rounds=1", f"--json={tmp_path}/report.json")
+    result = bench(tiny_model, *few, "--compile-kernels=false")
+    assert "slow: decoding is not compiled: switched off" in result.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["slow_paths"] == [
+        "decoding is not compiled: switched off"
+    ]
+
+
 def test_a_model_is_asked_for() -> None:
     result = bench()
     assert result.exit_code == 2

@@ -103,6 +103,13 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
             pass
 
 
+def test_readiness_and_the_log_name_the_fast_paths_that_are_not_taken(serve: Serve, tiny_model: Path) -> None:
+    served = serve(str(tiny_model), "--dtype", "float32", "--compile-kernels", "false")
+    reason = "decoding is not compiled: switched off"
+    assert httpx.get(f"{served.url}/health/ready").json()["slow_paths"] == {"w0": [reason]}
+    served.process.wait_for(f"worker ready.*{reason}")
+
+
 def test_p20_ready_means_that_every_worker_is(serve: Serve) -> None:
     """P20: N configured workers means N ready workers."""
     served = serve("--backend", "echo", "--workers", "2", "--heartbeat-interval", "0.2")
