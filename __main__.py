@@ -36,7 +36,7 @@ from .engine.forms import choose_form
 from .engine.models import BUNDLED, read_model_info
 from .schemas.errors import ConfigurationError, StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
-from .schemas.registry import ModelCard, StageCard, WorkerCard
+from .schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
 from .stages import Filter, Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_filters, find_stage, installed
@@ -178,20 +178,28 @@ async def _parts(
 
 async def _worker(loaded: Loaded, name: str) -> None:
     from .engine import EngineConfig
+    from .engine.sizing import CACHING, human, sized
     from .stages.infer import Infer
 
     settings = loaded.settings
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
-    own = {
-        "model": settings.model or "echo",
-        "max_batch_size": settings.max_batch_size + settings.reserve,
-        "reserved_batch_size": settings.reserve,
-    }
-    config = EngineConfig(**{name: getattr(settings, name) for name in shared} | own)
+    given = {name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"}
     directory = None if settings.model is None else Path(settings.model)
     stand_behind()
     prepare_process(settings.threads or worker_threads(directory, settings.workers))
-    log.info("loading", model=config.model, backend=config.backend)
+    sizes = sized(EngineConfig(**given), settings.workers)
+    capacity, reserve = sizes.max_batch_size, reserve_of(sizes.max_batch_size)
+    own = {"max_batch_size": capacity + reserve, "reserved_batch_size": reserve}
+    if settings.backend in CACHING:
+        own["kv_cache_memory"] = sizes.kv_cache_memory
+    config = EngineConfig(**given | own)
+    log.info(
+        "loading",
+        model=config.model,
+        backend=config.backend,
+        max_batch_size=capacity,
+        kv_cache_memory=config.kv_cache_memory and human(config.kv_cache_memory),
+    )
     engine = await asyncio.to_thread(InferenceEngine, config)
     try:
         source = settings.model or "echo"
@@ -206,7 +214,7 @@ async def _worker(loaded: Loaded, name: str) -> None:
                 tool_format=settings.tool_format,
                 reasoning_format=settings.reasoning_format,
             ),
-            capacity=settings.max_batch_size,
+            capacity=capacity,
             pid=os.getpid(),
             incarnation=uuid.uuid4().hex,
             host=host(),

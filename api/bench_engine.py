@@ -66,7 +66,7 @@ def bench_engine(
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
     directory = None if given.model is None or given.backend == "echo" else resolve_model(given.model)
     prepare_process(given.threads or worker_threads(directory, given.workers))
-    own = {"model": given.model or "echo", "max_batch_size": max(*batches, given.max_batch_size)}
+    own = {"model": given.model or "echo", "max_batch_size": max(*batches, given.max_batch_size or 1)}
     config = EngineConfig(**shared | own)
     with loading_bar(f"loading {config.model}") as loading:
         backend = load_backend(config, loading)

@@ -230,9 +230,13 @@ class Settings(BaseSettings):
         None, min_length=1, description="int8 or int4: weights made smaller at load, for speed on a CPU."
     )
     attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
-    max_batch_size: int = Field(16, ge=1, description="Requests that run together.")
+    max_batch_size: int | None = Field(
+        None, ge=1, description="Requests that run together; by default as many as memory and cores allow."
+    )
     max_sequence_length: int | None = Field(None, ge=2, description="Context length; the model's own by default.")
-    kv_cache_memory: ByteSize = Field(ByteSize(4 << 30), gt=0, description="Memory for keys and values.")
+    kv_cache_memory: ByteSize | None = Field(
+        None, gt=0, description="Memory for keys and values; by default what the machine and the model leave room for."
+    )
     enable_chunked_prefill: bool | None = Field(
         None, description="Compute long prompts in pieces, so that streams go on meanwhile; paged does by default."
     )
@@ -293,11 +297,6 @@ class Settings(BaseSettings):
     def longest_timeout(self) -> float:
         """Seconds that a request may ask for: what a successor needs to go on with it is kept no longer."""
         return self.events_ttl
-
-    @property
-    def reserve(self) -> int:
-        """Choices that a worker runs above `max_batch_size` where their priority is high."""
-        return max(1, self.max_batch_size // 4)
 
     @property
     def job_stages(self) -> tuple[str, ...]:

@@ -14,10 +14,11 @@ class EngineConfig(BaseModel):
 
     `model` is a local directory or a Hugging Face id. `dtype` "auto" keeps the checkpoint's. `max_sequence_length`
     counts prompt and answer together and can only shorten the model's own context. `kv_cache_memory` is in bytes;
-    strings such as "4GiB" are understood. `attention` "auto" leaves the choice to the backend, and so does None for
-    chunked prefill, its `prefill_chunk_size` in tokens, and CUDA graphs. `compile_kernels` lets a CPU compute short
-    steps by `kernels.c`, where it can be compiled. `cache_answers` gives identical greedy requests the answer of the
-    first, from memory. `echo_rate` is in tokens a second and choice, 0 for as fast as possible.
+    strings such as "4GiB" are understood. It and `max_batch_size` are chosen from the machine where they are left out.
+    `attention` "auto" leaves the choice to the backend, and so does None for chunked prefill, its `prefill_chunk_size`
+    in tokens, and CUDA graphs. `compile_kernels` lets a CPU compute short steps by `kernels.c`, where it can be
+    compiled. `cache_answers` gives identical greedy requests the answer of the first, from memory. `echo_rate` is in
+    tokens a second and choice, 0 for as fast as possible.
 
     Whether the chosen backend can honour it all is checked when the engine is built: see `refuse`.
     """
@@ -30,10 +31,10 @@ class EngineConfig(BaseModel):
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     quantization: Annotated[str, Field(min_length=1)] | None = None
     attention: Annotated[str, Field(min_length=1)] = "auto"
-    max_batch_size: Annotated[int, Field(ge=1)] = 16
+    max_batch_size: Annotated[int, Field(ge=1)] | None = None
     reserved_batch_size: Annotated[int, Field(ge=0)] = 0  # of these, for requests of priority 0 alone
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
-    kv_cache_memory: Annotated[ByteSize, Field(gt=0)] = ByteSize(4 << 30)
+    kv_cache_memory: Annotated[ByteSize, Field(gt=0)] | None = None
     enable_cuda_graph: bool | None = None
     compile_kernels: bool = True
     enable_chunked_prefill: bool | None = None

@@ -20,6 +20,7 @@ from .backend import Capabilities, NoPrefixes, ProgressCallback
 from .config import EngineConfig
 from .models import ModelInfo, read_model_info
 from .sequence import ChosenLogprob, Sequence
+from .sizing import sized
 from .tokenizer import load_tokenizer
 
 _CONTEXT_LENGTH = 131_072
@@ -49,6 +50,7 @@ class EchoBackend(NoPrefixes):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config.refuse("quantization", "attention", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size")
+        config = sized(config)
         if config.device not in ("auto", "cpu"):
             raise ConfigurationError([f"device={config.device!r}: the backend 'echo' runs on the CPU alone"])
         self.tokenizer = load_tokenizer(config.model, "echo")

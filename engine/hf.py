@@ -26,6 +26,7 @@ from .loading import load_causal_lm, resolve_device
 from .models import read_model_info, resolve_model
 from .sampler import sample
 from .sequence import Sequence
+from .sizing import sized
 from .tokenizer import Tokenizer
 from .weights import count_parameters
 
@@ -42,6 +43,7 @@ class HfBackend(NoPrefixes):
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Raises `ConfigurationError` and `ModelLoadError`."""
         config.refuse("quantization", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size", "echo_rate")
+        config = sized(config)
         if config.attention not in _ATTENTION:
             raise ConfigurationError([f"attention={config.attention!r}: must be one of {', '.join(_ATTENTION)}"])
         self._device = resolve_device(config.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from ..schemas.errors import ConfigurationError
 from .blocks import GroupSpec
 from .kv_cache import LayerSpec
+from .sizing import memory_of_machine
 
 
 def plan_blocks(
@@ -54,7 +54,7 @@ def check_memory(memory: int, weights: int, device: torch.device) -> None:
     if device.type == "cuda":
         total, where = torch.cuda.get_device_properties(device).total_memory, str(device)
     else:
-        total, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+        total, where = memory_of_machine().total, "this machine"
     if memory + weights > total:
         raise ConfigurationError(
             [

@@ -38,6 +38,7 @@ from .runner import Runner
 from .sampler import Chosen, Known, choose, needs_tokens
 from .scheduler import Row, Scheduled, Scheduler
 from .sequence import Sequence
+from .sizing import SizedConfig, sized
 from .tokenizer import Tokenizer
 from .weights import count_parameters
 
@@ -68,6 +69,7 @@ class PagedBackend:
         Raises `ConfigurationError` and `ModelLoadError`.
         """
         config.refuse("echo_rate")
+        config = sized(config)
         if config.attention not in ("auto", "paged"):
             raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' brings its own; use auto"])
         if (config.prefill_chunk_size or config.max_batch_size) < config.max_batch_size:
@@ -135,7 +137,7 @@ class PagedBackend:
         self._slow_paths.append(f"decoding is not compiled: {reason}")
         return None
 
-    def _record_graphs(self, config: EngineConfig, context_length: int) -> None:
+    def _record_graphs(self, config: SizedConfig, context_length: int) -> None:
         try:
             self._runner.record_graphs(context_length, config.max_batch_size)
         except RuntimeError as error:
@@ -168,7 +170,7 @@ class PagedBackend:
         _log.warning("the context is cut from %d to %d tokens: beyond, only --backend hf is right", length, original)
         return int(original)
 
-    def _context(self, config: EngineConfig, length: int) -> int:
+    def _context(self, config: SizedConfig, length: int) -> int:
         """The model's context, or what one request can have of it within the budget."""
         capacity = self.blocks.capacity
         if length <= capacity:

@@ -26,6 +26,11 @@ class ModelCard(_Card):
     reasoning_format: str = "auto"
 
 
+def reserve_of(capacity: int) -> int:
+    """Choices that a worker runs above its capacity where their priority is high."""
+    return max(1, capacity // 4)
+
+
 class WorkerCard(_Card):
     """A worker process that takes batches for its model now; it runs at most `capacity` requests together.
 

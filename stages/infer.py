@@ -17,7 +17,7 @@ from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Transient
 from ..schemas.events import FINAL
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
-from ..schemas.registry import Room, WorkerCard
+from ..schemas.registry import Room, WorkerCard, reserve_of
 from ..streams.port import SCHEMA, Delivery
 from ..streams.topology import CONSUMER_IDLE, INFER
 from . import endings
@@ -95,7 +95,7 @@ class Infer(Stage):
     def _room(self) -> Room:
         cache = self._engine.stats().cache
         pressure = cache.usage if cache else 0.0
-        high, others = slots(pressure, self._card.capacity, self.pipe.settings.reserve)
+        high, others = slots(pressure, self._card.capacity, reserve_of(self._card.capacity))
         return Room(
             worker=self._card.id,
             incarnation=self._card.incarnation,

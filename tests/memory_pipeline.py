@@ -19,7 +19,7 @@ from penstock.schemas.codec import decode_event
 from penstock.schemas.events import FINAL, Delta, Event
 from penstock.schemas.jobs import Endpoint, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
-from penstock.schemas.registry import ModelCard, StageCard, WorkerCard
+from penstock.schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
 from penstock.stages import Filter, Pipe, Runner, Stage
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import LIGHT
@@ -98,22 +98,21 @@ class Pipeline:
         await cancellations.listen(broker, subjects)
         registry = Registry(broker, interval=0.05)
         pipe = Pipe(broker, subjects, settings, registry, cancellations)
+        capacity = settings.max_batch_size or 16
         config = EngineConfig(
             model=source,
             backend="echo",
             max_sequence_length=context_length,
             echo_rate=settings.echo_rate,
-            max_batch_size=settings.max_batch_size + settings.reserve,
-            reserved_batch_size=settings.reserve,
+            max_batch_size=capacity + reserve_of(capacity),
+            reserved_batch_size=reserve_of(capacity),
         )
         backend = kind(config)
         engine = InferenceEngine(config, backend=backend)
         model = ModelCard(
             name=MODEL, source=source, backend="echo", context_length=context_length, created=int(time.time())
         )
-        worker = WorkerCard(
-            id="w0", model=model, capacity=settings.max_batch_size, pid=os.getpid(), incarnation=uuid.uuid4().hex
-        )
+        worker = WorkerCard(id="w0", model=model, capacity=capacity, pid=os.getpid(), incarnation=uuid.uuid4().hex)
         pipeline = cls(pipe, engine, backend)
         tools = Tools(pipe, toolbox or Toolbox({}))
         made: dict[type[Stage], Stage] = {Tools: tools, Stream: Stream(pipe, filters)}

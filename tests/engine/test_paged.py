@@ -280,7 +280,8 @@ class TestAnswers:
 
 
 def test_stats_count_the_cache(model_directory: Callable[[str], Path]) -> None:
-    with InferenceEngine(config(model_directory("llama"), kv_cache_memory=ByteSize(6 * 16384))) as engine:
+    small = config(model_directory("llama"), kv_cache_memory=ByteSize(6 * 16384), max_batch_size=16)
+    with InferenceEngine(small) as engine:
         engine.generate([[n] * 40 for n in range(3, 9)], GREEDY.model_copy(update={"max_tokens": 40}))
         cache = engine.stats().cache
         assert cache is not None and cache.num_blocks == 6 and cache.memory == 6 * 16384
@@ -297,7 +298,7 @@ def test_the_context_is_what_the_budget_holds(model_directory: Callable[[str], P
 
 def test_a_chunk_smaller_than_the_batch_is_refused(load: Load) -> None:
     with pytest.raises(ConfigurationError, match=r"prefill_chunk_size=8: .* fewer than max_batch_size=16"):
-        load(prefill_chunk_size=8)
+        load(prefill_chunk_size=8, max_batch_size=16)
 
 
 def test_no_stream_waits_longer_than_a_chunk(load: Load) -> None:

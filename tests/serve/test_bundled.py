@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
@@ -114,3 +116,19 @@ def test_anthropics_client_gets_a_call(url: str) -> None:
     (block,) = message.content
     assert block.type == "tool_use" and (block.name, block.input) == ("get_weather", {"city": "Oslo"})
     assert message.stop_reason == "tool_use"
+
+
+async def test_many_at_once_are_served_with_default_settings(url: str) -> None:
+    """More than run together: none fails, and every stream begins with an answer."""
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
+
+        async def ask(place: int) -> bytes:
+            body = {"model": MODEL, "prompt": f"{place} + 1 =", "max_tokens": 16, "stream": True, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.content
+
+        streams = await asyncio.gather(*map(ask, range(64)))
+    assert all(stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n") for stream in streams)
+    assert not any(b'"error"' in stream for stream in streams)

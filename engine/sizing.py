@@ -1,0 +1,157 @@
+"""How many requests run together and how much memory their keys and values get, where nobody has said: what the machine
+has room for.
+
+It knows of the model what its files say, so that the choice can be made before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ByteSize
+
+from .config import EngineConfig
+from .models import read_json, read_model_info, resolve_model
+from .weights import count_parameters
+
+CACHING = ("paged", "hf")  # backends that keep keys and values
+
+_ECHO_ROWS = 64
+_CPU_ROWS, _LARGE_CPU_ROWS, _LARGE_CPU = 32, 64, 16  # the latter from so many cores
+_CUDA_ROWS = 128
+_LEAST_ROW = 1024  # tokens of keys and values that each of them should have, if the context is that long
+_LEAST_CACHE = 64 << 20  # bytes; what is smaller still is for the operator to say
+_PROCESS = 512 << 20  # bytes of a process beside weights, keys and values
+_CPU_SHARE, _CUDA_SHARE = 0.5, 0.9  # of the room beside the weights: others live on a CPU's memory too
+_LOADING = 1.5  # times the weights, while they are packed
+_PREFIXES = 2  # times what runs, so that beginnings can be found again
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_WIDTHS = {"int8": 1.1, "int4": 0.6}  # bytes of a packed weight, scales included
+
+
+class SizedConfig(EngineConfig):
+    """An engine's configuration that leaves neither open."""
+
+    max_batch_size: int
+    kv_cache_memory: ByteSize
+
+
+class Memory(NamedTuple):
+    """Bytes: of the machine or the container, and what is free of it."""
+
+    total: int
+    available: int
+
+
+def sized(config: EngineConfig, workers: int = 1, machine: Memory | None = None) -> SizedConfig:
+    """Choose what `config` leaves open; what was given stays as it is.
+
+    So many `workers` share the machine; `machine` is its memory, if it is not to be asked for. Raises `ModelLoadError`
+    and `ConfigurationError` as a backend does that loads the model.
+    """
+    if isinstance(config, SizedConfig):
+        return config
+    memory, rows = config.kv_cache_memory, config.max_batch_size
+    if memory is None or rows is None:
+        found = _choose(config, workers, machine) if config.backend in CACHING else _Choice(_ECHO_ROWS, 1 << 62, 1)
+        memory = memory or ByteSize(found.memory)
+        if rows is None:
+            rows = min(found.rows, memory // found.bytes_per_row)
+            if config.prefill_chunk_size is not None:  # each decoding request needs a token of it, the reserve too
+                rows = min(rows, config.prefill_chunk_size * 4 // 5)
+            rows = max(1, rows)
+    return SizedConfig(**dict(config) | {"max_batch_size": rows, "kv_cache_memory": memory})
+
+
+class _Choice(NamedTuple):
+    rows: int  # at most
+    memory: int
+    bytes_per_row: int
+
+
+def _choose(config: EngineConfig, workers: int, machine: Memory | None) -> _Choice:
+    from .cpu import available_cores
+    from .loading import resolve_device
+
+    device = resolve_device(config.device)
+    directory = resolve_model(config.model)
+    context = read_model_info(directory, config.model, config.max_sequence_length).context_length
+    settings = read_json(directory / "config.json")
+    settings = settings.get("text_config", settings)
+    name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
+    number = _BYTES.get(name, 4)
+    parameters = count_parameters(directory)
+    if device.type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        found, share, loading, rows = Memory(total, free), _CUDA_SHARE, 1.0, _CUDA_ROWS
+    else:
+        found, share, loading = machine or memory_of_machine(), _CPU_SHARE, _LOADING
+        rows = _LARGE_CPU_ROWS if available_cores() // workers >= _LARGE_CPU else _CPU_ROWS
+    weights = int(parameters * number * loading)
+    room = int(share * (found.available / workers - weights - _PROCESS))
+    token = _bytes_per_token(settings, number)
+    useful = _PREFIXES * rows * context * token
+    least = min(useful, _LEAST_CACHE)
+    return _Choice(rows, max(least, min(useful, room)), min(context, _LEAST_ROW) * token)
+
+
+def _bytes_per_token(settings: dict[str, Any], number: int) -> int:
+    """Of keys and values in all layers, as most architectures have them; more than some need, which does no harm."""
+    heads = settings.get("num_attention_heads") or settings.get("n_head") or 1
+    width = settings.get("hidden_size") or settings.get("n_embd") or 1
+    layers = settings.get("num_hidden_layers") or settings.get("n_layer") or 1
+    pairs = settings.get("num_key_value_heads") or heads
+    return int(2 * layers * pairs * (settings.get("head_dim") or width // heads) * number)
+
+
+def memory_of_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
+    """What the system says, and the limits of the container that this process is in, with all that it is part of."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = total // 2  # where nobody says
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+        total, available = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    for limit, used in _limits(proc, cgroups):
+        total, available = min(total, limit), min(available, limit - used)
+    return Memory(total, max(0, available))
+
+
+def _limits(proc: Path, cgroups: Path) -> list[tuple[int, int]]:
+    """The limit and the use of each control group, of version 2 or 1, from this process's own to the outermost."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds not in ("", "memory"):
+                continue
+            root, most, now = (
+                (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+                if kinds
+                else (cgroups, "memory.max", "memory.current")
+            )
+            group = root / path.strip("/")
+            for level in (group, *group.parents):
+                if level.is_relative_to(root):
+                    # Inside a container the path may be the host's: then only the root is there. "max" is no number.
+                    with contextlib.suppress(OSError, ValueError):
+                        found.append((int((level / most).read_text()), _used(level, now)))
+    return found
+
+
+def _used(group: Path, name: str) -> int:
+    """Without the pages of files, which the system takes back where memory is short."""
+    used = int((group / name).read_text())
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= int(pages["inactive_file"])
+    return max(0, used)
+
+
+def human(size: int) -> str:
+    """A size in bytes for people: `1.5 GiB`."""
+    return ByteSize(size).human_readable(separator=" ")
