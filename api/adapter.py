@@ -24,10 +24,10 @@ from ..engine.preparing import Prepared, Preparer
 from ..engine.reader import AnswerReader
 from ..schemas.embeddings import EmbeddingRequest
 from ..schemas.errors import GenerationFailed, InvalidRequest
-from ..schemas.events import Delta, Done, FinishReason, Token, Usage
+from ..schemas.events import Accepted, Delta, Done, FinishReason, Token, Usage
 from ..schemas.jobs import Endpoint
 from ..schemas.openai import parse_request
-from .rendering import PREFIX, Embeddings, Renderer
+from .rendering import PREFIX, Embeddings, Extras, Renderer
 
 CHAT: Endpoint = "/v1/chat/completions"
 
@@ -105,8 +105,10 @@ class OpenAIAdapter:
                 raise InvalidRequest("Embeddings come in one piece; use create().", param="stream")
             renderer: Renderer = Embeddings(id, self.name, encoded=request.encoding_format == "base64")
         else:
-            usage = request.stream_options is not None and request.stream_options.include_usage is True
-            renderer = Renderer(endpoint, id, self.name, int(time.time()), streaming=streaming, include_usage=usage)
+            created = int(time.time())
+            renderer = Renderer(endpoint, id, self.name, created, streaming=streaming, extras=Extras.of(body))
+            prompts = tuple(map(tuple, prepared.prompts))
+            renderer.begin(Accepted(id, self.name, created, sum(map(len, prompts)), prompts))
         return _Running(self.engine, prepared, renderer)
 
 

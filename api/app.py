@@ -12,6 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config.settings import BUILT_IN_STAGES, Settings
@@ -59,8 +60,8 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     door = Door(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota))
     add_generation(app, door)
     add_embeddings(app, door)
-    add_generate(app, door)
     preparers = Preparers(registry)
+    add_generate(app, door, preparers)
     add_tokens(app, door, preparers)
     add_files(app, door)
     add_batches(app, door)
@@ -68,6 +69,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     add_conversations(app, door)
     add_messages(app, door, preparers)
 
+    @app.get("/models", tags=["openai"])
     @app.get("/v1/models", tags=["openai"])
     async def models() -> Any:
         """Every model that can be asked for."""
@@ -83,6 +85,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
         """The process answers."""
         return {"status": "live"}
 
+    @app.get("/health", tags=["health"], responses={503: {"description": "Not yet, or no more."}})
     @app.get("/health/ready", tags=["health"], responses={503: {"description": "Not yet, or no more."}})
     async def ready() -> Any:
         """A request would be answered now; otherwise 503 with what is missing.
@@ -179,15 +182,24 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
         if error.status_code == 405:
-            text, code = "this path takes another method.", "method_not_allowed"
+            headers["Allow"] = ", ".join(_methods(request))
+            text, code = f"this path takes another method: {headers['Allow']}.", "method_not_allowed"
         else:
             text, code = "no such path. See /docs for those there are.", "not_found"
         text = f"{request.method} {request.url.path}: {text}"
         response = error_response(ErrorBody(error.status_code, text, "invalid_request_error", code))
-        response.headers.update(error.headers or {})
+        response.headers.update(headers)
         return response
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
         return error_response(ErrorBody(500, "Penstock failed to answer.", "server_error", "internal_error"))
+
+
+def _methods(request: Request) -> list[str]:
+    """What a request's path takes; a route by itself knows its own alone."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = (route.methods or () for route in routes if route.matches(request.scope)[0] != Match.NONE)
+    return sorted(set().union(*found))

@@ -8,7 +8,7 @@ from ..schemas.anthropic import MessagesRequest
 from ..schemas.batches import MESSAGES, Batch
 from .door import model_of, parsed
 from .messages_rendering import MessageRenderer
-from .rendering import PREFIX, Embeddings, Renderer
+from .rendering import PREFIX, Embeddings, Extras, Renderer
 
 
 def prepared(batch: Batch, number: int, body: dict[str, Any], now: int) -> tuple[dict[str, Any], Renderer]:
@@ -16,9 +16,9 @@ def prepared(batch: Batch, number: int, body: dict[str, Any], now: int) -> tuple
     name = f"{batch.id.removeprefix('batch_')}-{number}"
     if batch.endpoint == MESSAGES:
         asked = parsed(MessagesRequest, body)
-        return asked.chat_body(), MessageRenderer(f"msg-{name}", asked.model, asked.stop_sequences or [])
+        return asked.chat_body(), MessageRenderer(f"msg-{name}", asked.model)
     id, model = f"{PREFIX[batch.endpoint]}{name}", model_of(body)
     if batch.endpoint == "/v1/embeddings":
         return body, Embeddings(id, model, encoded=body.get("encoding_format") == "base64")
-    tier = body.get("service_tier")
-    return body, Renderer(batch.endpoint, id, model, now, streaming=False, service_tier=tier)
+    tier, extras = body.get("service_tier"), Extras.of(body)
+    return body, Renderer(batch.endpoint, id, model, now, streaming=False, extras=extras, service_tier=tier)

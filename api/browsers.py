@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..schemas.errors import Forbidden, NotJson, Refusal
 from ..schemas.events import ErrorBody
 from .answers import error_response
-from .keys import OPEN
+from .keys import is_open
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -38,7 +38,7 @@ class Browsers:
         self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith(OPEN):
+        if scope["type"] == "http" and not is_open(scope["path"]):
             try:
                 self._check(scope["method"], Headers(scope=scope))
             except Refusal as refusal:

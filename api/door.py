@@ -64,12 +64,12 @@ def tenant_of(request: Request) -> str:
 
 
 async def read_object(request: Request, settings: Settings, *kinds: type[Body]) -> dict[str, Any]:
-    """The request's body, a JSON object, without the fields that none of `kinds` has.
+    """The request's body, a JSON object; where `kinds` are given, without the fields that none of them has.
 
     Raises what `read_body` raises, and `InvalidRequest`.
     """
     body = await read_as(_itself, request, settings)
-    return known_alone(body, *kinds, request=request, settings=settings)
+    return known_alone(body, *kinds, request=request, settings=settings) if kinds else body
 
 
 async def read_parsed(kind: type[Kind], request: Request, settings: Settings) -> Kind:

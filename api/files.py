@@ -38,6 +38,12 @@ _FORM = {
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 30 * 86400},
     },
 }
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The bytes",
+        "content": {"application/octet-stream": {"schema": {"format": "binary", "type": "string"}}},
+    }
+}
 _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 
 
@@ -78,7 +84,7 @@ def add_files(app: FastAPI, door: Door) -> None:
         """What is known of a file."""
         return _shown(await find_file(door.broker, tenant_of(request), id))
 
-    @app.get("/v1/files/{id}/content", tags=["openai"], responses=refusals(404, 503))
+    @app.get("/v1/files/{id}/content", tags=["openai"], response_class=Response, responses=_BYTES | refusals(404, 503))
     async def content(id: str, request: Request) -> Response:
         """The file itself."""
         info = await find_file(door.broker, tenant_of(request), id)

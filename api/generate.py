@@ -8,9 +8,11 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from ..schemas.chat import Body, ModelName
+from ..schemas.errors import InvalidRequest
 from ..schemas.events import Done, ErrorBody, Event, Expired, Failed, Token
 from ..schemas.jobs import Endpoint
-from ..schemas.openai import KINDS, ChatRequest, CompletionRequest
+from ..schemas.openai import ChatRequest, CompletionRequest, Stop
 from .answers import Answer
 from .door import Door, Opened, model_of, open_request, read_object
 from .ignored import known_alone
@@ -18,6 +20,7 @@ from .native import Feed
 from .openapi import documented
 from .rendering import Renderer, join_calls
 from .resuming import Progress
+from .tokens import Preparers
 
 
 class _Events(Feed):
@@ -48,21 +51,44 @@ class _Whole(Renderer):
                 "token_ids": [id for token in said for id in token.token_ids],
                 "logprobs": None if all(token.logprobs is None for token in said) else entries,
                 "finish_reason": reason,
+                "stop_reason": next((token.stop_reason for token in reversed(said)), None),
             }
             choices.append(choice)
         return orjson.dumps({**self._head, "object": "generation", "choices": choices, "usage": done.usage})
 
 
-def add_generate(app: FastAPI, door: Door) -> None:
-    @app.post("/generate", tags=["native"], openapi_extra=documented(ChatRequest, CompletionRequest))
+class _Own(Body):
+    """What may be said otherwise here than on OpenAI's paths."""
+
+    model: ModelName = ""  # needed where several models are served
+    stop_sequences: Stop | None = None  # another name of `stop`
+
+
+class _Chat(_Own, ChatRequest):
+    pass
+
+
+class _Text(_Own, CompletionRequest):
+    pass
+
+
+def add_generate(app: FastAPI, door: Door, preparers: Preparers) -> None:
+    @app.post("/generate", tags=["native"], openapi_extra=documented(_Chat, _Text))
     async def generate(request: Request) -> Response:
-        """The body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`.
+        """The body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`; an only model needs no name.
 
         With `stream` the answer is the request's events, as `/v1/streams/{id}` gives them.
         """
-        body = await read_object(request, door.settings, ChatRequest, CompletionRequest)
+        body = await read_object(request, door.settings)
         endpoint: Endpoint = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        body = known_alone(body, KINDS[endpoint], request=request, settings=door.settings)
+        kind = _Chat if "messages" in body else _Text
+        body = {**known_alone(body, kind, request=request, settings=door.settings)}
+        if (stops := body.pop("stop_sequences", None)) is not None:
+            if body.get("stop") not in (None, stops):
+                raise InvalidRequest("stop and stop_sequences differ; give one.", param="stop_sequences")
+            body["stop"] = stops
+        if body.get("model") is None:
+            body["model"] = preparers.card(None).name
         opened = await open_request(request, door, endpoint, body, "gen-")
         keepalive = door.settings.keepalive_interval
         if body.get("stream") is True:

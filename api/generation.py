@@ -13,7 +13,7 @@ from ..schemas.openai import KINDS
 from .answers import Answer
 from .door import Door, model_of, open_request, read_object
 from .openapi import documented
-from .rendering import PREFIX, Renderer
+from .rendering import PREFIX, Extras, Renderer
 
 ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
 
@@ -29,14 +29,13 @@ def _generation(endpoint: Endpoint, door: Door) -> Any:
         body = await read_object(request, door.settings, KINDS[endpoint])
         reading, progress, status = await open_request(request, door, endpoint, body, PREFIX[endpoint])
         streaming = body.get("stream") is True
-        options = body.get("stream_options")
         renderer = Renderer(
             endpoint,
             reading.request,
             model_of(body),
             int(time.time()),
             streaming=streaming,
-            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            extras=Extras.of(body),
             service_tier=body.get("service_tier"),
         )
         keepalive = door.settings.keepalive_interval

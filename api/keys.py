@@ -28,7 +28,12 @@ from .answers import error_response
 
 log = structlog.get_logger(__name__)
 
-OPEN = "/health/"  # paths that need no key
+_OPEN = "/health/"
+
+
+def is_open(path: str) -> bool:
+    """Whether anybody may ask for this path, without a key and from any page."""
+    return f"{path}/".startswith(_OPEN)
 
 
 class Keys:
@@ -108,7 +113,7 @@ class Authentication:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith(OPEN):
+        if scope["type"] == "http" and not is_open(scope["path"]):
             headers = Headers(scope=scope)
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             bearer = bearer.strip() if scheme.lower() == "bearer" else ""

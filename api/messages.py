@@ -63,7 +63,7 @@ def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
         reading = (await open_request(request, door, CHAT, body, "msg-")).reading
         return MessageAnswer(
             reading,
-            MessageRenderer(reading.request, asked.model, asked.stop_sequences or []),
+            MessageRenderer(reading.request, asked.model),
             streaming=asked.stream is True,
             keepalive=door.settings.keepalive_interval,
         )

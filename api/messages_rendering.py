@@ -44,10 +44,10 @@ _ERRORS = {
 class MessageRenderer(Renderer):
     """A call's pieces may have text between them, which then comes behind the call, but not another call's."""
 
-    def __init__(self, request: str, model: str, stops: list[str]) -> None:
+    def __init__(self, request: str, model: str) -> None:
         super().__init__("/v1/chat/completions", request, model, 0, streaming=True)
         self._base = {"id": request, "type": "message", "role": "assistant", "model": model}
-        self._stops = stops
+        self._stop: str | None = None  # the stop sequence that ended the answer; set by chunks
         self._blocks = 0
         self._open: str | None = None  # type of the open block
         self._calls: set[int] = set()  # indices of the calls begun; the open one is the last
@@ -60,6 +60,8 @@ class MessageRenderer(Renderer):
         yield sse({"type": "message_start", "message": self._base | empty})
 
     def chunks(self, token: Token) -> Iterator[bytes]:
+        if isinstance(token.stop_reason, str):
+            self._stop = token.stop_reason
         yield from self._say("thinking", token.reasoning)
         yield from self._say("text", token.text)
         for call in token.tool_calls:
@@ -72,7 +74,7 @@ class MessageRenderer(Renderer):
 
     def end(self, done: Done) -> Iterator[bytes]:
         yield from self._close()
-        delta = self._ending(done, called=bool(self._calls))
+        delta = self._ending(done, self._stop, called=bool(self._calls))
         yield sse({"type": "message_delta", "delta": delta, "usage": _usage(done.usage)})
         yield sse({"type": "message_stop"})
 
@@ -85,14 +87,14 @@ class MessageRenderer(Renderer):
             content.append({"type": "text", "text": text})
         calls = join_calls(tokens)
         content += ({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)} for call in calls)
-        ending = self._ending(done, called=bool(calls))
+        stop = next((token.stop_reason for token in tokens if isinstance(token.stop_reason, str)), None)
+        ending = self._ending(done, stop, called=bool(calls))
         return orjson.dumps({**self._base, "content": content, **ending, "usage": _usage(done.usage)})
 
-    def _ending(self, done: Done, *, called: bool) -> Piece:
+    def _ending(self, done: Done, stop: str | None, *, called: bool) -> Piece:
         reason = _REASONS[done.finish_reasons[0]]
         if reason == "end_turn" and called:  # as OpenAI has it where the call was dictated
             reason = "tool_use"
-        stop = self._stops[0] if reason == "stop_sequence" and len(self._stops) == 1 else None
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _say(self, kind: str, text: str) -> Iterator[bytes]:

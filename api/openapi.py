@@ -7,6 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from .keys import is_open
+
 # A refusal by its status; whichever it is, its body is OpenAI's error object.
 _REFUSALS = {
     400: "What was asked can never be served; `param` names the fault.",
@@ -70,7 +72,7 @@ def complete(app: FastAPI, *, keys: bool) -> None:
         operations = [(path, operation) for path, methods in schema["paths"].items() for operation in methods.values()]
         for path, operation in operations:
             operation["responses"].pop("422", None)  # FastAPI's own refusal, which nobody here gets
-            if path.startswith("/health/"):
+            if is_open(path):
                 continue
             operation["responses"] |= refusals(403, 415) if "requestBody" in operation else refusals(403)
             if keys:

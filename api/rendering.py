@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -31,8 +31,31 @@ _REASONS: dict[FinishReason, str] = {
 }
 
 
+class Extras(NamedTuple):
+    """What a client wants to be told beside its answer: the usage behind a stream, or in each of its chunks; the ids of
+    the tokens. `n` are the choices of each prompt."""
+
+    usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    n: int = 1
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Extras:
+        """Of a body that need not be valid."""
+        options = body.get("stream_options")
+        options = options if isinstance(options, dict) else {}
+        n = body.get("n")
+        return cls(
+            usage=options.get("include_usage") is True,
+            continuous_usage=options.get("continuous_usage_stats") is True,
+            token_ids=body.get("return_token_ids") is True,
+            n=n if isinstance(n, int) and n > 0 else 1,
+        )
+
+
 class Renderer:
-    """Renders one request. `streaming` decides between chunks and whole objects, `include_usage` is the client's."""
+    """Renders one request. `streaming` decides between chunks and whole objects."""
 
     def __init__(
         self,
@@ -42,12 +65,14 @@ class Renderer:
         created: int,
         *,
         streaming: bool,
-        include_usage: bool = False,
+        extras: Extras | None = None,
         service_tier: str | None = None,
     ) -> None:
         self.request = request
         self._kind: Literal["chat", "text"] = "chat" if endpoint == "/v1/chat/completions" else "text"
-        self._include_usage = include_usage
+        self._extras = extras or Extras()
+        self._accepted: Accepted | None = None  # set by begin
+        self._told = 0  # tokens of all choices; set by chunks
         self._begun: set[int] = set()  # choices of which something was sent; set by chunks
         self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
         kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
@@ -58,13 +83,16 @@ class Renderer:
     def begin(self, accepted: Accepted) -> None:
         """Whoever renders this request, and when, says the same of it."""
         self._head["created"] = accepted.created
+        self._accepted = accepted
 
     def chunks(self, token: Token) -> Iterator[bytes]:
         """SSE messages for one token event; none for one that says nothing yet, as where a character takes several."""
         reason = token.finish_reason and _REASONS[token.finish_reason]
         is_news = token.text or token.reasoning or token.tool_calls or token.logprobs or reason is not None
-        if not is_news and token.choice in self._begun:
+        self._told += len(token.token_ids)
+        if not (is_news or self._extras.token_ids) and token.choice in self._begun:
             return
+        first = token.choice not in self._begun
         choice: dict[str, Any] = {"index": token.choice}
         if self._kind == "chat":
             choice["delta"] = self._delta(token)
@@ -73,16 +101,17 @@ class Renderer:
         self._begun.add(token.choice)
         choice["logprobs"] = self._logprobs(token)
         choice["finish_reason"] = reason
-        yield self._message([choice], None)
+        head = self._add_extras(choice, [token], first=first)
+        yield self._message([choice], self._usage_so_far(), head)
 
     def end(self, done: Done) -> Iterator[bytes]:
-        if self._include_usage:
-            yield self._message([], _usage(done.usage))
+        if self._extras.usage:
+            yield self._message([], _usage(done.usage), {})
         yield b"data: [DONE]\n\n"
 
     def whole(self, tokens: list[Token], done: Done) -> bytes:
         """The response to a request that does not stream."""
-        choices = []
+        choices, head = [], {}
         for index, reason in enumerate(done.finish_reasons):
             said = [token for token in tokens if token.choice == index]
             text = "".join(token.text for token in said)
@@ -93,8 +122,30 @@ class Renderer:
                 choice["text"] = text
             choice["logprobs"] = self._logprobs(*said)
             choice["finish_reason"] = _REASONS[reason]
+            head = self._add_extras(choice, said, first=True)
             choices.append(choice)
-        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(done.usage)})
+        return orjson.dumps({**self._head, **head, "choices": choices, "usage": _usage(done.usage)})
+
+    def _add_extras(self, choice: dict[str, Any], said: list[Token], *, first: bool) -> dict[str, Any]:
+        """To a choice, of which `said` is told now, what vLLM has there; gives what belongs beside the choices."""
+        if (reason := said[-1].stop_reason if said else None) is not None:
+            choice["stop_reason"] = reason
+        if not self._extras.token_ids:
+            return {}
+        choice["token_ids"] = [id for token in said for id in token.token_ids]
+        prompts = self._accepted.prompts if self._accepted else ()
+        if not first or not prompts:
+            return {}
+        if self._kind == "chat":
+            return {"prompt_token_ids": prompts[0]}
+        choice["prompt_token_ids"] = prompts[choice["index"] // self._extras.n]
+        return {}
+
+    def _usage_so_far(self) -> dict[str, Any] | None:
+        if not self._extras.continuous_usage:
+            return None
+        prompt = self._accepted.prompt_tokens if self._accepted else 0
+        return _usage(Usage(prompt, self._told, prompt + self._told))
 
     def _delta(self, token: Token) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -109,9 +160,9 @@ class Renderer:
             delta["tool_calls"] = [_call_delta(call) for call in token.tool_calls]
         return delta
 
-    def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
-        body = {**self._head, "choices": choices}
-        if self._include_usage:
+    def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, head: dict[str, Any]) -> bytes:
+        body = {**self._head, **head, "choices": choices}
+        if self._extras.usage or self._extras.continuous_usage:
             body["usage"] = usage
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
@@ -131,7 +182,10 @@ class Renderer:
         return {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{rival.token: rival.logprob for rival in entry.top} for entry in entries],
+            "top_logprobs": [
+                None if entry.logprob is None else {rival.token: rival.logprob for rival in entry.top}
+                for entry in entries
+            ],
             "text_offset": offsets,
         }
 

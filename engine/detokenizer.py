@@ -22,9 +22,13 @@ class Detokenizer:
     Only a run of more than 64 tokens that is no valid UTF-8 may give other replacement characters.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, prompt: Sequence[int], visible: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: TokenizerLike, prompt: Sequence[int], visible: Iterable[int] = (), *, spaces: bool = True
+    ) -> None:
+        """Without `spaces` there is none between two special tokens that are visible."""
         self._decode = tokenizer.decode
         self._special = tokenizer.special_token_ids.difference(visible)
+        self._close = frozenset[int]() if spaces else tokenizer.special_token_ids.intersection(visible)
         self._window = [token for token in prompt[-_PRIMING:] if token not in self._special]
         self._complete = len(self._window)  # tokens of the window whose characters are all out
         self._shown = len(self._decode(self._window))  # characters of the window's text that are out
@@ -38,6 +42,8 @@ class Detokenizer:
         if text.endswith("\ufffd") and len(self._window) - self._complete < _MAX_INCOMPLETE:
             return ""
         piece = text[self._shown :]
+        if token in self._close and self._window[-2:-1] and self._window[-2] in self._close:
+            piece = piece.lstrip(" ")
         if len(self._window) > _WINDOW:
             del self._window[: self._complete]
             text = self._decode(self._window)

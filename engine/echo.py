@@ -126,6 +126,8 @@ class EchoBackend(NoPrefixes):
     def _admit(self) -> None:
         while (sequence := self._next_waiting()) is not None:
             del self._waiting[sequence]
+            if not sequence.is_scored:
+                sequence.score(1, [_CERTAIN] * (len(sequence.prompt) - 1))
             cycle = tuple(token for token in sequence.prompt if token not in self.tokenizer.special_token_ids)
             self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
 

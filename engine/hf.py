@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from ..schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ..schemas.events import Delta
+from ..schemas.params import GenerationParams
 from .backend import Capabilities, NoPrefixes, ProgressCallback
 from .cohort import Cohort
 from .config import EngineConfig
@@ -38,7 +39,11 @@ _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3",
 class HfBackend(NoPrefixes):
     """`kv_cache_memory` is a threshold: above it newcomers wait, while those that run may finish."""
 
-    capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
+    capabilities = Capabilities(
+        formats=("safetensors",),
+        devices=("cpu", "cuda", "mps"),
+        parameters=frozenset(GenerationParams.model_fields) - {"prompt_logprobs"},
+    )
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Raises `ConfigurationError` and `ModelLoadError`."""

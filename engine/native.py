@@ -123,9 +123,11 @@ class NativeDecoder:
 
     @staticmethod
     def takes(segments: Sequence[Segment]) -> bool:
-        """Whether a step is one for the kernels: few tokens, and no part of a prompt behind a long context."""
+        """Whether a step is one for the kernels: few tokens, no part of a prompt behind a long context, none scored."""
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
-        return few and all(len(segment.tokens) == 1 or segment.end <= _MOST_KEYS for segment in segments)
+        return few and all(
+            (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS) and not segment.scores for segment in segments
+        )
 
     def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         """Compute a step that `takes` allows, for `chosen` see `pack`; logits in float32, until the next call.
@@ -134,7 +136,7 @@ class NativeDecoder:
         """
         numbers, sampled = array("q"), []
         known = [] if chosen is None else chosen.tolist()
-        for index, (ids, start, tables, samples) in enumerate(segments):
+        for index, (ids, start, tables, samples, _) in enumerate(segments):
             numbers.extend((len(ids), start, samples, len(tables[0])))
             numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
             for table in tables:

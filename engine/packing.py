@@ -18,13 +18,15 @@ class Segment(NamedTuple):
     """Tokens of one sequence to compute: `tokens` from position `start` on.
 
     A token that only the device knows is written ~k: the k-th that was chosen last. `tables` has the sequence's blocks
-    for each group; those behind a window may be anything. `samples` where the logits of the last token are wanted.
+    for each group; those behind a window may be anything. `samples` where the logits of the last token are wanted,
+    `scores` where those of all of them are.
     """
 
     tokens: Sequence[int]
     start: int
     tables: Sequence[Sequence[int]]
     samples: bool
+    scores: bool = False
 
     @property
     def end(self) -> int:
@@ -41,7 +43,7 @@ class Group(NamedTuple):
 
 class Step(NamedTuple):
     """`ids` and `positions` are [T]; `keep` are the places in them whose logits are wanted, in the order of `sampled`,
-    the indices of their segments. `groups` is what attention made of each group."""
+    the indices of their segments, which repeat where one is scored. `groups` is what attention made of each group."""
 
     ids: Tensor
     positions: Tensor
@@ -106,14 +108,19 @@ def pack(
         for row, segment, width in zip(tables, ordered, widths, strict=True):
             row[:width] = segment.tables[index][:width]
         steps.append(pack_group(packed, tables, tables[rows, column] * block_size + inside, group))
-    sampling = [place for place, segment in enumerate(ordered) if segment.samples]
+    sampling = [place for place, segment in enumerate(ordered) if segment.samples or segment.scores]
+    keep = ends[sampling] - 1
+    if any(segment.scores for segment in ordered):
+        spans = [len(ordered[place].tokens) if ordered[place].scores else 1 for place in sampling]
+        keep = np.concatenate([np.arange(1 - span, 1) + last for span, last in zip(spans, keep, strict=True)])
+        sampling = np.repeat(sampling, spans).tolist()
     ids = upload(torch.tensor([token for segment in ordered for token in segment.tokens]), device)
     if chosen is not None:
         ids = ids.where(ids >= 0, chosen.clamp(min=0)[(~ids).clamp(min=0)])
     return Step(
         ids=ids,
         positions=upload(torch.from_numpy(packed.positions), device),
-        keep=upload(torch.from_numpy(ends[sampling] - 1), device),
+        keep=upload(torch.from_numpy(keep), device),
         sampled=[order[place] for place in sampling],
         groups=steps,
     )

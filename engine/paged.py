@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence as Rows
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -31,12 +30,12 @@ from .kv_plan import check_memory, plan_blocks
 from .loading import load_causal_lm, resolve_device
 from .models import ModelInfo, read_model_info, resolve_model
 from .output import CacheStats
-from .packing import Segment
 from .prefixes import load_prefixes, save_prefixes
 from .quantize import linear_maker
 from .runner import Runner
 from .sampler import Chosen, Known, choose, needs_tokens
 from .scheduler import Row, Scheduled, Scheduler
+from .segments import split_scores, to_segment
 from .sequence import Sequence
 from .sizing import SizedConfig, sized
 from .tokenizer import Tokenizer
@@ -266,9 +265,11 @@ class PagedBackend:
     def _launch(self, scheduled: list[Scheduled], before: _Unread | None = None) -> _Unread:
         """Compute and choose; the pending tokens are those of `before`."""
         places = {row: place for place, row in enumerate(before.rows)} if before else {}
-        segments = [_segment(one, places.get(one.row)) for one in scheduled]
+        segments = [to_segment(one, places.get(one.row)) for one in scheduled]
         chosen = before.chosen.tokens if before and before.rows else None
         logits, sampled, best = self._runner.forward(segments, chosen)
+        if any(segment.scores for segment in segments):
+            logits, sampled = split_scores(scheduled, logits, sampled)
         rows = [scheduled[index].row for index in sampled]
         return _Unread(rows, choose(logits, [row.sequence for row in rows], self._kernels, best))
 
@@ -326,19 +327,3 @@ def _number_size(config: EngineConfig, info: ModelInfo) -> int:
     name = config.dtype if config.dtype != "auto" else info.dtype or "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype.itemsize
-
-
-def _segment(scheduled: Scheduled, place: int | None) -> Segment:
-    """`place` is that of a pending token among those chosen last."""
-    row, count, samples = scheduled
-    tokens = _tokens(row, count) if place is None else [~place]
-    return Segment(tokens, row.num_computed, row.tables.blocks, samples)
-
-
-def _tokens(row: Row, count: int) -> Rows[int]:
-    """`count` tokens from the first that is not computed."""
-    prompt, tokens = row.sequence.prompt, row.sequence.tokens
-    start = row.num_computed - len(prompt)
-    if start >= 0:
-        return tokens[start : start + count]
-    return [*prompt[row.num_computed : row.num_computed + count], *tokens[: max(start + count, 0)]]

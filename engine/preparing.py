@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..schemas.bounds import shortened
 from ..schemas.chat import ChatMessage, NamedTool, Tool
 from ..schemas.embeddings import EmbeddingRequest
 from ..schemas.errors import InvalidRequest
 from ..schemas.jobs import Form
-from ..schemas.openai import ChatRequest, CompletionRequest, generation_params
+from ..schemas.openai import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
 from ..schemas.params import MAX_CHOICES, GenerationParams, Grammar
 from .embeddings import prepare_inputs
 from .forms import choose_form, ends_in_thought, markers
@@ -31,6 +32,7 @@ _NOT_FOR_TEMPLATES = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
+MAX_SCORED = 20_000  # tokens of prompts whose log-probabilities are told: 300 bytes each of a message and an answer
 _THINKING = ("enable_thinking", "thinking")  # what templates call the switch
 
 
@@ -90,14 +92,9 @@ class Preparer:
             case CompletionRequest():
                 if len(request.prompts) * (request.n or 1) > MAX_CHOICES:
                     raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}.", param="n")
-                if request.echo and request.logprobs is not None:
-                    raise InvalidRequest(
-                        "The log-probabilities of a prompt are not computed; leave out echo or logprobs.",
-                        code="unsupported_parameter",
-                        param="echo",
-                    )
-                prompts = [self._completion(prompt, context_length) for prompt in request.prompts]
-                form = Form(echo=tuple(map(self.tokenizer.decode, prompts))) if request.echo else None
+                special = request.add_special_tokens is not False
+                prompts = [self._completion(prompt, context_length, special) for prompt in request.prompts]
+                form = self._echo(request, prompts) if request.echo else None
         longest = max(map(len, prompts))
         if longest >= context_length:
             raise InvalidRequest(
@@ -113,7 +110,8 @@ class Preparer:
             raise InvalidRequest(
                 f"{param} needs a model with a vocabulary; {name} has none.", code="unsupported_parameter", param=param
             )
-        visible = self._visible(form)
+        every = request.skip_special_tokens is False
+        visible = tuple(sorted(self.tokenizer.special_token_ids)) if every else self._visible(form)
         if grammar is not None or visible:
             params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
         return Prepared(prompts, params, form, grammar_param=param)
@@ -176,13 +174,25 @@ class Preparer:
             options["continue_final_message"] = True
         return options
 
-    def _completion(self, prompt: str | list[int], context_length: int) -> list[int]:
+    def _completion(self, prompt: str | list[int], context_length: int, add_special_tokens: bool) -> list[int]:
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise InvalidRequest("The prompt is blank.", code="empty_prompt", param="prompt")
         if isinstance(prompt, str):
-            return encode_within(self.tokenizer, prompt, context_length, "prompt")
+            return encode_within(
+                self.tokenizer, prompt, context_length, "prompt", add_special_tokens=add_special_tokens
+            )
         check_vocabulary("prompt", prompt, self.tokenizer)
         return prompt
+
+    def _echo(self, request: CompletionRequest, prompts: list[list[int]]) -> Form:
+        """The answer begins with the prompt, and with its log-probabilities where they are asked for."""
+        if request.logprobs is not None and sum(map(len, prompts)) * (request.n or 1) > MAX_SCORED:
+            raise InvalidRequest(
+                f"The log-probabilities of a prompt are told for {MAX_SCORED:,} tokens at most, all choices together; "
+                "send fewer, or leave out echo or logprobs.",
+                param="echo",
+            )
+        return Form(echo=tuple(map(self.tokenizer.decode, prompts)), prompt_alone=request.max_tokens == 0)
 
     def _visible(self, form: Form | None) -> tuple[int, ...]:
         """The special tokens among the marks that the form's parser looks for."""
@@ -199,14 +209,19 @@ def check_vocabulary(param: str, ids: Iterable[int], tokenizer: TokenizerLike) -
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    called: set[str] = set()
     for place, message in enumerate(messages):
         path = f"messages[{place}]"
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
             raise InvalidRequest(f"{path}.content is missing.", param=f"{path}.content")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidRequest(f"{path}.tool_call_id is missing.", param=f"{path}.tool_call_id")
+        if message.role == "tool" and message.tool_call_id not in called:
+            fault = f"{path}.tool_call_id: no call before it has the id {shortened(str(message.tool_call_id), 100)!r}."
+            raise InvalidRequest(fault, param=f"{path}.tool_call_id")
         if message.tool_calls and message.role != "assistant":
             raise InvalidRequest("Only the assistant calls tools.", param=f"{path}.tool_calls")
+        called.update(call.id for call in message.tool_calls or ())
     if not any(message.text.strip() or message.tool_calls for message in messages):
         raise InvalidRequest("Every message is blank.", code="empty_prompt", param="messages")
 
@@ -274,19 +289,34 @@ def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
 
 def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar | None, str]:
     """What `response_format` or one of the `guided_` parameters asks for, and its name."""
-    names = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    asked = [name for name in names if getattr(request, name) is not None]
-    if len(asked) > 1:
-        raise InvalidRequest(f"{' and '.join(asked)} exclude each other; give one.", param=asked[0])
-    param = asked[0] if asked else ""
-    if request.guided_json is not None:
-        return json_schema_grammar(request.guided_json, path=param), param
-    if request.guided_regex is not None:
-        return regex_grammar(request.guided_regex), param
-    if request.guided_choice is not None:
-        return choice_grammar(request.guided_choice), param
-    if request.guided_grammar is not None:
-        return ebnf_grammar(request.guided_grammar), param
+    own = request.structured_outputs or StructuredOutputs()
+    asked: dict[str, Any] = {
+        "response_format": request.response_format,
+        "guided_json": request.guided_json,
+        "guided_regex": request.guided_regex,
+        "guided_choice": request.guided_choice,
+        "guided_grammar": request.guided_grammar,
+        "structured_outputs.json": own.json_,
+        "structured_outputs.regex": own.regex,
+        "structured_outputs.choice": own.choice,
+        "structured_outputs.grammar": own.grammar,
+        "structured_outputs.json_object": own.json_object or None,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} exclude each other; give one.", param=given[0])
+    param = given[0] if given else ""
+    match param.rpartition("_" if param.startswith("guided") else ".")[2]:
+        case "json":
+            return json_schema_grammar(_schema(asked[param], param), path=param), param
+        case "regex":
+            return regex_grammar(asked[param]), param
+        case "choice":
+            return choice_grammar(asked[param]), param
+        case "grammar":
+            return ebnf_grammar(asked[param]), param
+        case "json_object":
+            return any_json_object(), param
     form = request.response_format
     if form is None or form.type == "text":
         return None, ""
@@ -294,3 +324,16 @@ def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar
         return any_json_object(), param
     path = "response_format.json_schema.schema"
     return json_schema_grammar(form.json_schema.schema_, path=path, strict=bool(form.json_schema.strict)), param
+
+
+def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:
+    """A JSON Schema, which vLLM takes as text too."""
+    if isinstance(value, dict):
+        return value
+    try:
+        schema = json.loads(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{path}: it is no JSON: {error}.", param=path) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{path}: a JSON Schema is an object.", param=path)
+    return schema

@@ -23,6 +23,8 @@ class AnswerReader:
 
     def read(self, delta: Delta) -> Token:
         """The token event that `delta` means."""
+        if self._form.prompt_alone:
+            delta = _without_answer(delta)
         said = self._parse(delta) if self._is_read else Parsed(self._echo(delta.choice) + delta.text, "", ())
         return Token(
             request=self._request,
@@ -34,6 +36,7 @@ class AnswerReader:
             finish_reason=self.reason(delta.choice, delta.finish_reason),
             reasoning=said.reasoning,
             tool_calls=said.tool_calls,
+            stop_reason=delta.stop_reason,
         )
 
     def reason(self, choice: int, reason: FinishReason | None) -> FinishReason | None:
@@ -43,6 +46,8 @@ class AnswerReader:
         return "tool_calls" if is_called else reason
 
     def usage(self, usage: Usage) -> Usage:
+        if self._form.prompt_alone:
+            return replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
         return replace(usage, reasoning_tokens=self._reasoning_tokens) if self._reasoning_tokens else usage
 
     def _parse(self, delta: Delta) -> Parsed:
@@ -63,3 +68,10 @@ class AnswerReader:
             return ""
         self._begun.add(choice)
         return self._form.echo[choice * len(self._form.echo) // self._choices]
+
+
+def _without_answer(delta: Delta) -> Delta:
+    """The one token that was made has its place in the stream, and nothing else."""
+    logprobs = delta.logprobs and delta.logprobs[: len(delta.logprobs) - len(delta.token_ids)]
+    reason: FinishReason | None = "length" if delta.finish_reason in ("stop", "stop_sequence") else delta.finish_reason
+    return replace(delta, text="", logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -28,6 +28,7 @@ from .sequence import Sequence
 _PRIORITY = 1_000  # places in line that it is worth
 _MAX_OVERTAKES = 32  # of a row that waits for blocks; then those behind it wait as well
 _MAX_BLOCKED = 8  # rows that wait for blocks are looked at in one step; each costs a match of its whole prompt
+_MAX_SCORED = 256  # tokens of a step whose logits are all kept
 _place = attrgetter("place")
 
 
@@ -49,6 +50,12 @@ class Row:
     @property
     def priority(self) -> int:
         return self.sequence.request.priority
+
+    @property
+    def num_lacking(self) -> int:
+        """Tokens that a step may compute; all their logits are kept where a prompt is scored, so these are fewer."""
+        lacking = self.num_tokens - self.num_computed
+        return lacking if self.sequence.is_scored else min(lacking, _MAX_SCORED)
 
     @property
     def num_known(self) -> int:
@@ -172,12 +179,12 @@ class Scheduler:
             if row.priority > urgent and self._share is not None:
                 left = min(left, self._share)
             if row.running:
-                count = self._count(row.num_tokens - row.num_computed, left, not shares)
+                count = self._count(row.num_lacking, left, not shares)
                 is_in = count > 0 and self._grow(row, row.num_computed + count)
             elif self.num_preemptions > preemptions or (matched := self._match(row)) is None:
                 continue
             else:
-                count = self._count(row.num_tokens - matched * self._blocks.block_size, left, not shares)
+                count = self._count(row.num_lacking - matched * self._blocks.block_size, left, not shares)
                 is_in = count > 0 and self._admit(row, matched, count, shares, blocked)
             if not count:
                 break
@@ -252,6 +259,8 @@ class Scheduler:
     def _match(self, row: Row) -> int | None:
         """How many leading blocks of a waiting row are cached; None where a running one computes the next."""
         row.extend_keys(self._blocks.block_size)
+        if not row.sequence.is_scored:
+            return 0
         keys = row.tables.keys[: (row.num_tokens - 1) // self._blocks.block_size]  # the last token is always computed
         matched = self._blocks.match(keys)
         if matched < len(keys) and keys[matched] in self._claims:
@@ -277,7 +286,7 @@ class Scheduler:
         if self._share is None:
             return
         for row in sorted(shares, key=_place):
-            more = min(row.num_tokens - row.num_computed - shares[row], left)
+            more = min(row.num_lacking - shares[row], left)
             if self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
                 shares[row] += more
                 left -= more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from ..schemas.errors import GenerationFailed, Refusal
@@ -33,6 +34,8 @@ class Sequence:
     else but `cached_tokens` and `pending`. A token leaves in a delta together with its text: while some of the text may
     be the beginning of a stop string, both are held back. Stop strings are looked for from the token on with which
     `min_tokens` is reached; text before it cannot be part of one.
+
+    Where the log-probabilities of the prompt are asked for, a backend hands them to `score` before the first `append`.
     """
 
     def __init__(
@@ -61,7 +64,13 @@ class Sequence:
         )
         self._limit = min(params.max_tokens, info.context_length - len(request.prompt))
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, request.prompt, params.visible_token_ids)
+        self._detokenizer = Detokenizer(
+            tokenizer, request.prompt, params.visible_token_ids, spaces=params.spaces_between_special_tokens
+        )
+        self._scores: list[TokenLogprob] = []  # of the prompt's tokens; set by `score`
+        if params.prompt_logprobs:
+            first = tokenizer.piece(self.prompt[0])
+            self._scores.append(TokenLogprob(first.text, self.prompt[0], None, first.bytes))
         self._stops = StopMatcher(params.stop)
         self._length = 0  # characters of clean text so far; set by `_add_text`
         self._text = ""  # clean text that no delta has carried yet; set by `_add_text` and `_take`
@@ -80,6 +89,16 @@ class Sequence:
     def is_complete(self) -> bool:
         """Whether no token is to be chosen any more."""
         return self.finish is not None or self.index >= self._limit
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nobody needs the log-probabilities of the prompt, or not again."""
+        return not self.request.params.prompt_logprobs or bool(self.tokens) or len(self._scores) == len(self.prompt)
+
+    def score(self, start: int, logprobs: Rows[ChosenLogprob]) -> None:
+        """Take the log-probabilities of the prompt's tokens from place `start` on, 1 or where the last ones ended."""
+        tokens = self.prompt[start : start + len(logprobs)]
+        self._scores[start:] = [self._describe(*one) for one in zip(tokens, logprobs, strict=True)]
 
     def append(self, token: int, logprob: ChosenLogprob | None = None) -> Delta | None:
         """Take the next token; the delta that it makes ready, if any. May set `finish`."""
@@ -153,6 +172,8 @@ class Sequence:
             kept = self._length - taken[-1][0]
             text, self._text = text[: len(text) - kept], text[len(text) - kept :]
         logprobs = [logprob for _, logprob in taken if logprob is not None]
+        if index == 0 and self._scores:
+            logprobs = self._scores + logprobs
         return Delta(
             request=self.request.id,
             epoch=self.request.epoch,
@@ -162,9 +183,17 @@ class Sequence:
             text=text,
             logprobs=tuple(logprobs) if self.request.params.logprobs is not None else None,
             finish_reason=self.finish,
+            stop_reason=self._stop_reason() if self.finish is not None else None,
             cached_tokens=self.cached_tokens if self.finish is not None else 0,
             error=error,
         )
+
+    def _stop_reason(self) -> str | int | None:
+        """The stop string or token of the request's own that ended the choice."""
+        if self.finish == "stop_sequence":
+            return self._stops.found
+        last = self.tokens[-1] if self.tokens else None
+        return last if self.finish == "stop" and last in self.request.params.stop_token_ids else None
 
     def _describe(self, token: int, chosen: ChosenLogprob) -> TokenLogprob:
         piece = self._tokenizer.piece(token)

@@ -14,6 +14,7 @@ class StopMatcher:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._tail = ""  # the held characters
+        self.found: str | None = None  # the stop string that was complete; set by push
 
     @property
     def held(self) -> int:
@@ -25,10 +26,11 @@ class StopMatcher:
         They are counted from the end of all text pushed so far, what follows the stop string included.
         """
         text = self._tail + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             self._tail = ""
-            return len(text) - min(found)[1]
+            _, start, self.found = min(found)
+            return len(text) - start
         self._tail = text[len(text) - self._possible_beginning(text) :]
         return None
 

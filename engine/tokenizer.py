@@ -97,24 +97,33 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        from .chat import close_thinking, normalise
+        from .chat import close_thinking, has_other_arguments, normalise
 
         if self._tokenizer.chat_template is None:
             raise InvalidRequest(
                 "this model has no chat template; send a finished prompt to /v1/completions", param="messages"
             )
+        definitions: list[Any] | None = None if tools is None else [dict(tool) for tool in tools]
+        template = str(self._tokenizer.get_chat_template(tools=definitions))
+
+        def render(objects_alone: bool) -> str:
+            try:
+                rendered = self._tokenizer.apply_chat_template(
+                    normalise(messages, template, objects_alone=objects_alone),
+                    tools=definitions,
+                    tokenize=False,
+                    **{"add_generation_prompt": not template_kwargs.get("continue_final_message")} | template_kwargs,
+                )
+            except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+                raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
+            return str(rendered)
+
         try:
-            definitions: list[Any] | None = None if tools is None else [dict(tool) for tool in tools]
-            template = str(self._tokenizer.get_chat_template(tools=definitions))
-            rendered = self._tokenizer.apply_chat_template(
-                normalise(messages, template),
-                tools=definitions,
-                tokenize=False,
-                **{"add_generation_prompt": not template_kwargs.get("continue_final_message")} | template_kwargs,
-            )
-        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
-        text = str(rendered)
+            text = render(objects_alone=False)
+        except InvalidRequest:
+            if not has_other_arguments(messages):
+                raise
+            text = render(objects_alone=True)  # a template may read nothing but objects
         if template_kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
             return close_thinking(text, self.vocabulary)
         return text

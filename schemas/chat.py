@@ -55,8 +55,8 @@ class Body(BaseModel):
 
 
 class OpenBody(Body):
-    """A part of a request that holds what a client has kept of earlier answers, of whatever server: messages, calls and
-    tools. Their unknown fields are ignored."""
+    """A part of a request whose unknown fields are ignored: messages, calls and tools, where clients keep what other
+    servers said and understand, and options that ask for nothing but more to be told."""
 
     model_config = ConfigDict(extra="ignore")
 

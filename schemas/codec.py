@@ -154,6 +154,7 @@ def decode_event(data: bytes) -> Event:
                 value["tool_calls"] = tuple(build(ToolCallDelta, call) for call in value.get("tool_calls", ()))
                 return build(Token, value)
             case "accepted":
+                value["prompts"] = tuple(map(tuple, value.get("prompts", ())))
                 return build(Accepted, value)
             case "queued":
                 return build(Queued, value)

@@ -42,11 +42,12 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a chosen token under the model's raw distribution, and of its best rivals."""
+    """The log-probability of a token under the model's raw distribution, and of its best rivals; None of a prompt's
+    first."""
 
     token: str
     token_id: int
-    logprob: float
+    logprob: float | None
     bytes: tuple[int, ...]
     top: tuple[TopLogprob, ...] = ()
 
@@ -96,7 +97,9 @@ class Delta:
     the choice's clean text; it may be empty while a character is incomplete or a stop string may have begun.
     The last delta of a choice carries `finish_reason`, perhaps no token, and in `cached_tokens` how much of the prompt
     was not computed again; `error` goes with finish reason "error". Token ids are all that the model chose, the end
-    token and those of a stop string included: what the text leaves out is still counted.
+    token and those of a stop string included: what the text leaves out is still counted. `stop_reason` is the stop
+    string or the id of the stop token that ended the choice, where the request had asked for it. The first `logprobs`
+    are the prompt's where these were asked for.
     """
 
     request: str
@@ -109,17 +112,20 @@ class Delta:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     error: ErrorBody | None = None
+    stop_reason: str | int | None = None
     type: Literal["delta"] = "delta"
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request has its place: from here on it ends in exactly one final event."""
+    """The request has its place: from here on it ends in exactly one final event. With `return_token_ids`
+    it tells the tokens of the `prompts`."""
 
     request: str
     model: str
     created: int
     prompt_tokens: int
+    prompts: tuple[tuple[int, ...], ...] = ()
     type: Literal["accepted"] = "accepted"
 
 
@@ -157,6 +163,7 @@ class Token:
     finish_reason: FinishReason | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    stop_reason: str | int | None = None
     type: Literal["token"] = "token"
 
 

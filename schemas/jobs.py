@@ -30,7 +30,7 @@ class Form(_Wire):
     `tool_format` and `reasoning_format` are names in the engine's tables. `tools` maps the names that may be called to
     the JSON Schema of their parameters. `thinking`: the prompt ends in the middle of a thought. `choice` is how much
     the client left to the model: whether to call ("auto"), what to call ("required"), or nothing ("named"). `echo` is
-    the text of each prompt, where the answer is to begin with it.
+    the text of each prompt, where the answer is to begin with it; with `prompt_alone` it ends there, too.
     """
 
     tool_format: str | None = None
@@ -39,6 +39,7 @@ class Form(_Wire):
     thinking: bool = False
     choice: Literal["auto", "required", "named"] = "auto"
     echo: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    prompt_alone: bool = False
 
 
 class Job(_Wire):

@@ -14,7 +14,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from .bounds import MOST_LISTED, listed
-from .chat import MOST_MESSAGES, Body, ChatMessage, ModelName, ResponseFormat, Tool, ToolChoice, Unsupported
+from .chat import (
+    MOST_MESSAGES,
+    Body,
+    ChatMessage,
+    ModelName,
+    OpenBody,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    Unsupported,
+)
 from .embeddings import EmbeddingRequest
 from .errors import InvalidRequest
 from .jobs import Endpoint, Priority
@@ -36,6 +46,20 @@ _UNSUPPORTED = {
     "moderation": Unsupported(),
     "store": Unsupported((None, False)),
     "suffix": Unsupported((None, "")),
+    # Those of vLLM, SGLang and llama.cpp.
+    "prompt_logprobs": Unsupported(advice="ask /v1/completions with echo and logprobs"),
+    "use_beam_search": Unsupported((None, False)),
+    "include_stop_str_in_output": Unsupported((None, False)),
+    "bad_words": Unsupported((None, []), "use logit_bias"),
+    "allowed_token_ids": Unsupported((None, []), "use structured_outputs"),
+    "truncate_prompt_tokens": Unsupported(advice="shorten the prompt, of which nothing is cut silently"),
+    "chat_template": Unsupported(advice="the model's own is used; chat_template_kwargs are its variables"),
+    "documents": Unsupported((None, []), "put them into messages"),
+    "grammar": Unsupported((None, ""), "send structured_outputs.grammar"),
+    "ebnf": Unsupported((None, ""), "send structured_outputs.grammar"),
+    "regex": Unsupported((None, ""), "send structured_outputs.regex"),
+    "json_schema": Unsupported((None, {}), "send response_format"),
+    "structural_tag": Unsupported(advice="send response_format"),
 }
 
 
@@ -45,12 +69,35 @@ def _is_stop(value: object) -> object:
     raise ValueError("must be a string or a list of strings")
 
 
+def _is_limit(value: object) -> object:
+    return None if type(value) is int and value in (-1, 0) else value
+
+
 Stop = Annotated[str | list[str], BeforeValidator(_is_stop)]
 
 
-class StreamOptions(Body):
+class StreamOptions(OpenBody):
+    """`continuous_usage_stats`: every chunk tells the usage so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
+
+
+class StructuredOutputs(Body):
+    """What vLLM calls the forms of `guided_`; one of them is given."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: None = None
+    # These change nothing about what is allowed.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
 
 
 class _Sampling(Body):
@@ -64,9 +111,10 @@ class _Sampling(Body):
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int | None, BeforeValidator(_is_limit)] = None  # -1 and 0 are vLLM's words for none
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # its name in llama.cpp and Ollama
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     stop: Stop | None = None
@@ -78,11 +126,15 @@ class _Sampling(Body):
     priority: Priority | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     # These change nothing about the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -97,6 +149,9 @@ class ChatRequest(_Sampling):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **_UNSUPPORTED,
         "prompt": Unsupported(advice="send messages, or ask /v1/completions"),
+        "best_of": Unsupported((None, 1), "ask for n"),
+        "echo": Unsupported((None, False), "ask /v1/completions"),
+        "add_special_tokens": Unsupported((None, False), "the chat template writes every special token itself"),
     }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -124,6 +179,7 @@ class CompletionRequest(_Sampling):
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -160,15 +216,20 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
 
     Raises `InvalidRequest` for a value out of range.
     """
+    names: dict[str, str] = {}  # what the client calls a parameter, where that differs
     values: dict[str, Any] = {
         name: value
         for name in GenerationParams.model_fields
         if name not in ("logprobs", "stop") and (value := getattr(request, name, None)) is not None
     }
     values.setdefault("seed", seed)
+    if request.repeat_penalty is not None:
+        names["repetition_penalty"] = "repeat_penalty"
+        if request.repetition_penalty not in (None, request.repeat_penalty):
+            raise InvalidRequest("repetition_penalty and repeat_penalty differ; give one.", param="repeat_penalty")
+        values["repetition_penalty"] = request.repeat_penalty
     if request.stop is not None:
         values["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    names: dict[str, str] = {}  # what the client calls a parameter, where that differs
     if isinstance(request, ChatRequest):
         names["logprobs"] = "top_logprobs"
         if request.max_completion_tokens is not None:
@@ -181,6 +242,9 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
         values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     else:
         values["logprobs"] = request.logprobs
+        if request.echo:
+            values["prompt_logprobs"] = request.logprobs is not None
+            values["max_tokens"] = request.max_tokens or (1 if request.max_tokens == 0 else room)
         if request.best_of not in (None, request.n or 1):
             raise InvalidRequest("best_of above n is not supported.", code="unsupported_parameter", param="best_of")
     if values.get("max_tokens", 0) > room and not request.fit_max_tokens:

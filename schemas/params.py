@@ -29,8 +29,10 @@ class GenerationParams(BaseModel):
 
     Defaults are the library's; over HTTP `max_tokens` defaults to what is left of the context instead.
     `temperature` 0 is greedy. `logprobs` is the number of alternatives to report beside each chosen token (0: the
-    chosen token alone), None to report nothing. `logit_bias` maps token ids to an addend in logits. `grammar` is what
-    the answer must look like. `visible_token_ids` are special tokens that the text shows like any other.
+    chosen token alone), None to report nothing; with `prompt_logprobs` those of the prompt's tokens stand before them.
+    `logit_bias` maps token ids to an addend in logits. `grammar` is what the answer must look like.
+    `visible_token_ids` are special tokens that the text shows like any other; without `spaces_between_special_tokens`
+    it shows nothing between two of them.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -47,12 +49,14 @@ class GenerationParams(BaseModel):
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MAX_STOPS, strict=False)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: bool = False
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     ignore_eos: bool = False
     grammar: Grammar | None = None
     visible_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    spaces_between_special_tokens: bool = True
 
     @field_validator("logit_bias", mode="before")
     @classmethod

@@ -111,7 +111,8 @@ class Queue(JobStage):
         lane[job.tenant, root_of(job.id)] = _Place(job.priority, stored.sequence, cancelled, job.tenant, job.bridge)
         if len(lane) > MOST_PLACES:
             lane.popitem(last=False)
-        accepted = Accepted(job.id, job.model, int(job.created), job.prompt_tokens)
+        prompts = job.prompts if job.body.get("return_token_ids") is True else ()
+        accepted = Accepted(job.id, job.model, int(job.created), job.prompt_tokens, prompts)
         await self.pipe.emit(accepted, tenant=job.tenant, bridge=job.bridge, place="accepted")
 
     async def _look(self) -> None:

@@ -55,7 +55,8 @@ def _check_chunks(
     for place, chunk in enumerate(chunks):
         # OpenAI has no reason "deadline"; and its types forget that a text goes on with null.
         likened = [
-            choice | {"finish_reason": _LIKE.get(choice["finish_reason"], "stop")} for choice in chunk["choices"]
+            choice | {"finish_reason": _LIKE.get(choice["finish_reason"], "stop"), "logprobs": _behind_first(choice)}
+            for choice in chunk["choices"]
         ]
         KINDS[path].model_validate(chunk | {"choices": likened}, strict=True)
         if not chunk["choices"]:
@@ -89,3 +90,11 @@ def _check_call(call: dict[str, Any], made: list[dict[str, Any]]) -> None:
         assert call["index"] == len(made) - 1, "indices are dense, and one call ends before the next begins"
         assert "id" not in call and "name" not in function and "type" not in call, "the head comes once"
     made[-1]["arguments"] += function["arguments"]
+
+
+def _behind_first(choice: dict[str, Any]) -> Any:
+    """The log-probabilities, without that of a prompt's first token: null, which OpenAI's types forget too."""
+    logprobs = choice["logprobs"]
+    if logprobs and logprobs.get("token_logprobs", [0])[:1] == [None]:
+        return {name: values[1:] for name, values in logprobs.items()}
+    return logprobs

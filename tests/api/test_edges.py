@@ -49,6 +49,16 @@ def test_every_answer_has_an_id_of_our_own(doors: Doors, method: str, target: st
 def test_a_method_that_is_not_taken_comes_with_those_that_are(doors: Doors) -> None:
     response = doors.run(ask(doors.apps[0], "PUT", "/generate"))
     assert (response.status, response.headers["allow"], response.error["code"]) == (405, "POST", "method_not_allowed")
+    for path, methods in (("/v1/streams/x", "DELETE, GET"), ("/v1/files", "GET, POST"), ("/v1/models", "GET")):
+        response = doors.run(ask(doors.apps[0], "PATCH", path))
+        assert (response.status, response.headers["allow"]) == (405, methods)
+        assert methods in response.error["message"]
+
+
+def test_paths_have_the_names_that_others_give_them(doors: Doors) -> None:
+    for path, other in (("/models", "/v1/models"), ("/health", "/health/ready")):
+        found, expected = (doors.run(ask(doors.apps[0], "GET", name)) for name in (path, other))
+        assert (found.status, found.body) == (expected.status, expected.body)
 
 
 def test_a_conflict_is_not_tried_again(doors: Doors) -> None:

@@ -58,7 +58,7 @@ def bearer(key: str) -> dict[str, str]:
         ("GET", "/docs"),
         ("GET", "/openapi.json"),
         ("GET", "/nothing"),
-        ("GET", "/health"),
+        ("GET", "/healthy"),
     ],
 )
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ async def test_without_a_known_key_there_is_nothing(
 async def test_health_needs_no_key() -> None:
     script = await Script.start(api_keys=KEYS)
     assert (await ask(script.app, "GET", "/health/live")).status == 200
-    assert (await ask(script.app, "GET", "/health/ready")).status == 503  # it has no stages
+    for path in ("/health", "/health/ready"):
+        assert (await ask(script.app, "GET", path)).status == 503  # it has no stages
 
 
 @pytest.mark.parametrize(

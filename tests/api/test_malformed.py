@@ -119,7 +119,7 @@ PARAMETERS = [
     wrong("temperature", 2.1, "less than or equal to 2"),
     wrong("top_p", 0, "greater than 0"),
     wrong("top_p", 1.1, "less than or equal to 1"),
-    wrong("top_k", 0, "greater than or equal to 1"),
+    wrong("top_k", -2, "greater than or equal to 1"),
     wrong_type("top_k", 1.5, "valid integer"),
     wrong("min_p", 2, "less than or equal to 1"),
     wrong("max_tokens", 0, "greater than or equal to 1"),
@@ -154,7 +154,6 @@ PARAMETERS = [
     wrong("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "not for the chat template"),
     Row(TEXT, text(logprobs=21), 400, "less than or equal to 20", "logprobs"),
     Row(TEXT, text(prompt=["a"] * 65, n=2), 400, "above 128", "n"),
-    Row(TEXT, text(echo=True, logprobs=0), 400, "leave out echo or logprobs", "echo", "unsupported_parameter"),
 ]
 MESSAGE_FAULTS = [
     wrong("messages", [], "at least 1 item"),
@@ -186,7 +185,8 @@ MESSAGE_FAULTS = [
     wrong_prompt("x" * 600, "has 600 tokens", "context_length_exceeded"),
 ]
 OTHER_PATHS = [
-    Row(NATIVE, {}, 400, "model is missing. prompt is missing.", "model", "missing_required_parameter"),
+    Row(NATIVE, {}, 400, "prompt is missing.", "prompt", "missing_required_parameter"),
+    Row(NATIVE, text(stop="a", stop_sequences=["b"]), 400, "differ", "stop_sequences"),
     Row(NATIVE, text(messages=MESSAGES), 400, "send messages", "prompt", "unsupported_parameter"),
     Row(TOKENIZE, {}, 400, "either prompt or messages", "prompt"),
     Row(TOKENIZE, {"prompt": "x", "messages": MESSAGES}, 400, "either prompt or messages", "prompt"),

@@ -474,7 +474,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 @given(tellings())
 def test_every_stream_is_blocks_one_after_the_other(told: tuple[list[Token], Done]) -> None:
     tokens, done = told
-    renderer = MessageRenderer("msg-1", "m", [])
+    renderer = MessageRenderer("msg-1", "m")
     sent = [*renderer.start(Accepted("r", "m", 7, 3)), *(chunk for token in tokens for chunk in renderer.chunks(token))]
     pieces = [message.data for message in messages(b"".join([*sent, *renderer.end(done)]))]
     kinds = [EVENTS.validate_python(piece, strict=True).type for piece in pieces]
@@ -496,7 +496,7 @@ def test_every_stream_is_blocks_one_after_the_other(told: tuple[list[Token], Don
     for piece in pieces:
         event = EVENTS.validate_python(piece)
         streamed = accumulate_event(event=event, current_snapshot=streamed, json_bufs=begun)
-    whole = MessageRenderer("msg-1", "m", []).whole(tokens, done)
+    whole = MessageRenderer("msg-1", "m").whole(tokens, done)
     assert streamed is not None
     for content in (streamed.content, Message.model_validate_json(whole).content):
         calls = [block for block in content if block.type == "tool_use"]

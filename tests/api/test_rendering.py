@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from penstock.api.rendering import Renderer
+from penstock.api.rendering import Extras, Renderer
 from penstock.schemas.events import Done, FinishReason, Token, TokenLogprob, TopLogprob, Usage
 from penstock.schemas.jobs import Endpoint
 
@@ -60,7 +60,7 @@ def answers(draw: st.DrawFn) -> tuple[list[Token], Done]:
 def test_every_response_has_what_the_client_reads(answer: tuple[list[Token], Done], endpoint: Endpoint) -> None:
     """P23: every response has id, object, created, model, choices, usage."""
     tokens, done = answer
-    renderer = Renderer(endpoint, "id-1", "m", 1_800_000_000, streaming=False, include_usage=False)
+    renderer = Renderer(endpoint, "id-1", "m", 1_800_000_000, streaming=False)
     body = orjson.loads(renderer.whole(tokens, done))
     assert {"id", "object", "created", "model", "choices", "usage"} <= body.keys()
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
@@ -74,7 +74,8 @@ def test_every_response_has_what_the_client_reads(answer: tuple[list[Token], Don
 @given(answers(), st.booleans())
 def test_chunks_add_up_to_the_whole(answer: tuple[list[Token], Done], include_usage: bool) -> None:
     tokens, done = answer
-    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True, include_usage=include_usage)
+    extras = Extras(usage=include_usage)
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True, extras=extras)
     messages = [chunk for token in tokens for chunk in renderer.chunks(token)] + list(renderer.end(done))
     assert messages[-1] == b"data: [DONE]\n\n"
     chunks = [
@@ -97,7 +98,7 @@ def test_chunks_add_up_to_the_whole(answer: tuple[list[Token], Done], include_us
 @pytest.mark.parametrize("endpoint", sorted(TYPES))
 def test_an_answer_that_ran_out_of_time_says_so(endpoint: Endpoint) -> None:
     token, done = Token("r", 0, 0, (1,), "x", finish_reason="deadline"), Done("r", ("deadline",), Usage(1, 1, 2))
-    renderer = Renderer(endpoint, "id-1", "m", 1, streaming=True, include_usage=False)
+    renderer = Renderer(endpoint, "id-1", "m", 1, streaming=True)
     (chunk,) = renderer.chunks(token)
     for body in (chunk.removeprefix(b"data: "), renderer.whole([token], done)):
         assert orjson.loads(body)["choices"][0]["finish_reason"] == "deadline"

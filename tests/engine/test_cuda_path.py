@@ -160,7 +160,7 @@ def test_recorded_steps_launched_ahead_change_no_answer(
             told[id(rows[int(delta.request)])] += [entry.logprob for entry in delta.logprobs or ()]
         backend.check_integrity()
 
-    told: dict[int, list[float]] = {}
+    told: dict[int, list[float | None]] = {}
     expected = play(paged.PagedBackend(config))
     monkeypatch.setattr(paged, "Runner", CudaLike)
     backend = paged.PagedBackend(config, ahead=True)

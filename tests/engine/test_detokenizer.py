@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,18 @@ def test_any_tokens_give_what_decoding_at_once_gives(bpe: TokenizerLike, ids: li
 @given(ids=st.lists(st.integers(0, 258), max_size=60))
 def test_any_bytes_give_what_decoding_at_once_gives(ids: list[int]) -> None:
     assert "".join(detokenize(BYTES, [], ids)) == BYTES.decode(ids, skip_special_tokens=True)
+
+
+def test_no_space_stands_between_special_tokens_where_none_is_wanted() -> None:
+    class Spaced(ByteTokenizer):
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+            return " ".join(f"<{token}>" if token > 255 else chr(token) for token in ids)
+
+    tokenizer = Spaced()
+    first, second = sorted(tokenizer.special_token_ids)[:2]
+    for spaces, text in ((True, f"a <{first}> <{second}> b"), (False, f"a <{first}><{second}> b")):
+        detokenizer = Detokenizer(tokenizer, [], tokenizer.special_token_ids, spaces=spaces)
+        assert "".join(map(detokenizer.push, [97, first, second, 98])) == text
 
 
 def test_a_character_is_never_cut() -> None:

@@ -200,7 +200,7 @@ def test_logprobs_stay_those_of_the_raw_distribution(llama: InferenceEngine) -> 
     (entry,) = llama.generate([4, 5], params).choices[0].logprobs or ()
     free = llama.generate([4, 5], seeded(None, 1, logprobs=2, max_tokens=1)).choices[0].logprobs or ()
     assert [one.token_id for one in entry.top] == [one.token_id for one in free[0].top]
-    assert entry.logprob < entry.top[1].logprob
+    assert entry.logprob is not None and entry.logprob < entry.top[1].logprob
 
 
 @pytest.mark.parametrize("others", [{"ignore_eos": True}, {"min_tokens": 3}, {"stop_token_ids": (5,)}])

@@ -189,6 +189,28 @@ def test_prefix_hits_change_nothing(shape: str, start: StartEngine, oracle: Orac
 
 
 @some_shapes
+@pytest.mark.parametrize("changes", [{}, {"prefill_chunk_size": 16}, {"enable_chunked_prefill": False}], ids=str)
+def test_a_prompt_is_scored_as_the_oracle_has_it(
+    shape: str, changes: dict[str, Any], start: StartEngine, oracle: Oracle
+) -> None:
+    """Together, in chunks, and where the beginning is cached already."""
+    engine = start(shape, **changes)
+    prompts = [*PROMPTS, made_up(300)]
+    answers(engine, prompts)
+    params = GREEDY.model_copy(update={"logprobs": 2, "prompt_logprobs": True, "max_tokens": 2})
+    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+        told = output.logprobs
+        assert told is not None and [entry.token_id for entry in told] == [*prompt, *output.token_ids]
+        assert (told[0].logprob, told[0].top) == (None, ())
+        raw = oracle.logprobs(shape, prompt[:1], [*prompt[1:], *output.token_ids])
+        chosen = raw[range(len(raw)), [entry.token_id for entry in told[1:]]]
+        assert [entry.logprob for entry in told[1:]] == pytest.approx(chosen.tolist(), abs=1e-4)
+        best = [[rival.logprob for rival in entry.top] for entry in told[1:]]
+        assert best == [pytest.approx(row, abs=1e-4) for row in raw.topk(2).values.tolist()]
+        assert output.stats.cached_tokens == 0
+
+
+@some_shapes
 def test_equal_prompts_arriving_together_change_nothing(shape: str, start: StartEngine, oracle: Oracle) -> None:
     base = made_up(40)
     prompts = [base, base, base[:32], [*base, 5, 6], base]

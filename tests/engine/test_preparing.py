@@ -135,6 +135,18 @@ def test_a_completion_may_begin_with_its_prompt(prepare: Prepare, tokenizers: di
     assert prepare(prompt="x").form is None
 
 
+def test_an_echo_tells_the_prompts_logprobs_and_may_stand_alone(prepare: Prepare) -> None:
+    prepared = prepare(prompt="the end", echo=True, logprobs=1, max_tokens=0)
+    assert prepared.form is not None and prepared.form.prompt_alone
+    assert (prepared.params.prompt_logprobs, prepared.params.max_tokens) == (True, 1)
+
+
+def test_special_tokens_are_shown_to_who_asks(prepare: Prepare, tokenizers: dict[str, Tokenizer]) -> None:
+    assert prepare(prompt="x", skip_special_tokens=True).params.visible_token_ids == ()
+    shown = prepare(prompt="x", skip_special_tokens=False).params.visible_token_ids
+    assert set(shown) == tokenizers["plain"].special_token_ids
+
+
 @pytest.mark.parametrize(
     ("asked", "kind", "text"),
     [
@@ -148,6 +160,12 @@ def test_a_completion_may_begin_with_its_prompt(prepare: Prepare, tokenizers: di
         ({"guided_regex": "[ab]+"}, "regex", "[ab]+"),
         ({"guided_choice": ["yes", "no"]}, None, "yes"),
         ({"guided_grammar": 'root ::= "a"'}, "ebnf", "root"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "json_schema", "boolean"),
+        ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "json_schema", "boolean"),
+        ({"structured_outputs": {"regex": "[ab]+", "whitespace_pattern": None}}, "regex", "[ab]+"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, None, "yes"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", "root"),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", "object"),
     ],
 )
 def test_what_the_answer_must_look_like_becomes_a_grammar(
@@ -157,7 +175,8 @@ def test_what_the_answer_must_look_like_becomes_a_grammar(
     grammar = prepared.params.grammar
     assert grammar is not None and text in grammar.text
     assert kind is None or grammar.kind == kind
-    assert prepared.grammar_param == next(iter(asked))
+    ((name, form),) = asked.items()
+    assert prepared.grammar_param == (f"{name}.{next(iter(form))}" if name == "structured_outputs" else name)
     assert prepare("plain").params.grammar is None
 
 
@@ -176,6 +195,31 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("hermes", {"continue_final_message": True}, "continue_final_message", "last message"),
     ("hermes", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ("hermes", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
+    (
+        "hermes",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "", "tool_call_id": "d"},
+            ]
+        },
+        "messages[1].tool_call_id",
+        "no call before it has the id 'd'",
+    ),
+    ("hermes", {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
+    ("hermes", {"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "is an object"),
+    (
+        "hermes",
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.regex",
+        "exclude each other",
+    ),
+    (
+        "hermes",
+        {"prompt": [1] * 200, "n": 128, "echo": True, "logprobs": 0, "context_length": 20_000},
+        "echo",
+        "20,000 tokens at most",
+    ),
     (
         "hermes",
         {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},

@@ -39,6 +39,17 @@ def test_any_split_gives_the_same_result(pieces: list[str], stops: tuple[str, ..
 
 
 @given(pieces=PIECES, stops=STOPS)
+def test_the_stop_string_is_told(pieces: list[str], stops: tuple[str, ...]) -> None:
+    matcher = StopMatcher(stops)
+    for end, piece in enumerate(pieces, 1):
+        if (cut := matcher.push(piece)) is not None:
+            text = "".join(pieces[:end])
+            assert matcher.found in stops and text[len(text) - cut :].startswith(matcher.found)
+            return
+    assert matcher.found is None
+
+
+@given(pieces=PIECES, stops=STOPS)
 def test_what_is_not_held_stays_shown(pieces: list[str], stops: tuple[str, ...]) -> None:
     result, _ = shown(pieces, stops)
     matcher = StopMatcher(stops)

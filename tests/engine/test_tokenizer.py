@@ -80,8 +80,16 @@ def test_arguments_of_tool_calls_become_objects(tokenizer: Tokenizer) -> None:
         return {"role": "assistant", "tool_calls": [call]}
 
     assert with_template(tokenizer, "calls").render_chat([message('{"city": "Bern"}')]) == "Bern"
-    with pytest.raises(InvalidRequest, match="the arguments of a tool call are not JSON"):
-        tokenizer.render_chat([message("{")])
+    whole = "{% for call in messages[0].tool_calls %}{{ call.function.arguments }}{% endfor %}"
+    tokenizer = with_template(tokenizer, "plain")
+    tokenizer._tokenizer.chat_template = whole
+    for empty in ("", " ", "{}"):
+        assert tokenizer.render_chat([message(empty)]) == "{}"
+    for text in ('{"city', "[1]", "null"):
+        assert tokenizer.render_chat([message(text)]) == text
+    tokenizer._tokenizer.chat_template = whole.replace("arguments", "arguments | items | list")
+    assert tokenizer.render_chat([message('{"city')]) == "[]"  # it takes objects alone
+    assert tokenizer.render_chat([message('{"city": "Bern"}')]) == "[('city', 'Bern')]"
 
 
 def test_tools_reach_the_template(tokenizer: Tokenizer) -> None:

@@ -8,8 +8,9 @@ from typing import Any, get_args
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from penstock.schemas.chat import Body
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.jobs import Endpoint
 from penstock.schemas.openai import ChatRequest, CompletionRequest, generation_params, parse_request
@@ -18,7 +19,7 @@ from penstock.schemas.params import MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS, Ge
 EXAMPLES = settings(max_examples=200, deadline=None)
 CHAT: Endpoint = "/v1/chat/completions"
 COMPLETION: Endpoint = "/v1/completions"
-KINDS: dict[Endpoint, type[BaseModel]] = {CHAT: ChatRequest, COMPLETION: CompletionRequest}
+KINDS: dict[Endpoint, type[Body]] = {CHAT: ChatRequest, COMPLETION: CompletionRequest}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROOM = 1000  # tokens that the context leaves
 
@@ -44,6 +45,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "top_k": (BOTH, no_integer),
     "min_p": (BOTH, no_number),
     "repetition_penalty": (BOTH, no_number),
+    "repeat_penalty": (BOTH, no_number | st.sampled_from([0, 11])),
     "frequency_penalty": (BOTH, no_number),
     "presence_penalty": (BOTH, no_number),
     "stop_token_ids": (BOTH, words | st.integers() | objects),
@@ -92,12 +94,25 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
             ]
         ),
     ),
+    "structured_outputs": (
+        BOTH,
+        words
+        | st.integers()
+        | st.sampled_from(
+            [{"json": 5}, {"regex": 5}, {"choice": []}, {"grammar": {}}, {"json_object": 1}, {"xml": "a"}]
+        )
+        | st.just({"structural_tag": "{}"}),
+    ),
+    "return_token_ids": (BOTH, no_switch),
+    "skip_special_tokens": (BOTH, no_switch),
+    "spaces_between_special_tokens": (BOTH, no_switch),
     "guided_json": (BOTH, words | st.integers()),
     "guided_regex": (BOTH, no_text),
     "guided_choice": (BOTH, words | st.just([]) | st.just([1])),
     "guided_grammar": (BOTH, no_text),
     "service_tier": (BOTH, no_text | words.filter(lambda word: word not in ("auto", "default", "flex", "priority"))),
     "echo": ((COMPLETION,), no_switch),
+    "add_special_tokens": ((COMPLETION,), no_switch),
     "messages": ((CHAT,), no_text.filter(lambda value: not isinstance(value, list)) | words | st.none() | st.just([])),
     "max_completion_tokens": ((CHAT,), no_integer),
     "logprobs": ((CHAT,), no_switch),
@@ -124,6 +139,19 @@ UNSUPPORTED: dict[str, tuple[list[Any], list[Any]]] = {
     "verbosity": ([None, "medium"], ["high"]),
     "store": ([None, False], [True]),
     "suffix": ([None, ""], ["}"]),
+    "prompt_logprobs": ([None], [0, 5]),
+    "use_beam_search": ([None, False], [True]),
+    "include_stop_str_in_output": ([None, False], [True]),
+    "bad_words": ([None, []], [["a"]]),
+    "allowed_token_ids": ([None, []], [[1]]),
+    "truncate_prompt_tokens": ([None], [5]),
+    "chat_template": ([None], ["{{ messages }}"]),
+    "documents": ([None, []], [[{"text": "a"}]]),
+    "grammar": ([None, ""], ['root ::= "a"']),
+    "ebnf": ([None, ""], ['root ::= "a"']),
+    "regex": ([None, ""], ["a+"]),
+    "json_schema": ([None, {}], [{"type": "object"}]),
+    "structural_tag": ([None], ["{}"]),
 }
 
 
@@ -169,7 +197,7 @@ def faults(draw: st.DrawFn) -> tuple[Endpoint, dict[str, Any], str, str | None]:
             return endpoint, body, name, "invalid_value"
         case "unknown":
             name = draw(st.from_regex(r"[a-z_]{1,20}", fullmatch=True))
-            assume(name not in KINDS[endpoint].model_fields and name not in UNSUPPORTED and name != "moderation")
+            assume(name not in KINDS[endpoint].field_names())
             body[name] = draw(st.none() | words | st.integers())
             return endpoint, body, name, "unknown_parameter"
         case _:
@@ -183,7 +211,7 @@ OUTSIDE: dict[str, st.SearchStrategy[Any]] = {
     "min_tokens": st.integers(max_value=-1),
     "temperature": st.floats(max_value=0, exclude_max=True) | st.floats(2, exclude_min=True),
     "top_p": st.floats(max_value=0) | st.floats(1, exclude_min=True),
-    "top_k": st.integers(max_value=0),
+    "top_k": st.integers(max_value=-2),
     "min_p": st.floats(max_value=0, exclude_max=True) | st.floats(1, exclude_min=True),
     "repetition_penalty": st.floats(max_value=0) | st.floats(10, exclude_min=True),
     "frequency_penalty": st.floats(max_value=-2, exclude_max=True) | st.floats(2, exclude_min=True),
@@ -256,6 +284,9 @@ def test_every_fault_is_in_the_message() -> None:
         (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias"),
         (CHAT, {"logit_bias": {"7": 101}}, "logit_bias[7]"),
         (COMPLETION, {"best_of": 2}, "best_of"),
+        (CHAT, {"best_of": 2}, "best_of"),
+        (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty"),
         (COMPLETION, {"logprobs": MAX_TOP_LOGPROBS + 1}, "logprobs"),
     ],
 )
@@ -326,6 +357,25 @@ def test_parameters_out_of_range_are_refused_not_clamped(name: str, data: st.Dat
     with pytest.raises(ValidationError) as raised:
         GenerationParams.model_validate({name: value})
     assert {str(fault["loc"][0]) for fault in raised.value.errors()} == {name}
+
+
+@pytest.mark.parametrize("endpoint", BOTH)
+def test_other_servers_words_mean_the_same(endpoint: Endpoint) -> None:
+    def params(**parameters: Any) -> GenerationParams:
+        return generation_params(_parsed(endpoint, _body(endpoint, **parameters)), room=ROOM, seed=0)
+
+    assert params(top_k=-1) == params(top_k=0) == params(skip_special_tokens=True) == params(best_of=1) == params()
+    assert params(repeat_penalty=1.2) == params(repetition_penalty=1.2) != params()
+    assert not params(spaces_between_special_tokens=False).spaces_between_special_tokens
+
+
+def test_an_echo_may_stand_alone_and_tells_the_prompts_logprobs() -> None:
+    def params(**parameters: Any) -> GenerationParams:
+        return generation_params(_parsed(COMPLETION, _body(COMPLETION, **parameters)), room=ROOM, seed=0)
+
+    assert params(echo=True, max_tokens=0).max_tokens == 1
+    assert params(echo=True, logprobs=1).prompt_logprobs and not params(logprobs=1).prompt_logprobs
+    assert params(echo=True).max_tokens == ROOM and not params(echo=True).prompt_logprobs
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
