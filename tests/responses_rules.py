@@ -12,6 +12,14 @@ from pydantic import TypeAdapter
 
 Event = dict[str, Any]
 
+# What the public schema of Open Responses requires, where the official client's types are content without.
+_FIELDS = """
+    id object created_at completed_at status incomplete_details model previous_response_id instructions output error
+    tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs
+    temperature reasoning usage max_output_tokens max_tool_calls store background service_tier metadata
+    safety_identifier prompt_cache_key
+"""
+_REQUIRED = frozenset(_FIELDS.split())
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 _TEXTS = {
     "message": "output_text",
@@ -77,6 +85,7 @@ def check_response(response: Event) -> None:
     """Judge one whole response, from a stream or not."""
     Response.model_validate(response, strict=True)
     status, usage = response["status"], response["usage"]
+    assert not _REQUIRED - response.keys()
     assert isinstance(response["completed_at"], int | None), "Unix seconds are whole, unlike the client's own type"
     for tool in response["tools"]:
         missing = {"name", "description", "parameters", "strict"} - tool.keys()

@@ -14,7 +14,7 @@ import pytest
 from asgi import Response, ask, messages
 from memory_pipeline import Pipeline
 from office import Scripted, call
-from responses_rules import check_responses
+from responses_rules import check_response, check_responses
 from starlette.types import ASGIApp
 
 from penstock.api.app import create_app
@@ -92,6 +92,54 @@ def said(response: Response) -> str:
     data = [message.data for message in messages(response.body)]
     texts = [one["delta"] for one in data if one["type"] in ("content_block_delta", "response.output_text.delta")]
     return "".join(text if isinstance(text, str) else text.get("text", "") for text in texts)
+
+
+def message(role: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": text, **more}
+
+
+FORECAST = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather for a location",
+    "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+}
+# What the public Open Responses suite asks over HTTP, but for images, files and compaction.
+SUITE: dict[str, dict[str, Any]] = {
+    "basic-response": {"input": [message("user", "Say hello in exactly 3 words.")]},
+    "streaming-response": {"input": [message("user", "Count from 1 to 5.")], "stream": True},
+    "system-prompt": {"input": [message("system", "You are a pirate."), message("user", "Say hello.")]},
+    "assistant-phase": {
+        "input": [
+            message("assistant", "I should answer with the saved number.", phase="commentary"),
+            message("assistant", "The number is four.", phase="final_answer"),
+            message("user", "Repeat only the number."),
+        ]
+    },
+    "multi-turn": {
+        "input": [message("user", "I am Alice."), message("assistant", "Hello!"), message("user", "Who am I?")]
+    },
+    "tool-calling": {"input": [message("user", "What's the weather like?")], "tools": [FORECAST]},
+    "forced call": {"input": "?", "tools": [FORECAST], "tool_choice": {"type": "function", "name": "get_weather"}},
+}
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_what_the_public_suite_asks_is_answered_after_its_schema(desk: Desk, name: str) -> None:
+    body = {"model": "echo", **SUITE[name]}
+    kind = "function_call" if "tools" in body else "message"
+    turn = {"says": call("get_weather", location="Bern") if kind == "function_call" else "So.", "body": body}
+    answer = desk.turn({"path": "/v1/responses", "headers": {}}, turn)
+    assert answer.status == 200, answer.body
+    response = check_responses(answer.body) if body.get("stream") else orjson.loads(answer.body)
+    check_response(response)
+    assert (response["status"], [item["type"] for item in response["output"]]) == ("completed", [kind])
+    if kind == "function_call":
+        (item,) = response["output"]
+        following = {"type": "function_call_output", "call_id": item["call_id"], "output": "20 °C"}
+        body = {"model": "echo", "input": [following], "previous_response_id": response["id"], "tools": [FORECAST]}
+        answer = desk.turn({"path": "/v1/responses", "headers": {}}, {"says": "Warm.", "body": body})
+        check_response(orjson.loads(answer.body))
 
 
 async def weather(location: str) -> str:
