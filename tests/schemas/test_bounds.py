@@ -18,7 +18,7 @@ from penstock.schemas.jobs import Job
 from penstock.schemas.openai import parse_request
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text('\\"[{:,é', max_size=8),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text('\\"[{:,é', max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('\\"[{:,é', max_size=4), inner, max_size=4),
     max_leaves=20,
 )
