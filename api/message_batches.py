@@ -28,6 +28,7 @@ from .openapi import body_of
 
 PATH = "/v1/messages/batches"
 MOST_LISTED = 1000
+_LINES: dict[int | str, Any] = {"200": {"content": {"application/x-jsonl": {"schema": {"type": "string"}}}}}
 
 
 def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any]) -> None:
@@ -71,7 +72,7 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
         """How far a batch has come."""
         return _shown(request, await _find(id, request))
 
-    @app.get(f"{PATH}/{{id}}/results", tags=["anthropic"], response_class=Response, responses=responses)
+    @app.get(f"{PATH}/{{id}}/results", tags=["anthropic"], response_class=Response, responses=_LINES | responses)
     async def results(id: str, request: Request) -> Response:
         """What came of each request, a line each, in the order of their endings; once the batch has ended."""
         batch = await _find(id, request)

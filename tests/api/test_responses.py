@@ -461,7 +461,7 @@ def test_a_call_whose_process_died_is_made_again_only_where_that_is_harmless(
 
     async def main() -> list[ToolResult]:
         registry, log = office.pipeline.pipe.registry, await ResponseLog.of(office.broker)
-        cards = [StageCard(stage="tools", id=f"t{copy}", pid=1) for copy in range(2)]
+        cards = [StageCard(stage="tools", id=f"other{copy}", pid=1) for copy in range(2)]
         for card in cards:
             await registry.announce_stage(card)
         await registry.refresh()
