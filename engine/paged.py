@@ -31,7 +31,7 @@ from .loading import load_causal_lm, resolve_device
 from .models import ModelInfo, read_model_info, resolve_model
 from .output import CacheStats
 from .prefixes import load_prefixes, save_prefixes
-from .quantize import linear_maker
+from .quantize import linear_maker, of_head
 from .runner import Runner
 from .sampler import Chosen, Known, choose, needs_tokens
 from .scheduler import Row, Scheduled, Scheduler
@@ -84,6 +84,7 @@ class PagedBackend:
         self._slow_paths: list[str] = []
         self._kernels = kernels = self._load_kernels(config) if device.type == "cpu" else None
         make_linear = linear_maker(config.quantization, device, kernels)
+        make_head = linear_maker(of_head(config.quantization), device, kernels)
         directory = resolve_model(config.model)
         info = read_model_info(directory, config.model, config.max_sequence_length)
         info = replace(info, context_length=self._steady_length(config, directory, info.context_length))
@@ -91,7 +92,7 @@ class PagedBackend:
         self.tokenizer = Tokenizer(directory)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
         model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
-        self._runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels)
+        self._runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels, make_head)
         if self._runner.uncompiled:
             self._slow_paths.append(f"decoding is not compiled: {self._runner.uncompiled}")
         chunked = config.enable_chunked_prefill is not False

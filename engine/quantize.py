@@ -1,5 +1,7 @@
 """Weight-only quantisation, made at load from the same checkpoint: int8 by output row, int4 by groups of 32 weights.
 
+With int4 the output head is int8: what it loses goes straight into the choice of a token.
+
 Kernels for quantised weights, compiled ones or torch's, read less memory, which is all that counts for few rows; for
 many they compute more slowly than a product of whole numbers. From some number of rows on the weight is therefore
 expanded, used and forgotten: with AMX block by block in the cache, else into a buffer that all layers share. All ways
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from ..schemas.errors import ConfigurationError
 from .kernels import BLOCK, INT4, INT8, MOST_ROWS, Kernels, Product
@@ -44,9 +47,17 @@ def linear_maker(
     return lambda weight, bias: _quantize(weight, bias, quantization, buffer, kernels)
 
 
-def quantizable(model: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
-    """The modules whose weights are quantised, by name: all products, the output head included."""
-    return ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+def of_head(quantization: str | None) -> str | None:
+    """How the output head is quantised where the other products are quantised so."""
+    return "int8" if quantization == "int4" else quantization
+
+
+def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str, nn.Linear, str]]:
+    """The modules whose weights are quantised, all products: name, module and how."""
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            yield name, module, of_head(quantization) or quantization if module is head else quantization
 
 
 def dequantized(weight: Tensor, quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:

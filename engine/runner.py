@@ -58,8 +58,10 @@ class Runner:
         context_length: int,
         make_linear: MakeLinear,
         kernels: Kernels | None = None,
+        make_head: MakeLinear | None = None,
     ) -> None:
-        """Takes the model over: its weights move into `make_linear`'s products one by one.
+        """Takes the model over: its weights move into `make_linear`'s products one by one, the output head's into
+        `make_head`'s, if it is given.
 
         `uncompiled` is why the compiled decoder is not used, empty where it is or where there are no kernels.
 
@@ -89,7 +91,7 @@ class Runner:
         self._attention = self._choose_attention(block_size, self.dtype)
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # where the weights lie; set by `_fuse`
-        self._take_over(make_linear, is_plain)
+        self._take_over(partial(self._fuse, make_linear, make_head or make_linear), is_plain)
         if self._device.type == "cpu":
             use_large_pages(self._spans)
         self.uncompiled = self._compile(kernels, context_length)
@@ -273,14 +275,14 @@ class Runner:
         return difference <= _TOLERANCE
 
     @torch.inference_mode()
-    def _take_over(self, make: MakeLinear, is_plain: bool) -> None:
+    def _take_over(self, fuse: Callable[[Sequence[nn.Linear]], Linear], is_plain: bool) -> None:
         if is_plain:
-            self._decoder = Decoder(self._model, partial(self._fuse, make), self.dtype)
+            self._decoder = Decoder(self._model, fuse, self.dtype)
             return
         for parent in list(self._model.modules()):
             for name, module in parent.named_children():
                 if type(module) is nn.Linear:
-                    setattr(parent, name, Applied(self._fuse(make, [module])))
+                    setattr(parent, name, Applied(fuse([module])))
 
     def _compile(self, kernels: Kernels | None, context_length: int) -> str:
         """Use the compiled decoder where it says what the model says; why not."""
@@ -304,12 +306,13 @@ class Runner:
         self._native = native
         return ""
 
-    def _fuse(self, make: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
+    def _fuse(self, make: MakeLinear, make_head: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
         """One product for modules that share their input; their own memory is freed."""
         weight, bias = fused_weight(parts)
-        linear = make(weight, bias)
+        is_head = parts[0] is self._model.get_output_embeddings()
+        linear = (make_head if is_head else make)(weight, bias)
         self.num_weights += weight.numel()
-        if parts[0] is self._model.get_output_embeddings():
+        if is_head:
             self.num_head_weights = weight.numel()
         self.weight_bytes += linear.nbytes
         self._spans.append(span(linear.weight))

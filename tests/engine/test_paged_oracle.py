@@ -412,10 +412,10 @@ def test_arrivals_and_cancels_change_nothing(
 def replace_weights(model: Any, quantization: str) -> Any:
     """A copy of the model that computes in float32 with what the quantised weights stand for."""
     copy = deepcopy(model)
-    linears = list(quantizable(copy))
-    assert linears
-    for name, linear in linears:
-        weight = dequantized(linear.weight.detach(), quantization)
+    linears = list(quantizable(copy, quantization))
+    assert [method for *_, method in linears].count(quantization) == len(linears) - (quantization == "int4")
+    for name, linear, method in linears:
+        weight = dequantized(linear.weight.detach(), method)
         assert weight.shape == linear.weight.shape and weight.dtype == torch.float32, name
         assert not torch.equal(weight, linear.weight), name
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)  # an embedding tied to it stays as it is
