@@ -154,8 +154,8 @@ def _result(entry: dict[str, Any]) -> dict[str, Any]:
             result = {"type": "canceled"}
         case {"response": {"status_code": 200, "body": message}}:
             result = {"type": "succeeded", "message": message}
-        case {"response": {"status_code": status, "request_id": id, "body": {"error": {"message": text}}}}:
-            result = {"type": "errored", "error": error_payload(status, text, id)}
+        case {"response": {"status_code": status, "request_id": id, "body": {"error": error}}}:
+            result = {"type": "errored", "error": error_payload(status, error["message"], id, error["code"])}
         case _:
             raise ValueError("no line of an output file")
     return {"custom_id": entry["custom_id"], "result": result}

@@ -44,7 +44,7 @@ class MessageAnswer(Answer):
         if isinstance(event, Accepted):
             return list(self._renderer.start(event))
         if error := self._refusal(event):
-            return [sse(error_payload(error.status, error.message, self._reading.request))]
+            return [sse(error_payload(error.status, error.message, self._reading.request, error.code))]
         return super()._chunks(event)
 
 

@@ -132,7 +132,10 @@ def sse(piece: Piece) -> bytes:
 
 
 def error_payload(status: int, message: str, request: str, code: str | None = None) -> Piece:
-    """Anthropic's error object, which is an event of its stream too."""
+    """Anthropic's error object, which is an event of its stream too. Clients shorten their history and go on where the
+    message says, in Anthropic's words, that it is too long."""
+    if code == "context_length_exceeded":
+        message = f"Prompt is too long: {message}"
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == THREAD else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request}

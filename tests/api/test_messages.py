@@ -83,7 +83,7 @@ def test_parameters_reach_the_model(client: anthropic.Anthropic) -> None:
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "nobody"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"system": "x" * 200_000, "timeout": 60}, anthropic.BadRequestError, "context"),
+        ({"system": "x" * 200_000, "timeout": 60}, anthropic.BadRequestError, "Prompt is too long: The prompt has"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"extra_headers": {"Penstock-Resumable": "true"}}, anthropic.BadRequestError, "Idempotency-Key"),
         ({"extra_body": {"system": "x" * (5 << 20)}}, anthropic.RequestTooLargeError, "max_body_size"),
