@@ -4,8 +4,8 @@
 
 Prose is read token by token, as a decoding step reads it: the mean divergence of the engine's distribution from that of
 float32, both perplexities, and how often the best token is the same. Then questions are answered greedily, and each
-answer is followed up to the first token that float32 would not have chosen: a small difference between the logits of the
-two is a near-tie.
+answer is followed up to the first token that float32 would not have chosen: where the logits of the two are almost
+equal, that was a near-tie.
 """
 
 from __future__ import annotations
