@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anthropic
 import httpx2
 import orjson
 import pytest
-from asgi import Response, ask, messages
-from memory_pipeline import Pipeline
-from office import Scripted, call
+from asgi import Response, messages
+from desk import Desk, within_time
+from office import call
 from responses_rules import check_response, check_responses
-from starlette.types import ASGIApp
-
-from penstock.api.app import create_app
-from penstock.engine.models import BUNDLED, resolve_model
 
 RECORDED = {path.stem: orjson.loads(path.read_bytes()) for path in (Path(__file__).parent / "recorded").glob("*.json")}
-Made = TypeVar("Made")
-
-PATIENCE = 30.0  # seconds
 SESSIONS = [(client, session) for client, recorded in RECORDED.items() for session in range(len(recorded["sessions"]))]
-
-
-async def within_time(work: Coroutine[Any, Any, Made]) -> Made:
-    async with asyncio.timeout(PATIENCE):
-        return await work
-
-
-class Desk:
-    """The pipeline with a model that says what a recording has it say."""
-
-    def __init__(self, runner: asyncio.Runner) -> None:
-        self.run = runner.run
-        source = str(resolve_model(BUNDLED))
-        started = Pipeline.start(kind=Scripted, source=source, context_length=2048, relay_interval=0.0)
-        self.pipeline = runner.run(started)
-        pipe = self.pipeline.pipe
-        self.app: ASGIApp = create_app(self.pipeline.bridge, pipe.broker, pipe.registry, pipe.settings, "0")
-        assert isinstance(self.pipeline.backend, Scripted)
-        self.model = self.pipeline.backend
-
-    def turn(self, recorded: dict[str, Any], turn: dict[str, Any]) -> Response:
-        self.model.texts = [turn["says"]]
-        return self.run(within_time(ask(self.app, "POST", recorded["path"], turn["body"], headers=recorded["headers"])))
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +28,20 @@ def desk() -> Iterator[Desk]:
         runner.run(desk.pipeline.stop())
 
 
+def turn(desk: Desk, recorded: dict[str, Any], turn: dict[str, Any]) -> Response:
+    return desk.ask(recorded["path"], turn["body"], turn["says"], recorded["headers"])
+
+
 @pytest.mark.parametrize(("client", "session"), SESSIONS)
 def test_a_session_is_served(desk: Desk, client: str, session: int) -> None:
     recorded = RECORDED[client]
     first, second = recorded["sessions"][session]
-    calling = desk.turn(recorded, first)
+    calling = turn(desk, recorded, first)
     assert (calling.status, calling.headers.get("penstock-ignored", "")) == (200, first["ignored"]), calling.body
     name, arguments, place = called(calling)
     assert name in first["says"] and orjson.loads(arguments)
     assert place == ("multi_agent_v1" if name == "close_agent" else None)
-    answered = desk.turn(recorded, second)
+    answered = turn(desk, recorded, second)
     assert (answered.status, answered.headers.get("penstock-ignored", "")) == (200, second["ignored"]), answered.body
     assert "The tool said hi." in said(answered)
     before = desk.model.asked[-1]
@@ -128,8 +102,8 @@ SUITE: dict[str, dict[str, Any]] = {
 def test_what_the_public_suite_asks_is_answered_after_its_schema(desk: Desk, name: str) -> None:
     body = {"model": "echo", **SUITE[name]}
     kind = "function_call" if "tools" in body else "message"
-    turn = {"says": call("get_weather", location="Bern") if kind == "function_call" else "So.", "body": body}
-    answer = desk.turn({"path": "/v1/responses", "headers": {}}, turn)
+    says = call("get_weather", location="Bern") if kind == "function_call" else "So."
+    answer = desk.ask("/v1/responses", body, says)
     assert answer.status == 200, answer.body
     response = check_responses(answer.body) if body.get("stream") else orjson.loads(answer.body)
     check_response(response)
@@ -138,7 +112,7 @@ def test_what_the_public_suite_asks_is_answered_after_its_schema(desk: Desk, nam
         (item,) = response["output"]
         following = {"type": "function_call_output", "call_id": item["call_id"], "output": "20 °C"}
         body = {"model": "echo", "input": [following], "previous_response_id": response["id"], "tools": [FORECAST]}
-        answer = desk.turn({"path": "/v1/responses", "headers": {}}, {"says": "Warm.", "body": body})
+        answer = desk.ask("/v1/responses", body, "Warm.")
         check_response(orjson.loads(answer.body))
 
 
