@@ -11,7 +11,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from penstock.schemas.errors import InvalidRequest
+from penstock.schemas.errors import InvalidRequest, StreamNotFound
 from penstock.schemas.loops import Begun, Ended, Items, LoopJob, Turned
 from penstock.schemas.responses import parse_responses
 from penstock.stages.history import COPY_AFTER, MOST_LINKS, History
@@ -144,7 +144,7 @@ async def test_what_is_deleted_within_a_chain_stays_in_the_history_of_what_follo
     for deleted in (chain[1], chain[0], chain[2]):
         await archive.delete(deleted)
         assert await archive.log.read("t", deleted.job.id) is None
-        with pytest.raises(InvalidRequest, match="kept no more"):
+        with pytest.raises(StreamNotFound, match="kept no more"):
             await archive.begin(previous_response_id=deleted.job.id)
     assert await archive.told(chain[3]) == ids(chain[:3])
     more = await archive.make(previous_response_id=chain[3].job.id)
@@ -164,7 +164,7 @@ async def test_nothing_of_a_deleted_chain_is_kept(archive: Archive) -> None:
 async def test_a_response_that_is_not_stored_leaves_no_trace_at_the_one_before(archive: Archive) -> None:
     first = await archive.make()
     other = await archive.make(previous_response_id=first.job.id, store=False)
-    with pytest.raises(InvalidRequest, match="kept no more"):
+    with pytest.raises(StreamNotFound, match="kept no more"):
         await archive.begin(previous_response_id=other.job.id)
     await archive.delete(other)
     await archive.delete(first)
@@ -179,7 +179,7 @@ async def test_of_a_deletion_and_a_response_that_follows_at_once_one_wins(archiv
         if isinstance(begun, Begun):
             assert await archive.told(begun) == [first.job.id]
         else:
-            assert isinstance(begun, InvalidRequest)
+            assert isinstance(begun, StreamNotFound)
 
 
 async def test_what_was_deleted_before_the_following_response_begins_is_not_followed(archive: Archive) -> None:
@@ -187,7 +187,7 @@ async def test_what_was_deleted_before_the_following_response_begins_is_not_foll
     job = archive.job(previous_response_id=first.job.id)
     origin = await archive.history.origin(job, parse_responses(job.body))
     await archive.delete(first)  # hidden, for the second
-    with pytest.raises(InvalidRequest, match="kept no more"):
+    with pytest.raises(StreamNotFound, match="kept no more"):
         await archive.history.keep(Begun(**dict(origin), job=job, sources=(), tools=(), input=[], items=[], index=0))
     await archive.delete(second)
     assert await archive.keys() == set()
@@ -224,7 +224,7 @@ async def test_a_response_that_was_lost_from_a_chain_is_named(archive: Archive) 
     info = await archive.log._entries.info(f"t.{chain[1].job.id}.begun")
     assert info is not None
     await archive.log._entries.delete(info)
-    with pytest.raises(InvalidRequest, match=chain[1].job.id):
+    with pytest.raises(StreamNotFound, match=chain[1].job.id):
         await archive.reader().items(chain[2].job, chain[2])
 
 
