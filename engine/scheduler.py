@@ -14,6 +14,7 @@ them. No stream of urgent ones keeps a row back for ever: a priority is worth so
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
 from itertools import pairwise
@@ -21,6 +22,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from ..schemas.jobs import most_together
 from .block_pool import chain, root
 from .blocks import KVBlocks, Tables
 from .sequence import Sequence
@@ -93,7 +95,7 @@ class Scheduler:
     def __init__(
         self, blocks: KVBlocks, max_batch_size: int, max_step_tokens: int, chunked: bool = True, reserved: int = 0
     ) -> None:
-        """`reserved` rows of a batch are for priority 0 alone: a request for many answers may take all the others.
+        """`reserved` rows of a batch are for priority 0 alone; one request takes no more than `most_together` of them.
 
         Raises `ValueError` where a full batch would leave no token for a prompt.
         """
@@ -103,6 +105,8 @@ class Scheduler:
         self._blocks = blocks
         self._max_batch_size = max_batch_size
         self._reserved = min(reserved, max_batch_size - 1)
+        self._most_of_one = most_together(max_batch_size)  # rows of one request
+        self._rows_of: Counter[int] = Counter()  # that run, by the identity of their request
         self._max_step_tokens = max_step_tokens
         self._share = max(max_step_tokens // 2, 1) if chunked else None  # of a prompt while others wait
         self._rows: dict[Sequence, Row] = {}
@@ -226,6 +230,8 @@ class Scheduler:
         assert set(self._rows.values()) == {*self._waiting, *self._running}, "a row is lost"
         assert len(self._rows) == len(self._waiting) + len(self._running), "a row waits and runs"
         assert len(self._running) <= self._max_batch_size, f"{len(self._running)} rows run"
+        assert self._rows_of == Counter(id(row.sequence.request) for row in self._running), "rows are miscounted"
+        assert all(count <= self._most_of_one for count in self._rows_of.values()), "one request has too many rows"
         for row in self._waiting:
             assert not (row.running or row.num_computed or any(row.tables.blocks)), "a waiting row holds something"
         for row in self._running:
@@ -253,6 +259,7 @@ class Scheduler:
             if any(other.passed == _MAX_OVERTAKES or other.priority < row.priority for other in blocked):
                 return
             is_full = row.priority > 0 and len(self._running) >= self._max_batch_size - self._reserved
+            is_full = is_full or self._rows_of[id(row.sequence.request)] >= self._most_of_one
             if not (is_full or row.sequence.pending or row.awaits in self._claims):
                 yield row
 
@@ -325,6 +332,7 @@ class Scheduler:
         """A row starts running, with its `matched` leading blocks and a claim to the others of its prompt."""
         self._waiting.remove(row)
         insort(self._running, row, key=_place)
+        self._rows_of[id(row.sequence.request)] += 1
         self._blocks.attach(row.tables, matched)
         row.running = True
         row.awaits = b""
@@ -340,6 +348,7 @@ class Scheduler:
         """A row stops running: what it holds and claims is free."""
         self._unclaim(row, row.tables.keys[row.tables.num_published :])
         self._blocks.release(row.tables)
+        self._rows_of -= Counter((id(row.sequence.request),))  # which drops those at 0
         row.running = False
         row.num_computed = 0
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .jobs import Priority, SubjectToken, ValidatedJob
+from .jobs import Priority, SubjectToken, ValidatedJob, most_together
 
 
 class _Card(BaseModel):
@@ -47,8 +47,8 @@ class WorkerCard(_Card):
     slow_paths: tuple[str, ...] = ()
 
     def seats_of(self, job: ValidatedJob) -> int:
-        """What the job takes of `capacity`: one for more answers than that takes all of it, and they take turns."""
-        return min(job.seats, self.capacity)
+        """What the job takes of `capacity`; of many answers some take turns."""
+        return min(job.seats, most_together(self.capacity))
 
 
 class Room(_Card):
@@ -56,7 +56,8 @@ class Room(_Card):
 
     `free_high` is for requests of high priority, `free` for the others. `received` holds the numbers of the messages
     that have arrived from each copy of the batch stage, of those that it may still wait for; what is on its way is not
-    in the other fields. `active` run or wait at the worker; `free_tokens` fit into its KV cache beside them.
+    in the other fields. `active` run or wait at the worker, `tenants` tells whose; `free_tokens` fit into its KV cache
+    beside them.
     `total_tokens` is what that holds when it is empty; 0 if the worker does not say.
     `incarnation` names the process.
     """
@@ -69,6 +70,7 @@ class Room(_Card):
     active: int
     free_tokens: int
     total_tokens: int = 0
+    tenants: dict[str, int] = Field(default_factory=dict)
 
 
 class InFlight(_Card):

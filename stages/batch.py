@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
 
 import structlog
 
 from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ..schemas.events import Queued
-from ..schemas.jobs import InferenceBatch, ValidatedJob
+from ..schemas.jobs import InferenceBatch, ValidatedJob, most_together
 from ..schemas.registry import WorkerCard
 from ..streams.port import SCHEMA, Delivery, Message
 from ..streams.topology import PRIORITIES
 from . import endings
 from .contract import Intake, JobStage, Pipe
 from .guard import Guard
-from .lanes import Lanes, Waiting
+from .lanes import MOST_TENANTS, Lanes, Waiting
 from .scheduling import STRATEGIES, Strategy, most_tokens
 from .workers import Seats, Workers
 
 log = structlog.get_logger(__name__)
 
 TICK = 1.0  # seconds between two words to clients about their positions, and looks at workers that said nothing
+LATELY = 60.0  # seconds for which room is kept for a tenant that has come
 FIRST = -(1 << 60)  # added to the places of jobs that were running already: they stand before those that wait
 
 
@@ -49,6 +51,7 @@ class Batch(JobStage):
         self._pause = pause
         self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
         self._lanes: dict[str, Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))  # by model
+        self._tenants: OrderedDict[str, float] = OrderedDict()  # when each came last, that of the newest last
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
         self._changed = asyncio.Event()  # a job has come, or room
         self._leaving = False  # set by leave
@@ -119,6 +122,10 @@ class Batch(JobStage):
         if self._leaving:
             raise _leaving()
         self._check_size(job, self._workers.living(job.model))
+        self._tenants[job.tenant] = self.pipe.now()
+        self._tenants.move_to_end(job.tenant)
+        if len(self._tenants) > MOST_TENANTS:
+            self._tenants.popitem(last=False)
         lanes = self._lanes[job.model]
         lanes.push(place)
         self._changed.set()
@@ -136,8 +143,11 @@ class Batch(JobStage):
     def _gather(self, model: str, lanes: Lanes) -> tuple[WorkerCard, Seats, list[Waiting]] | None:
         """The next batch and its worker: jobs from the head of the line, while they fit there."""
         living = self._workers.living(model)
+        crowding: set[str] = set()  # tenants that have their share of every worker with room
         is_blocked = False
-        for head in lanes.heads(self.pipe.now()):
+        heads = deque(lanes.heads(self.pipe.now()))
+        while heads:
+            head = heads.popleft()
             try:
                 self._check_size(head.job, living)  # those that had more room may have gone
             except Overloaded as refusal:
@@ -145,7 +155,12 @@ class Batch(JobStage):
                 continue
             if is_blocked and head.job.priority != "high":  # for whom alone there may be room where others have none
                 continue
-            fitting = {card.id: (card, seats) for card, seats in living if self._fits(head, card, seats)}
+            roomy = [(card, seats) for card, seats in living if self._has_room(head, card, seats)]
+            fitting = {card.id: (card, seats) for card, seats in roomy if self._may_have(head, card, seats)}
+            if roomy and not fitting:
+                crowding.add(head.job.tenant)
+                heads = deque(lanes.heads(self.pipe.now(), crowding))
+                continue
             candidates = [self._workers.candidate(card, seats) for card, seats in fitting.values()]
             chosen = self._strategy.pick(candidates, most_tokens(head.job)) if candidates else None
             if chosen is not None:
@@ -172,7 +187,7 @@ class Batch(JobStage):
         place: Waiting | None = head
         while place is not None:
             lanes.pop(place)
-            place.number = seats.send(card.seats_of(place.job), now)
+            place.number = seats.send(card.seats_of(place.job), now, place.job.tenant)
             taken.append(place)
             place = next(iter(lanes.heads(self.pipe.now())), None)
             full = len(taken) == self.pipe.settings.max_batch_size
@@ -181,7 +196,18 @@ class Batch(JobStage):
         return taken
 
     def _fits(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        return self._has_room(place, card, seats) and self._may_have(place, card, seats)
+
+    def _has_room(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
         return self._workers.room(seats, place.job) >= card.seats_of(place.job)
+
+    def _may_have(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        """Whether the job's tenant stays within its share of a worker, or nobody else has come lately."""
+        job, now = place.job, self.pipe.now()
+        newest = islice(reversed(self._tenants.items()), 2)
+        if not any(tenant != job.tenant and now - came < LATELY for tenant, came in newest):
+            return True
+        return seats.taken_by(job.tenant) + card.seats_of(job) <= most_together(card.capacity)
 
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the jobs of a batch and settle their deliveries, for good or bad."""

@@ -8,6 +8,7 @@ fences the former holder off, and goes on where that one ended.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 
 import structlog
@@ -51,7 +52,7 @@ class Infer(Stage):
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
         self._arrivals = Arrivals()  # set by handle
-        self._active = 0  # seats that are taken; set by _arrive and _depart
+        self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
         self._welcome = 0  # of the room told last, what has not come yet; set by _tell_room
         self._has_news = asyncio.Event()  # about the room
         self._alone = asyncio.Lock()  # held by whoever begins a request that may have killed a worker
@@ -96,23 +97,27 @@ class Infer(Stage):
         cache = self._engine.stats().cache
         pressure = cache.usage if cache else 0.0
         high, others = slots(pressure, self._card.capacity, reserve_of(self._card.capacity))
+        active = self._active.total()
         return Room(
             worker=self._card.id,
             incarnation=self._card.incarnation,
-            free=0 if self._leaving else others - self._active,
-            free_high=0 if self._leaving else high - self._active,
+            free=0 if self._leaving else others - active,
+            free_high=0 if self._leaving else high - active,
             received=self._arrivals.numbers,
-            active=self._active,
+            active=active,
             free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
             total_tokens=cache.num_tokens if cache else 0,
+            tenants=dict(self._active),
         )
 
-    def _arrive(self, seats: int) -> None:
-        self._active += seats
+    def _arrive(self, tenant: str, seats: int) -> None:
+        self._active[tenant] += seats
         self._welcome -= seats
 
-    def _depart(self, seats: int, _: asyncio.Task[None]) -> None:
-        self._active -= seats
+    def _depart(self, tenant: str, seats: int, _: asyncio.Task[None]) -> None:
+        self._active[tenant] -= seats
+        if not self._active[tenant]:
+            del self._active[tenant]
         if self._welcome <= self._card.capacity // 2 or not self._active:
             self._has_news.set()
 
@@ -141,10 +146,10 @@ class Infer(Stage):
         async with asyncio.TaskGroup() as group:
             for job, epoch in zip(batch.jobs, epochs, strict=True):
                 seats = self._card.seats_of(job)
-                self._arrive(seats)
+                self._arrive(job.tenant, seats)
                 # A process of our name that is gone may have announced, or be about to, what we would.
                 running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
-                running.add_done_callback(partial(self._depart, seats))
+                running.add_done_callback(partial(self._depart, job.tenant, seats))
 
     async def _run(self, job: ValidatedJob, newest: int) -> None:
         """Run one job, whose newest epoch may be `newest`, to its end. The rest of the batch notices nothing but the

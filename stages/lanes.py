@@ -1,5 +1,6 @@
-"""The jobs that wait for one model, in the order in which they will go: high before normal before low, each lane first
-in first out. A lane whose first job has waited long counts as the next higher one, so that none waits for ever.
+"""The jobs that wait for one model, in the order in which they will go: high before normal before low. In each lane
+tenants take turns, and a tenant's own jobs go first in, first out. A lane whose first job has waited long counts as the
+next higher one, so that none waits for ever.
 
 Knows no broker and no clock of its own.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from ..schemas.jobs import ValidatedJob
 from ..streams.topology import PRIORITIES
+
+MOST_TENANTS = 10_000  # whose turns are remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -39,38 +42,65 @@ class Lanes:
 
     def __init__(self, ageing: float | None) -> None:
         self._ageing = ageing
-        self._lanes: tuple[list[Waiting], ...] = tuple([] for _ in PRIORITIES)  # heaps
+        self._lanes: tuple[dict[str, list[Waiting]], ...] = tuple({} for _ in PRIORITIES)  # heaps, by tenant
+        self._turn = 0
+        self._turns: dict[str, int] = {}  # the newest of each tenant; set by pop
 
     def push(self, place: Waiting) -> None:
-        heapq.heappush(self._lanes[place.rank], place)
+        heapq.heappush(self._lanes[place.rank].setdefault(place.job.tenant, []), place)
 
     def remove(self, place: Waiting) -> None:
         """Forget a job, if it is still there."""
-        lane = self._lanes[place.rank]
-        if place in lane:
-            lane.remove(place)
-            heapq.heapify(lane)
+        line = self._lanes[place.rank].get(place.job.tenant, [])
+        if place in line:
+            line.remove(place)
+            heapq.heapify(line)
 
     def pop(self, place: Waiting) -> None:
-        """Take away the first job of its lane."""
-        assert heapq.heappop(self._lanes[place.rank]) is place
+        """Take away the first job of its tenant, whose turn this was."""
+        tenant = place.job.tenant
+        assert heapq.heappop(self._lanes[place.rank][tenant]) is place
+        self._turn += 1
+        self._turns.pop(tenant, None)
+        self._turns[tenant] = self._turn
+        if len(self._turns) > MOST_TENANTS:
+            del self._turns[next(iter(self._turns))]  # who had none for the longest goes first anyway
 
-    def heads(self, now: float) -> list[Waiting]:
-        """The first job of each lane, whose turn it is first; those that have been settled are forgotten."""
-        for lane in self._lanes:
-            while lane and lane[0].sent.done():
-                heapq.heappop(lane)
-        return sorted(
-            (lane[0] for lane in self._lanes if lane), key=lambda place: (self._urgency(place, now), place.rank)
-        )
+    def heads(self, now: float, passed_over: Collection[str] = ()) -> list[Waiting]:
+        """The first job of each lane, whose turn it is first; those that have been settled are forgotten.
+
+        None of the tenants in `passed_over` has a turn.
+        """
+        found: list[tuple[int, int, Waiting]] = []
+        for rank, lane in enumerate(self._lanes):
+            firsts = [line[0] for line in self._lines(lane) if line[0].job.tenant not in passed_over]
+            if firsts:
+                urgency = min(self._urgency(place, now) for place in firsts)
+                found.append((urgency, rank, min(firsts, key=self._place)))
+        return [place for _, _, place in sorted(found, key=lambda each: each[:2])]
 
     def __iter__(self) -> Iterator[Waiting]:
         """All jobs, in order of priority and place: what positions are counted by."""
         for lane in self._lanes:
-            yield from sorted(lane)
+            places = [(number, place) for line in self._lines(lane) for number, place in enumerate(sorted(line))]
+            yield from (place for number, place in sorted(places, key=lambda each: (each[0], self._place(each[1]))))
 
     def __bool__(self) -> bool:
-        return any(self._lanes)
+        return any(line for lane in self._lanes for line in lane.values())
+
+    def _lines(self, lane: dict[str, list[Waiting]]) -> list[list[Waiting]]:
+        """Those of the tenants of whom something waits."""
+        for tenant, line in list(lane.items()):
+            while line and line[0].sent.done():
+                heapq.heappop(line)
+            if not line:
+                del lane[tenant]
+        return list(lane.values())
+
+    def _place(self, place: Waiting) -> tuple[bool, int, int]:
+        """What ran already goes first, then whose turn was the longest ago."""
+        ran = place.sequence < 0
+        return not ran, 0 if ran else self._turns.get(place.job.tenant, 0), place.sequence
 
     def _urgency(self, place: Waiting, now: float) -> int:
         return place.rank - int(max(0.0, now - place.job.created) / self._ageing) if self._ageing else place.rank

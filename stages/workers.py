@@ -29,6 +29,7 @@ class Sent:
     """A message that a worker's process has not told of yet. `sequence` is its place in INFER, once it is stored."""
 
     seats: int
+    tenant: str = ""
     sequence: int = 0
     since: float = 0.0  # loop time
     is_missed: bool = False  # it is in INFER no more; set by Workers.heal
@@ -48,11 +49,11 @@ class Seats:
         self._numbers = numbers or count(1)
         self._newest = 0
 
-    def send(self, seats: int, now: float) -> int:
+    def send(self, seats: int, now: float, tenant: str = "") -> int:
         """Take seats for a message; returns its number."""
         self._newest = next(self._numbers)
         self.sent += 1
-        self.in_flight[self._newest] = Sent(seats, since=now)
+        self.in_flight[self._newest] = Sent(seats, tenant, since=now)
         return self._newest
 
     def lose(self, number: int) -> None:
@@ -74,6 +75,11 @@ class Seats:
     @property
     def on_the_way(self) -> int:
         return sum(one.seats for one in self.in_flight.values())
+
+    def taken_by(self, tenant: str) -> int:
+        """The seats of a tenant, those on their way among them."""
+        on_the_way = sum(one.seats for one in self.in_flight.values() if one.tenant == tenant)
+        return self.room.tenants.get(tenant, 0) + on_the_way
 
     def check_integrity(self) -> None:
         assert self.sent == self.arrived + self.lost + len(self.in_flight), "messages to a worker are not conserved"

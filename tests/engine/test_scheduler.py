@@ -504,6 +504,19 @@ def test_some_rows_are_for_urgent_ones_alone() -> None:
     assert all(list(one.tokens) == naive(one) for one in (*wide, urgent))
 
 
+def test_a_request_for_many_answers_leaves_rows_to_others() -> None:
+    machine = Machine(FULL, max_batch_size=8)
+    many = sequences(b"wide", n=20)
+    machine.add(*many)
+    machine.step()
+    machine.step()
+    assert machine.scheduler.num_running == 6
+    late = sequence(b"late")
+    machine.add(late)
+    assert late in machine.step()
+    machine.finish()
+
+
 def test_what_can_never_fit_is_refused() -> None:
     machine = Machine([GroupSpec(8, None)])
     with pytest.raises(ValueError, match="33 tokens; the key-value cache holds 32"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +16,12 @@ from penstock.streams.topology import PRIORITIES
 EXAMPLES = settings(max_examples=200, deadline=None)
 
 
-def waiting(priority: Priority, sequence: int, created: float = 0.0) -> Waiting:
+def waiting(priority: Priority, sequence: int, created: float = 0.0, tenant: str = "t") -> Waiting:
     job = ValidatedJob(
         id=f"{priority}-{sequence}",
         endpoint="/v1/completions",
         bridge="b",
-        tenant="t",
+        tenant=tenant,
         priority=priority,
         model="m",
         prompts=((1,),),
@@ -68,6 +69,35 @@ def test_no_stream_of_high_ones_keeps_a_low_one_back_for_ever(period: int) -> No
             assert second > 60  # two priorities' worth
             return
     assert period > 90  # it went whenever nobody else was there
+
+
+@EXAMPLES
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=40))
+def test_tenants_take_turns_and_keep_their_own_order(steps: list[tuple[str, bool]]) -> None:
+    """In any order of coming and going: whoever waits is passed by each other tenant once at most."""
+    lanes, waits = Lanes(ageing=None), dict[str, list[int]]()
+    passed = Counter[tuple[str, str]]()  # who waits, and who has gone since it was its turn or it came
+    for number, (tenant, comes) in enumerate(steps):
+        if comes:
+            lanes.push(waiting("normal", number, tenant=tenant))
+            waits.setdefault(tenant, []).append(number)
+        elif heads := lanes.heads(0.0):
+            lanes.pop(heads[0])
+            gone = heads[0].job.tenant
+            assert waits[gone].pop(0) == heads[0].sequence
+            for other in [other for other, line in waits.items() if line and other != gone]:
+                passed[other, gone] += 1
+                assert passed[other, gone] == 1
+            for pair in [pair for pair in passed if pair[0] == gone or not waits[pair[0]]]:
+                del passed[pair]
+
+
+def test_what_ran_already_goes_before_every_turn() -> None:
+    lanes = Lanes(ageing=None)
+    for number, tenant in enumerate("aab"):
+        lanes.push(waiting("normal", number, tenant=tenant))
+    lanes.push(waiting("normal", -5, tenant="a"))
+    assert [place.sequence for place in drained(lanes, 0.0)] == [-5, 2, 0, 1]
 
 
 def test_without_ageing_the_order_is_strict() -> None:

@@ -130,6 +130,23 @@ async def answered(pipeline: Pipeline) -> None:
     assert all(isinstance(events[-1], Done) for events in answers)
 
 
+async def test_a_worker_tells_whose_its_seats_are() -> None:
+    pipeline = await Pipeline.start(max_batch_size=4)
+    words: list[Room] = []
+    await pipeline.pipe.broker.listen(
+        pipeline.pipe.subjects.room_all(), lambda message: words.append(Room.model_validate_json(message.data))
+    )
+    body = {"model": MODEL, "prompt": "room", "ignore_eos": True}
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*(pipeline.events(body | {"max_tokens": 10 * length}) for length in range(1, 9)))
+        while words[-1].active:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert any(word.tenants for word in words)
+    assert all(sum(word.tenants.values()) == word.active for word in words)
+    assert words[-1].tenants == {}
+    await pipeline.stop()
+
+
 async def test_a_message_that_comes_on_its_second_attempt_takes_no_room_for_good() -> None:
     pipeline = await Pipeline.start(max_batch_size=4, lease=60.0)  # no message is overdue before that
     for _ in range(8):  # twice the room that there is

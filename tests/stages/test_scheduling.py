@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -182,13 +183,20 @@ async def tell_room(pipe: Pipe, *, free: int, free_high: int, total_tokens: int 
 
 
 async def submit(
-    pipe: Pipe, stage: str, name: str, priority: Priority = "normal", *, age: float = 0.0, n: int = 1
+    pipe: Pipe,
+    stage: str,
+    name: str,
+    priority: Priority = "normal",
+    *,
+    age: float = 0.0,
+    n: int = 1,
+    tenant: str = "default",
 ) -> None:
     """Put a job for `n` choices before the stage, which came in so many seconds ago."""
-    change = {"priority": priority, "created": pipe.now() - age, "params": GenerationParams(n=n)}
+    change = {"priority": priority, "created": pipe.now() - age, "params": GenerationParams(n=n), "tenant": tenant}
     job = validated(name, pipe).model_copy(update=change)
-    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: pipe.subjects.batch(priority, "default")}
-    subject = pipe.subjects.stage(stage, priority, "default")
+    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: pipe.subjects.batch(priority, tenant)}
+    subject = pipe.subjects.stage(stage, priority, tenant)
     await pipe.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
     await turns()
 
@@ -219,6 +227,50 @@ async def test_p4_who_comes_within_the_window_goes_along() -> None:
         await until(lambda: len(seen) == 3)
         assert [job.id for batch in seen for job in batch.jobs] == ["first", "second", "third"]
         assert len({batch.id for batch in seen}) == 1
+
+
+async def sent_by_tenant(pipe: Pipe, seen: list[InferenceBatch]) -> Counter[str]:
+    await turns()
+    return Counter(job.tenant for batch in seen for job in batch.jobs)
+
+
+async def test_a_tenant_alone_takes_every_seat() -> None:
+    async with alone(Batch) as pipe:
+        seen = await batches_of(pipe)
+        await tell_room(pipe, free=16, free_high=16)
+        for number in range(20):
+            await submit(pipe, "batch", f"a{number}", tenant="many")
+        await until(lambda: len(seen) == 16)
+        assert await sent_by_tenant(pipe, seen) == {"many": 16}
+
+
+async def test_beside_another_tenant_none_takes_every_seat() -> None:
+    """Whoever floods a worker leaves room for one that came lately, however many of its own wait in front."""
+    async with alone(Batch) as pipe:
+        seen = await batches_of(pipe)
+        await tell_room(pipe, free=16, free_high=16)
+        await submit(pipe, "batch", "b0", tenant="few")
+        for number in range(20):
+            await submit(pipe, "batch", f"a{number}", tenant="many")
+        await until(lambda: len(seen) == 13)
+        assert await sent_by_tenant(pipe, seen) == {"few": 1, "many": 12}
+        await submit(pipe, "batch", "wide", tenant="many", n=128)
+        await submit(pipe, "batch", "b1", tenant="few")
+        await until(lambda: len(seen) == 14)
+        assert await sent_by_tenant(pipe, seen) == {"few": 2, "many": 12}
+
+
+async def test_tenants_whose_jobs_wait_take_turns() -> None:
+    async with alone(Batch) as pipe:
+        seen = await batches_of(pipe)
+        for number in range(8):
+            await submit(pipe, "batch", f"a{number}", tenant="many")
+        for number in range(2):
+            await submit(pipe, "batch", f"b{number}", tenant="few")
+        await tell_room(pipe, free=16, free_high=16)
+        await until(lambda: len(seen) == 10)
+        order = [job.id for batch in seen for job in batch.jobs]
+        assert order == ["a0", "b0", "a1", "b1", *(f"a{number}" for number in range(2, 8))]
 
 
 @pytest.mark.parametrize("scheduling", ["memory_aware", "least_loaded", "round_robin"])

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline, validated
 
+from penstock.config.process import host
 from penstock.engine.byte_tokenizer import END_OF_TEXT
 from penstock.schemas import codec
 from penstock.schemas.errors import StartupError
@@ -199,11 +200,11 @@ async def test_two_workers_of_one_name() -> None:
     await pipeline.stop()
 
 
-async def test_the_card_of_a_dead_process_is_no_obstacle() -> None:
+async def test_the_card_of_a_dead_process_is_no_obstacle(dead: int) -> None:
     pipeline = await Pipeline.start()
     model = ModelCard(name=MODEL, source=MODEL, backend="echo", context_length=10, created=0)
-    dead = WorkerCard(id="w1", model=model, capacity=1, pid=2**22 + 1, incarnation="dead", host="here")
-    await pipeline.pipe.registry.announce_worker(dead)
+    card = WorkerCard(id="w1", model=model, capacity=1, pid=dead, incarnation="dead", host=host())
+    await pipeline.pipe.registry.announce_worker(card)
     async with asyncio.timeout(PATIENCE):
-        await pipeline.pipe.registry.claim(dead.model_copy(update={"incarnation": "new", "pid": 1}))
+        await pipeline.pipe.registry.claim(card.model_copy(update={"incarnation": "new", "pid": 1}))
     await pipeline.stop()
