@@ -32,9 +32,10 @@ from .models import ModelInfo, read_model_info, resolve_model
 from .output import CacheStats
 from .prefixes import load_prefixes, save_prefixes
 from .quantize import linear_maker, of_head
+from .rows import Row, Scheduled
 from .runner import Runner
 from .sampler import Chosen, Known, choose, needs_tokens
-from .scheduler import Row, Scheduled, Scheduler
+from .scheduler import Scheduler
 from .segments import split_scores, to_segment
 from .sequence import Sequence
 from .sizing import SizedConfig, sized

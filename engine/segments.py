@@ -8,8 +8,8 @@ from itertools import groupby
 from torch import Tensor
 
 from .packing import Segment
+from .rows import Row, Scheduled
 from .sampler import score
-from .scheduler import Row, Scheduled
 
 
 def to_segment(scheduled: Scheduled, place: int | None) -> Segment:

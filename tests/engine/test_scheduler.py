@@ -12,7 +12,8 @@ from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.block_pool import chain, root
 from penstock.engine.blocks import NO_BLOCK, GroupSpec, KVBlocks
 from penstock.engine.byte_tokenizer import ByteTokenizer
-from penstock.engine.scheduler import Row, Scheduled, Scheduler
+from penstock.engine.rows import Row, Scheduled
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 
 TOKENIZER = ByteTokenizer()
