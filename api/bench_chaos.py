@@ -42,6 +42,7 @@ VICTIMS = ("worker", *STAGES, "tools", "bridge", "broker")
 ECHO_RATE = 25.0  # tokens a second, as of a model, so that there are streams to be cut
 KEPT = 7200.0  # seconds, and bytes, for which what was said is kept, to be judged at the end
 KEPT_BYTES = 2 << 30
+SLOW_WAITS = 100  # for a slow broker, one after the other, in a response with tools
 PROBE_LIMIT = 30.0  # seconds in which every seat has to be taken once
 
 
@@ -93,7 +94,8 @@ def bench_chaos(
     seconds = bench_report.whole_numbers(stops, "--stops") if stops else []
     if seconds and not chosen:
         raise typer.BadParameter("--stops needs --victims to choose from")
-    asked |= {"victims": chosen, "stops": seconds, "patience": PATIENCE + sum(seconds) + blackout}
+    patience = PATIENCE + sum(seconds) + blackout + SLOW_WAITS * slow
+    asked |= {"victims": chosen, "stops": seconds, "patience": patience}
     settings = _settings(loaded, SimpleNamespace(**asked))
     with bench_report.bars() as bars:
         found = asyncio.run(Chaos(settings, SimpleNamespace(**asked), bars).run())
