@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import Completion
+from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
 
-from penstock.api.rendering import Extras, Renderer
-from penstock.schemas.events import Done, FinishReason, Token, TokenLogprob, TopLogprob, Usage
+from penstock.api.rendering import Embeddings, Extras, Renderer, error_message, error_payload
+from penstock.schemas.events import Done, ErrorBody, FinishReason, Token, TokenLogprob, TopLogprob, Usage
 from penstock.schemas.jobs import Endpoint
 
 EXAMPLES = settings(max_examples=100, deadline=None)
@@ -102,3 +105,66 @@ def test_an_answer_that_ran_out_of_time_says_so(endpoint: Endpoint) -> None:
     (chunk,) = renderer.chunks(token)
     for body in (chunk.removeprefix(b"data: "), renderer.whole([token], done)):
         assert orjson.loads(body)["choices"][0]["finish_reason"] == "deadline"
+
+
+def comes_back(kind: Any, data: bytes) -> None:
+    """P25: read into the official client's type and written again, it is what it was."""
+    read = kind.model_validate_json(data)
+    assert orjson.loads(read.model_dump_json(exclude_unset=True, by_alias=True)) == orjson.loads(data)
+
+
+@EXAMPLES
+@given(answers(), st.sampled_from(sorted(TYPES)))
+def test_every_answer_comes_back_from_json(answer: tuple[list[Token], Done], endpoint: Endpoint) -> None:
+    comes_back(TYPES[endpoint], Renderer(endpoint, "id-1", "m", 1, streaming=False).whole(*answer))
+
+
+@EXAMPLES
+@given(answers(), st.booleans())
+def test_every_chunk_comes_back_from_json(answer: tuple[list[Token], Done], include_usage: bool) -> None:
+    tokens, done = answer
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True, extras=Extras(usage=include_usage))
+    for chunk in [chunk for token in tokens for chunk in renderer.chunks(token)] + list(renderer.end(done))[:-1]:
+        comes_back(ChatCompletionChunk, chunk.removeprefix(b"data: "))
+
+
+vectors = st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=8), min_size=1, max_size=4)
+
+
+@EXAMPLES
+@given(vectors)
+def test_every_vector_comes_back_from_json(rows: list[list[float]]) -> None:
+    tokens = [
+        Token("r", place, 0, (), base64.b64encode(np.array(row, "<f4").tobytes()).decode(), None, "stop")
+        for place, row in enumerate(rows)
+    ]
+    done = Done("r", ("stop",) * len(rows), Usage(3, 0, 3))
+    whole = Embeddings("r", "m", encoded=False).whole(tokens, done)
+    comes_back(CreateEmbeddingResponse, whole)
+    found = [each.embedding for each in CreateEmbeddingResponse.model_validate_json(whole).data]
+    assert [[float(np.float32(number)) for number in row] for row in found] == rows
+    # In base64, as its client asks for it, a vector is text that it decodes itself.
+    encoded = orjson.loads(Embeddings("r", "m", encoded=True).whole(tokens, done))["data"]
+    assert [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").tolist() for each in encoded] == rows
+
+
+errors = st.builds(
+    ErrorBody,
+    status=st.sampled_from([400, 408, 429, 500, 503]),
+    message=texts,
+    type=st.sampled_from(["invalid_request_error", "server_error"]),
+    code=st.none() | texts,
+    param=st.none() | texts,
+    retry_after=st.none() | st.floats(0, 60),
+)
+
+
+@EXAMPLES
+@given(errors)
+def test_every_error_comes_back_from_json(error: ErrorBody) -> None:
+    payload = error_payload(error)
+    data = orjson.dumps(payload["error"])
+    comes_back(ErrorObject, data)
+    read = ErrorObject.model_validate_json(data)
+    assert (read.message, read.type, read.code, read.param) == (error.message, error.type, error.code, error.param)
+    assert orjson.loads(error_message(error).removeprefix(b"data: ")) == payload

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessageChunk
 from langchain_openai import ChatOpenAI
+from openai.types.responses import Response as OpenAIResponse
 from responses_rules import check_response, check_responses, read_events
 
 from penstock.api.responses_rendering import ResponseRenderer, response_object
@@ -260,6 +261,15 @@ def test_every_stream_keeps_the_rules_and_ends_with_what_is_stored(run: Run) -> 
     assert renderer.started and renderer.finished
     assert plain(renderer.response()) == final == plain(run.stored)
     check_response(run.stored)
+
+
+@EXAMPLES
+@given(runs())
+def test_every_response_comes_back_from_json(run: Run) -> None:
+    """P25: read into the official client's type and written again, it is what it was."""
+    stored = orjson.dumps(response_object(run.begun, run.turns, run.ended))
+    read = OpenAIResponse.model_validate_json(stored)
+    assert orjson.loads(read.model_dump_json(exclude_unset=True, by_alias=True)) == orjson.loads(stored)
 
 
 @EXAMPLES

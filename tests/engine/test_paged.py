@@ -21,7 +21,7 @@ from penstock.engine.sequence import Sequence
 from penstock.schemas.errors import ConfigurationError, InvalidRequest
 
 GREEDY = GenerationParams(temperature=0, max_tokens=8, ignore_eos=True)
-POISON = 499
+POISON, RAISING = 499, 498
 Load = Callable[..., PagedBackend]
 
 
@@ -126,6 +126,41 @@ class TestFailures:
         assert [row.tokens for row in heirs[:3]] == expected
         assert all(row.finish == "length" for row in heirs)
         assert heirs[3].cached_tokens == 0
+
+    def test_any_culprits_leave_any_mates_alone(self, load: Load) -> None:
+        """However many fail, by an exception or by numbers that are none, and whenever each of them comes."""
+        expected = self.alone(load)
+        backend = load()
+        poison(backend)
+        forward = backend._runner.forward
+
+        def fail(segments: Any, chosen: torch.Tensor | None = None) -> Any:
+            if any(RAISING in segment.tokens for segment in segments):
+                raise torch.OutOfMemoryError("too much")
+            return forward(segments, chosen)
+
+        backend._runner.forward = fail  # type: ignore[method-assign]
+        kinds = [*self.prompts, [1, RAISING, 2], [1, 2, POISON]]
+        arrivals = st.tuples(st.integers(0, len(kinds) - 1), st.integers(0, 3))  # who, and how many steps later
+
+        @settings(max_examples=20, deadline=None)
+        @given(st.lists(arrivals, min_size=2, max_size=5))
+        def check(arrivals: list[tuple[int, int]]) -> None:
+            rows = []
+            for kind, steps in arrivals:
+                for _ in range(steps):
+                    backend.step()
+                rows.append((kind, add(backend, kinds[kind])))
+            finish(backend)
+            for kind, row in rows:
+                if kind < len(expected):
+                    assert row.tokens == expected[kind]
+                else:
+                    assert row.finish == "error"
+            backend.check_integrity()
+            assert backend.blocks.usage == 0
+
+        check()
 
     def test_what_others_hold_stays_as_it_is(self, load: Load) -> None:
         """One shares the beginning, whose numbers are good, with another whose end is none."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, FragileEcho, Pipeline
 
-from penstock.schemas.events import FINAL, Accepted, Done, Event, Failed, Token
+from penstock.schemas.events import FINAL, Accepted, Delta, Done, Event, Failed, Token
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 
@@ -170,3 +171,46 @@ def test_p15_an_error_during_generation_reaches_the_client(pipeline: Pipeline) -
         assert failed.error.message and failed.error.code == "generation_failed"
 
     check()
+
+
+class Culprits(FragileEcho):
+    """Fails each request whose prompt begins with a bell, after as many tokens as its second byte says."""
+
+    def step(self) -> list[Delta]:
+        deltas = super().step()
+        for sequence in list(self._running):
+            if sequence.prompt[0] == ord("\a") and len(sequence.tokens) >= sequence.prompt[1] - ord("0"):
+                self.remove(sequence)
+                deltas.append(sequence.fail(RuntimeError("broken on purpose")))
+        return deltas
+
+
+def test_p22_failures_leave_batch_mates_alone() -> None:
+    """P22: one request's failure leaves its batch mates alone, whoever fails, how many, and when."""
+    culprit = st.integers(0, 5).map(lambda after: f"\a{after} fails")
+    mate = texts.filter(lambda text: not text.startswith("\a"))
+
+    with asyncio.Runner() as runner:
+        pipeline = runner.run(Pipeline.start(kind=Culprits, max_batch_size=8, batch_window=0.002))
+
+        @EXAMPLES
+        @given(st.lists(st.booleans(), min_size=2, max_size=8), st.data())
+        def check(fails: list[bool], data: st.DataObject) -> None:
+            prompts = [data.draw(culprit if is_culprit else mate) for is_culprit in fails]
+
+            async def scene() -> list[list[Event]]:
+                bodies = [{"model": MODEL, "prompt": prompt, "max_tokens": 200} for prompt in prompts]
+                return await asyncio.gather(*map(pipeline.events, bodies))
+
+            for prompt, is_culprit, events in zip(prompts, fails, runner.run(scene()), strict=True):
+                end = final(events)
+                if is_culprit:
+                    assert isinstance(end, Failed) and end.error.code == "generation_failed"
+                else:
+                    assert isinstance(end, Done) and end.finish_reasons == ("stop",)
+                    assert "".join(token.text for token in tokens(events)) == prompt
+
+        try:
+            check()
+        finally:
+            runner.run(pipeline.stop())
