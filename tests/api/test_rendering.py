@@ -138,7 +138,8 @@ def test_every_vector_comes_back_from_json(rows: list[list[float]]) -> None:
         Token("r", place, 0, (), base64.b64encode(np.array(row, "<f4").tobytes()).decode(), None, "stop")
         for place, row in enumerate(rows)
     ]
-    done = Done("r", ("stop",) * len(rows), Usage(3, 0, 3))
+    reasons: list[FinishReason] = ["stop" for _ in rows]
+    done = Done("r", tuple(reasons), Usage(3, 0, 3))
     whole = Embeddings("r", "m", encoded=False).whole(tokens, done)
     comes_back(CreateEmbeddingResponse, whole)
     found = [each.embedding for each in CreateEmbeddingResponse.model_validate_json(whole).data]

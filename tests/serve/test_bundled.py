@@ -78,6 +78,46 @@ def test_several_calls_at_once(client: openai.OpenAI) -> None:
     assert answer.finish_reason == "tool_calls"
 
 
+def test_a_task_of_several_turns(client: openai.OpenAI) -> None:
+    """Three calls, each with what the one before has found, an answer, and a further wish in the same conversation."""
+    tools = [
+        tool("find_customer", "Find a customer", email="string"),
+        tool("get_order", "Get an order", customer_id="string"),
+        tool("get_price", "Get a price", order_id="string"),
+        *TOOLS,
+    ]
+    results = {
+        ("find_customer", "ann@bank.com"): {"customer_id": "cust-17"},
+        ("get_order", "cust-17"): {"order_id": "ord-42"},
+        ("get_price", "ord-42"): {"price": 314},
+        ("get_weather", "Rome"): {"sky": "clear"},
+    }
+    messages: list[Any] = []
+    called: list[tuple[str, str]] = []
+    answers: list[str] = []
+    turns = 0
+    for wish in (
+        "Find the customer with email ann@bank.com, get its order and tell me its price.",
+        "What is the weather in Rome?",
+    ):
+        messages.append({"role": "user", "content": wish})
+        while len(answers) < sum(message["role"] == "user" for message in messages):
+            said = client.chat.completions.create(model=MODEL, messages=messages, tools=tools, temperature=0)
+            turns += 1
+            message = said.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                assert call.type == "function"
+                called.append((call.function.name, *json.loads(call.function.arguments).values()))
+                content = json.dumps(results[called[-1]])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+            if not message.tool_calls:
+                answers.append(message.content or "")
+            assert turns <= 6
+    assert called == list(results)
+    assert turns == 6 and "314" in answers[0] and "clear" in answers[1]
+
+
 def test_no_call_where_no_tool_fits(client: openai.OpenAI) -> None:
     question: Any = [{"role": "user", "content": "Play some music."}]
     answer = client.chat.completions.create(model=MODEL, messages=question, tools=TOOLS, temperature=0).choices[0]
