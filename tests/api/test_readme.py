@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from typer.core import TyperGroup
 import penstock.__main__  # noqa: F401  # it adds the commands that run processes
 from penstock.api.cli import app
 from penstock.config.settings import Settings
+from penstock.schemas.events import Started, Token
+from penstock.stages import Filter, JobStage
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", ROOT / "deploy" / "examples" / "README.md"]
@@ -104,3 +107,15 @@ def test_every_flag_and_variable_exists() -> None:
     variables = {f"PENSTOCK_{name.upper()}" for name in Settings.model_fields} | OTHER_VARIABLES
     assigned = set(re.findall(r"\b(PENSTOCK_[A-Z_]+)=", text)) | set(re.findall(r"`(PENSTOCK_[A-Z_]+[A-Z])`", text))
     assert assigned and assigned - variables == set()
+
+
+async def test_the_readmes_own_stage_and_filter_do_as_it_says() -> None:
+    found: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL):
+        if "(JobStage)" in block or "(Filter)" in block:
+            exec(block, found)
+    assert issubclass(found["Polite"], JobStage)
+    brief: Filter = found["Brief"](Started("r", 1, "h", "default", "b", 1, 5), 0)
+    whole, end = Token("r", 0, 0, (1,), "One"), Token("r", 0, 1, (2,), "?\nTwo")
+    assert await brief.process(whole) == whole
+    assert await brief.process(end) == replace(end, text="?", finish_reason="stop")
