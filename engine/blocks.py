@@ -157,6 +157,11 @@ class KVBlocks:
             blocks.clear()
         tables.num_published = tables.slide_at = 0
 
+    def evict(self) -> None:
+        """Evict all cached blocks that nobody holds."""
+        for pool in self.pools:
+            pool.clear_cached(pool.num_cached)
+
     def forget(self, tables: Tables) -> None:
         """What these blocks hold is not to be found by anyone any more."""
         for blocks, pool in zip(tables.blocks, self.pools, strict=True):

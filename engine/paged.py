@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_SIZE = 16
 _CHUNK = {"cpu": 256}  # larger products are no faster there, and streams wait for each
 _LARGE_CHUNK = 2048
+_EVICT_FROM = 0.80  # of the cache held: prefixes that nobody holds go before a step has to wait for their blocks
 
 
 class _Unread(NamedTuple):
@@ -277,6 +278,8 @@ class PagedBackend:
 
     def _commit(self, scheduled: list[Scheduled], now: _Unread) -> None:
         self._scheduler.commit(scheduled)
+        if self.blocks.usage >= _EVICT_FROM:
+            self.blocks.evict()
         for row in now.rows:
             row.sequence.pending += 1
 

@@ -19,6 +19,7 @@ from penstock.engine.backends import load_backend
 from penstock.engine.paged import PagedBackend
 from penstock.engine.sequence import Sequence
 from penstock.schemas.errors import ConfigurationError, InvalidRequest
+from penstock.stages.degradation import Slots, slots
 
 GREEDY = GenerationParams(temperature=0, max_tokens=8, ignore_eos=True)
 POISON, RAISING = 499, 498
@@ -54,6 +55,12 @@ def finish(backend: PagedBackend | AnswerCache) -> int:
         backend.step()
         steps += 1
     return steps
+
+
+def finish_step(backend: PagedBackend) -> bool:
+    """One step more; whether anything goes on after it."""
+    backend.step()
+    return backend.delay() <= 0
 
 
 def poison(backend: PagedBackend) -> Any:
@@ -321,6 +328,29 @@ def test_stats_count_the_cache(model_directory: Callable[[str], Path]) -> None:
         cache = engine.stats().cache
         assert cache is not None and cache.num_blocks == 6 and cache.memory == 6 * 16384
         assert cache.num_preemptions > 0 and cache.num_evictions > 0 and cache.usage == 0
+
+
+def test_pressure_evicts_prefixes_from_080_on_and_refuses_work_from_090_on(load: Load) -> None:
+    """Spec §2, on the way of an engine from empty to full: 20 blocks of 16 tokens."""
+    backend = load(kv_cache_memory=ByteSize(20 * 16384), max_batch_size=4)
+    add(backend, [7] * 32)
+    finish(backend)  # leaves two blocks that can be found
+    long = GREEDY.model_copy(update={"max_tokens": 200})
+    add(backend, [9] * 100, long)
+    seen = {}
+    while finish_step(backend):
+        usage = backend.cache_stats().usage
+        kept = any(pool._unheld for pool in backend.blocks.pools)
+        seen[round(usage, 2)] = kept, slots(usage, 4, 1)
+        backend.check_integrity()
+    usual, half, urgent, none = Slots(5, 4), Slots(5, 2), Slots(5, 0), Slots(0, 0)
+    assert [seen[at] for at in (0.5, 0.75, 0.8, 0.9, 0.95)] == [
+        (True, usual),
+        (True, half),
+        (False, half),
+        (False, urgent),
+        (False, none),
+    ]
 
 
 def test_the_context_is_what_the_budget_holds(model_directory: Callable[[str], Path]) -> None:
