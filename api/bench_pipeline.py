@@ -51,7 +51,8 @@ def pipeline(
     Chats arrive at an even rate, over HTTP and at the engine itself: what is added to the first token.
     Then long streams, many at once: tokens a second; and answers of one token: requests a second.
     Ends with exit code 1 if any request failed.
-    Settings in the environment and in penstock.toml hold for the servers it starts.
+    Settings in the environment and in penstock.toml hold for the servers it starts: with PENSTOCK_NATS_REPLICAS=3 the
+    broker is three of them.
     """
     options = {name: value for name, value in locals().items() if name != "json"}
     loads: dict[str, dict[str, Any]] = {}

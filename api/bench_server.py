@@ -14,8 +14,8 @@ import structlog
 
 from ..config.settings import Settings
 from ..schemas.errors import StartupError
-from ..streams.server import EmbeddedServer
-from .keeper import LEAST_DELAY, Keeper, Part, child_environment, keep_broker
+from .bench_brokers import Brokers
+from .keeper import LEAST_DELAY, Keeper, Part, child_environment
 from .supervisor import ready
 
 START_LIMIT = 180.0  # seconds until all parts run: torch is loaded once for each worker
@@ -34,15 +34,14 @@ def workplace() -> Iterator[Path]:
 async def running(settings: Settings, parts: Sequence[Part], urls: Sequence[str]) -> AsyncIterator[None]:
     """A broker and `parts` around it, kept alive as `penstock serve` does; ready at all `urls` once entered.
 
+    Where streams are to have several replicas, so many nats-servers are the broker.
     Their state and what they log go with them. Raises `StartupError` with their last words where they cannot run.
     """
     async with contextlib.AsyncExitStack() as stack:
         state = stack.enter_context(workplace())
-        server = await EmbeddedServer.start(state, settings.nats_server, settings.nats_sync_interval)
-        stack.push_async_callback(server.stop)
-        keeping = asyncio.create_task(keep_broker(server))
-        stack.callback(keeping.cancel)
-        environment = child_environment(settings.model_copy(update={"state_dir": state}), server.url)
+        brokers = Brokers()
+        await stack.enter_async_context(brokers.started(settings, state, settings.nats_replicas))
+        environment = child_environment(settings.model_copy(update={"state_dir": state}), brokers.urls)
         async with kept(settings, state, {part: environment for part in parts}, urls):
             yield
 
