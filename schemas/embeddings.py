@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .chat import Body, ModelName
+from .chat import Body, ModelName, Unsupported
 from .jobs import Priority
 from .prompts import Prompt, as_list
 
@@ -16,6 +17,10 @@ MAX_TOKENS = 300_000  # of all inputs of a request
 
 class EmbeddingRequest(Body):
     """One vector is asked for each of `prompts`, of `dimensions` numbers where given."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "truncate_prompt_tokens": Unsupported(advice="shorten the input, of which nothing is cut silently"),
+    }
 
     model: ModelName
     input: Prompt

@@ -134,6 +134,7 @@ def test_the_same_key_is_the_same_request(client: httpx.Client) -> None:
         ({"dimensions": 385}, 400, "dimensions", "have 384 numbers"),
         ({"dimensions": "8"}, 400, "dimensions", "valid integer"),
         ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
+        ({"truncate_prompt_tokens": 8}, 400, "truncate_prompt_tokens", "shorten the input"),
         ({"timeout": 0}, 400, "timeout", "above 0"),
         ({"priority": "urgent"}, 400, "priority", "'high', 'normal' or 'low'"),
         ({"priority": "low", "service_tier": "priority"}, 400, "service_tier", "differ"),
