@@ -121,6 +121,20 @@ class TestOrder:
             assert len(sequence.tokens) == len(other.tokens) == number
         assert sequence.tokens == answer(load(ahead=False), params=GREEDY.model_copy(update=bound))[:4]
 
+    def test_a_prompt_is_scored_beside_rows_that_decode(self, load: Load) -> None:
+        params, prompt = GREEDY.model_copy(update={"logprobs": 1, "prompt_logprobs": True}), list(range(3, 53))
+        told = []
+        for ahead in (True, False):
+            backend = load(ahead, prefill_chunk_size=16, max_batch_size=4)
+            other = add(backend, [8, 9])
+            backend.step()
+            scored = add(backend, prompt, params)
+            entries = [entry for delta in finish(backend) for entry in delta.logprobs or ()]
+            assert [entry.token_id for entry in entries] == [*prompt, *scored.tokens]
+            assert other.tokens == answer(load(ahead=False), [8, 9])
+            told.append([entry.logprob for entry in entries])
+        assert told[0][0] is None and told[0][1:] == pytest.approx(told[1][1:], abs=1e-5)
+
     def test_on_a_cpu_every_step_is_read_at_once(self, load: Load) -> None:
         backend = load(ahead=None)
         sequence = add(backend)
