@@ -35,6 +35,7 @@ def tight(model_directory: Callable[[str], Path]) -> Iterator[InferenceEngine]:
         model=str(model_directory("llama")),
         dtype="float32",
         device="cpu",
+        max_batch_size=16,
         kv_cache_memory=ByteSize(1 << 18),
         max_sequence_length=160,
         prefill_chunk_size=16,
