@@ -243,7 +243,10 @@ def test_a_server_that_refuses_ignore_eos_is_told(fake: Fake) -> None:
         ("--plot=x.pdf", "ends in .svg"),
     ],
 )
-def test_wrong_options_are_told_before_the_load(fake: Fake, option: str, error: str) -> None:
+def test_wrong_options_are_told_before_the_load(
+    fake: Fake, option: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = bench(fake.url, option)
     assert result.exit_code == 2
     assert error in result.stderr
