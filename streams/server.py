@@ -23,6 +23,7 @@ from ..config.process import die_with_parent
 from ..schemas.errors import StartupError
 
 _MAX_PAYLOAD = 8 * 1024 * 1024
+_MEMORY = "512MiB"  # above which the server collects garbage at once; it may hold more, if it is in use
 _START_TIMEOUT = 30.0  # seconds; a large store takes a while to be read
 _STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.01
@@ -138,6 +139,7 @@ class EmbeddedServer:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    env={"GOMEMLIMIT": _MEMORY} | os.environ,
                     start_new_session=True,  # Ctrl-C is for the parent, which stops the server last
                     preexec_fn=functools.partial(die_with_parent, os.getpid()),
                 )
