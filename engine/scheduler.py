@@ -294,7 +294,10 @@ class Scheduler:
         """A row stops running: what it holds and claims is free."""
         self._unclaim(row, row.tables.keys[row.tables.num_published :])
         self._blocks.release(row.tables)
-        self._rows_of -= Counter((id(row.sequence.request),))  # which drops those at 0
+        request = id(row.sequence.request)
+        self._rows_of[request] -= 1
+        if not self._rows_of[request]:
+            del self._rows_of[request]
         row.running = False
         row.num_computed = 0
 

@@ -43,6 +43,7 @@ class Batch(JobStage):
 
     name = "batch"
     is_brief = False
+    outwaits_elections = True
     concurrency = 512  # of each lane
 
     def __init__(self, pipe: Pipe, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:

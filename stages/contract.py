@@ -178,6 +178,7 @@ class Stage(ABC):
 
     name: ClassVar[str]
     is_brief: ClassVar[bool] = True  # `handle` waits for nobody but the broker
+    outwaits_elections: ClassVar[bool] = True  # a lease does; not where it costs little to do the work twice
     concurrency: int = 64
     prefetch: int = 64
 
@@ -193,7 +194,8 @@ class Stage(ABC):
     @property
     def lease(self) -> float:
         """Seconds without a sign of life after which another copy gets what this one has in hand."""
-        return max(self.pipe.settings.lease, self.pipe.settings.failover)
+        settings = self.pipe.settings
+        return max(settings.lease, settings.failover) if self.outwaits_elections else settings.lease
 
     @abstractmethod
     async def run(self, intake: Intake) -> None:
@@ -217,10 +219,7 @@ class JobStage(Stage):
     Override `process`. Return the job, changed or not; raise `InvalidRequest` (or another `Refusal`) to refuse it.
     """
 
-    @property
-    def lease(self) -> float:
-        # What is brief costs little twice, so an election of the broker's is no reason to wait longer.
-        return self.pipe.settings.lease if self.is_brief else super().lease
+    outwaits_elections = False
 
     async def run(self, intake: Intake) -> None:
         subjects = partial(self.pipe.subjects.stage_of, self.name)

@@ -51,6 +51,7 @@ class Validate(Stage):
     """`jobs` in, validated jobs out. Tokenizers are loaded at a model's first request and kept."""
 
     name = "validate"
+    outwaits_elections = False
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
@@ -76,10 +77,6 @@ class Validate(Stage):
                     await asyncio.sleep(settings.heartbeat_interval)
         finally:
             await self._grammars.close()
-
-    @property
-    def lease(self) -> float:
-        return self.pipe.settings.lease  # as of a JobStage
 
     @property
     def ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""Two bridges over one pipeline in memory, shared by the tests of a file."""
+"""Two bridges over one pipeline in memory, and one with a model that is dictated to, each shared by a file's tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from applications import Doors
+from desk import Desk
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +16,11 @@ def doors() -> Iterator[Doors]:
         doors = Doors.start(runner)
         yield doors
         runner.run(doors.pipeline.stop())
+
+
+@pytest.fixture(scope="module")
+def desk() -> Iterator[Desk]:
+    with asyncio.Runner() as runner:
+        desk = Desk(runner)
+        yield desk
+        runner.run(desk.pipeline.stop())

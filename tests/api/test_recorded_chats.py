@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,6 @@ from asgi import Response
 from desk import Desk
 
 REQUESTS: list[dict[str, Any]] = orjson.loads((Path(__file__).parent / "recorded_chats.json").read_bytes())
-
-
-@pytest.fixture(scope="module")
-def desk() -> Iterator[Desk]:
-    with asyncio.Runner() as runner:
-        desk = Desk(runner)
-        yield desk
-        runner.run(desk.pipeline.stop())
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda one: one["client"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,6 @@ from responses_rules import check_response, check_responses
 
 RECORDED = {path.stem: orjson.loads(path.read_bytes()) for path in (Path(__file__).parent / "recorded").glob("*.json")}
 SESSIONS = [(client, session) for client, recorded in RECORDED.items() for session in range(len(recorded["sessions"]))]
-
-
-@pytest.fixture(scope="module")
-def desk() -> Iterator[Desk]:
-    with asyncio.Runner() as runner:
-        desk = Desk(runner)
-        yield desk
-        runner.run(desk.pipeline.stop())
 
 
 def turn(desk: Desk, recorded: dict[str, Any], turn: dict[str, Any]) -> Response:

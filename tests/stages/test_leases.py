@@ -8,9 +8,18 @@ import os
 import pytest
 
 from penstock.config.process import host
+from penstock.config.settings import Settings
+from penstock.stages import Pipe, Stage
+from penstock.stages.batch import Batch
+from penstock.stages.cancellations import Cancellations
 from penstock.stages.leases import Leases
+from penstock.stages.queue import Queue
+from penstock.stages.stream import Stream
+from penstock.stages.validate import Validate
 from penstock.streams.memory import MemoryBroker
 from penstock.streams.port import Bucket, BucketSpec
+from penstock.streams.registry import Registry
+from penstock.streams.topology import Subjects
 
 LONG = 3600.0  # seconds; nobody waits for a lease to run out here
 
@@ -51,6 +60,14 @@ async def test_shares_of_who_may_live_are_waited_for(dead: int, holder: str) -> 
     name = holder.format(dead=dead, alive=os.getpid(), host=host())
     bucket = await bucket_with(("stream.member.one", name), ("stream.share.0", name), ("stream.share.1", name))
     assert await held_after_one_look(bucket, 4) == {2, 3}
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [(Validate, 5.0), (Queue, 5.0), (Batch, 15.0), (Stream, 15.0)])
+async def test_only_what_may_be_done_twice_is_lent_for_less_than_an_election(kind: type[Stage], seconds: float) -> None:
+    settings, broker = Settings(backend="echo", nats_replicas=3), MemoryBroker()
+    registry = Registry(broker, interval=1.0)
+    pipe = Pipe(broker, Subjects("p"), settings, registry, Cancellations())
+    assert kind(pipe).lease == seconds
 
 
 async def test_a_dead_holder_s_share_goes_to_one(dead: int) -> None:
