@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from ..config.process import die_with_parent
@@ -183,6 +184,7 @@ class EmbeddedServer:
             "jetstream {",
             f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
             f"  max_file_store: {self._max_store}",
+            f"  max_memory_store: {psutil.virtual_memory().total}",  # else part of GOMEMLIMIT: too little
             *([f"  sync_interval: {json.dumps(self._sync_interval)}"] if self._sync_interval else []),
             "}",
             *self._more,

@@ -96,6 +96,26 @@ async def test_only_this_machine_reaches_it(own_server: EmbeddedServer) -> None:
         await JetStreamBroker.connect(f"nats://127.0.0.1:{urlsplit(own_server.url).port}", namespace="p")
 
 
+@pytest.mark.parametrize("given", [None, "1GiB"])
+async def test_it_is_asked_for_little_memory_unless_the_operator_says_more(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOMEMLIMIT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOMEMLIMIT", given)
+    server = await EmbeddedServer.start(tmp_path)
+    environment = psutil.Process(server.pid).environ()
+    await server.stop()
+    assert environment["GOMEMLIMIT"] == (given or "512MiB")
+
+
+async def test_buckets_may_reserve_more_memory_than_the_server_is_asked_to_use(own_server: EmbeddedServer) -> None:
+    broker = await JetStreamBroker.connect(own_server.url, namespace="p")
+    reserved = StreamSpec("RESERVED", ("p.reserved",), "limits", "memory", max_bytes=1 << 30)
+    await broker.ensure([reserved], [])
+    await broker.close()
+
+
 async def test_a_missing_binary(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="correct --nats-server"):
         await EmbeddedServer.start(tmp_path / "state", tmp_path / "none")
