@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..schemas.bounds import shortened
+from ..schemas.bounds import load_json, shortened
 from ..schemas.chat import ChatMessage, NamedTool, Tool
 from ..schemas.embeddings import EmbeddingRequest
 from ..schemas.errors import InvalidRequest
@@ -331,9 +331,9 @@ def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     try:
-        schema = json.loads(value)
+        schema = load_json(value.encode())
     except ValueError as error:
-        raise InvalidRequest(f"{path}: it is no JSON: {error}.", param=path) from None
+        raise InvalidRequest(f"{path} {error}", param=path) from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{path}: a JSON Schema is an object.", param=path)
     return schema

@@ -206,7 +206,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "messages[1].tool_call_id",
         "no call before it has the id 'd'",
     ),
-    ("hermes", {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
+    ("hermes", {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
+    ("hermes", {"structured_outputs": {"json": '{"a":' * 5_000}}, "structured_outputs.json", "not valid JSON"),
+    ("hermes", {"structured_outputs": {"json": "[" * 500 + "]" * 500}}, "structured_outputs.json", "nested deeper"),
     ("hermes", {"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "is an object"),
     (
         "hermes",
