@@ -286,6 +286,10 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
                 yield f"tools[{place}].authorization", "headers have one too"
             if tool.sealed is not None and tool.secrets:
                 yield f"tools[{place}].sealed", "stands for headers and authorization, and not beside them"
+    if len(request.namespaced) < sum(
+        len(tool.tools) for tool in request.tools or () if isinstance(tool, NamespaceTool)
+    ):
+        yield "tools", "two functions of namespaces have one name for the model; give one of them another"
     functions = {tool.name for tool in request.function_tools}
     labels = {tool.server_label for tool in request.mcp_tools}
     choice = request.tool_choice

@@ -133,6 +133,17 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
         ),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [FUNCTION, FUNCTION]}]}, "tools[0].tools"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [FUNCTION]}] * 2}, "tools[1].name"),
+        (
+            {
+                "tools": [
+                    {"type": "namespace", "name": "a", "tools": [FUNCTION | {"name": "b__c"}]},
+                    {"type": "namespace", "name": "a__b", "tools": [FUNCTION | {"name": "c"}]},
+                    FUNCTION | {"name": "b__c"},
+                    FUNCTION | {"name": "c"},
+                ]
+            },
+            "tools",
+        ),
         (tool(FUNCTION, name="a b"), "tools[0].name"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
         ({"tools": [MCP, MCP]}, "tools[1].server_label"),
