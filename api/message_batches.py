@@ -3,6 +3,7 @@ files are read as results."""
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from ..schemas.batches import FINAL, MESSAGES, WINDOW, Batch, Counts
-from ..schemas.errors import InvalidRequest, StreamNotFound
+from ..schemas.errors import InvalidRequest, Refusal, StreamNotFound
 from ..schemas.message_batches import MessageBatchRequest, shown
 from ..streams.objects import Objects
 from ..streams.topology import BATCH_STATES, FILES
@@ -55,8 +56,13 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
         )
         await door.quotas.check(tenant, sum(map(len, lines)))
         files = await Objects.of(broker, FILES)
-        await put_file(files, f"{tenant}.{file}", _each(lines), f"{batch.id}_input.jsonl", "batch", lifetime)
-        await publish(door, batch)
+        info = await put_file(files, f"{tenant}.{file}", _each(lines), f"{batch.id}_input.jsonl", "batch", lifetime)
+        try:
+            await publish(door, batch)
+        except Refusal:  # nobody will ever want it
+            if info is not None:
+                await files.delete(info)
+            raise
         return _shown(request, batch)
 
     @app.get(PATH, tags=["anthropic"], responses=responses)
@@ -128,6 +134,9 @@ def _lines(request: Request, door: Door, body: dict[str, Any]) -> list[bytes]:
         raise InvalidRequest("Each custom_id must be another.", code="duplicate_custom_id", param="requests")
     lines = [one.line for one in asked]
     for place, line in enumerate(lines):
+        if len(line) > door.settings.max_body_size:  # whoever reads the file stops there
+            fault = f"requests[{place}] has more than {door.settings.max_body_size} bytes as a line of a file."
+            raise InvalidRequest(fault, code="line_too_long", param=f"requests[{place}]")
         try:
             read_line(line, MESSAGES)
         except InvalidRequest as error:
@@ -165,7 +174,7 @@ def _page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Anthropic's list of `items`. Raises `InvalidRequest` for what the query asks."""
     query = request.query_params
     text = query.get("limit", "20")
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_LISTED:
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_LISTED:
         raise InvalidRequest(f"limit is a number from 1 to {MOST_LISTED}.", param="limit")
     limit, ids = int(text), [item["id"] for item in items]
     for name in ("after_id", "before_id"):

@@ -91,8 +91,8 @@ class Pipeline:
         if nats_url is not None:
             broker = await JetStreamBroker.connect(nats_url, namespace=settings.namespace)
         subjects = Subjects(settings.namespace)
-        limits = {"queue_limit": settings.queue_limit, "tenant_limit": settings.tenant_limit}
-        streams, buckets = topology(settings.namespace, settings.job_stages, **limits)  # type: ignore[arg-type]
+        limits = {name: getattr(settings, name) for name in ("queue_limit", "tenant_limit", "batches_limit")}
+        streams, buckets = topology(settings.namespace, settings.job_stages, **limits)
         await broker.ensure(streams, buckets)
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)

@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import httpx2
+import orjson
 import pytest
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 from asgi import ask
@@ -181,8 +182,36 @@ async def test_batches_are_listed_in_pages(desk: Desk) -> None:
     assert set(ids) == made and len(ids) == 5
     assert [batch.id for batch in (await desk.api.list(limit=2, before_id=ids[4])).data] == ids[2:4]
     assert not (await desk.api.list(after_id=ids[4])).data
-    for query in ("limit=0", "limit=x", "after_id=msgbatch_0", "before_id=batch_0"):
+    zeros = "limit=" + "0" * 8
+    for query in (
+        "limit=0",
+        "limit=x",
+        f"{zeros}19999",
+        f"{zeros}1{'0' * 5_000}",
+        "after_id=msgbatch_0",
+        "before_id=batch_0",
+    ):
         assert (await ask(desk.app, "GET", f"{PATH}?{query}")).status == 400
+
+
+async def test_a_line_that_outgrows_a_body_is_refused(desk: Desk) -> None:
+    """Numbers may be longer as a line than they came; whoever reads the file would stop in their middle."""
+    numbers = b"[" + b",".join([b"1e15"] * 400_000) + b"]"
+    params = orjson.dumps(request("a")["params"] | {"metadata": "x"}).replace(b'"x"', numbers)
+    body = b'{"requests":[{"custom_id":"a","params":' + params + b"}]}"
+    assert len(body) < desk.pipeline.pipe.settings.max_body_size
+    refused = await ask(desk.app, "POST", PATH, body)
+    assert refused.status == 400 and b"requests[0] has more than" in refused.body
+
+
+async def test_a_batch_that_is_refused_leaves_no_file() -> None:
+    desk = Desk(await Pipeline.start(batches_limit=1))
+    await desk.create(request("a"))
+    files = await ask(desk.app, "GET", "/v1/files")
+    with pytest.raises(anthropic.APIStatusError, match="Too many batches"):
+        await desk.create(request("b"))
+    assert (await ask(desk.app, "GET", "/v1/files")).body == files.body
+    await desk.stop()
 
 
 async def test_batches_of_files_are_none_of_messages(desk: Desk) -> None:
