@@ -548,3 +548,16 @@ def test_a_lost_block_is_found_out() -> None:
     machine.blocks.pools[0].allocate()
     with pytest.raises(AssertionError, match="holders"):
         machine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_scored_prompt_is_computed_in_pieces_whose_logits_fit(chunked: bool) -> None:
+    params = GenerationParams(max_tokens=1, ignore_eos=True, logprobs=0, prompt_logprobs=True)
+    request = EngineRequest("r", tuple(bytes(600)), params, seed=0)
+    scheduler = Scheduler(KVBlocks(SIZE, [GroupSpec(1_000, None)], INFO.context_length), 8, 1_024, chunked)
+    scheduler.add(Sequence(request, 0, TOKENIZER, INFO))
+    steps: list[Scheduled] = []
+    while not steps or not steps[-1].samples:
+        steps += (scheduled := scheduler.schedule())
+        scheduler.commit(scheduled)
+    assert [one.num_tokens for one in steps] == [256, 256, 88]
