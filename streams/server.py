@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from ..config.process import die_with_parent
@@ -175,6 +174,7 @@ class EmbeddedServer:
 
     def _write_config(self, ports: Path) -> Path:
         path = self._state / "nats-server.conf"
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         lines = [
             'host: "127.0.0.1"',
             f"port: {self._port}",
@@ -184,7 +184,7 @@ class EmbeddedServer:
             "jetstream {",
             f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
             f"  max_file_store: {self._max_store}",
-            f"  max_memory_store: {psutil.virtual_memory().total}",  # else part of GOMEMLIMIT: too little
+            f"  max_memory_store: {memory}",  # else part of GOMEMLIMIT: too little
             *([f"  sync_interval: {json.dumps(self._sync_interval)}"] if self._sync_interval else []),
             "}",
             *self._more,
