@@ -175,7 +175,11 @@ class Settings(BaseSettings):
         0.01, ge=0, le=1, description="Least time between two messages of a stream; tokens in between travel together."
     )
     stall_timeout: float = Field(
-        30.0, gt=0, description="How long a busy engine may stand still before its worker is ended and replaced."
+        30.0,
+        gt=0,
+        description="How long a worker may compute nothing for a request whose turn it is: it then begins that request "
+        "again, and ends it with an error the second time. An engine that stands still as a whole for so long is ended "
+        "and replaced with its worker.",
     )
     restart_after_requests: int | None = Field(
         None, ge=1, description="Requests after which a worker drains and is replaced; never by default."

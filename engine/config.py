@@ -18,7 +18,8 @@ class EngineConfig(BaseModel):
     `attention` "auto" leaves the choice to the backend, and so does None for chunked prefill, its `prefill_chunk_size`
     in tokens, and CUDA graphs. `compile_kernels` lets a CPU compute short steps by `kernels.c`, where it can be
     compiled. `cache_answers` gives identical greedy requests the answer of the first, from memory. `echo_rate` is in
-    tokens a second and choice, 0 for as fast as possible.
+    tokens a second and choice, 0 for as fast as possible. A request for which nothing is computed in `stall_timeout`
+    seconds, though it is its turn, begins again, and the second time ends with an error.
 
     Whether the chosen backend can honour it all is checked when the engine is built: see `refuse`.
     """
@@ -40,6 +41,7 @@ class EngineConfig(BaseModel):
     enable_chunked_prefill: bool | None = None
     prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
     cache_answers: bool = False
+    stall_timeout: Annotated[float, Field(gt=0)] = 30.0
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
 
     def refuse(self, *names: str) -> None:

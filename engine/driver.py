@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from ..schemas.events import Delta
 from .backend import Backend
 from .handle import RequestHandle
 from .sequence import Sequence
+from .stalls import StallClock
 
 _Key = tuple[str, int, int]  # request, epoch, choice: what a delta is addressed with
 
@@ -50,8 +52,8 @@ class Driver:
     sleep between any two products instead of spinning, at half the speed.
     """
 
-    def __init__(self, load: Callable[[], Backend]) -> None:
-        """Returns when `load` has; raises what it raised."""
+    def __init__(self, load: Callable[[], Backend], stall_timeout: float) -> None:
+        """Returns when `load` has; raises what it raised. See `StallClock` for `stall_timeout`, in seconds."""
         self.num_steps = 0  # set by the thread: rises for as long as it is alive and has work
         self.num_tokens = 0  # generated, all requests together; set by the thread
         self.error: BaseException | None = None  # what ended the thread; set by the thread
@@ -59,6 +61,8 @@ class Driver:
         self._running: dict[_Key, _Running] = {}
         self._changed = threading.Condition()  # guards the two above and `_closing`
         self._closing = False
+        self._stall_timeout = stall_timeout
+        self._stalls = StallClock(stall_timeout, time.monotonic)
         loaded: Future[Backend] = Future()
         self._thread = threading.Thread(target=self._main, args=(load, loaded), name="penstock-engine", daemon=True)
         self._thread.start()
@@ -128,6 +132,8 @@ class Driver:
             while self._wait():
                 self._deliver(self._obey())
                 self._deliver(self._step())
+                if self._stalls.is_due:
+                    self._deliver(self._end_stalls())
                 self.num_steps += 1
             self._deliver([sequence.end("cancelled") for sequence in self._unfinished()])
             self._refuse_calls()
@@ -144,7 +150,10 @@ class Driver:
         """Sleep until there is something to do; False when it is time to end."""
         with self._changed:
             while not self._commands and not self._closing and (delay := self.backend.delay()) > 0:
+                delay = min(delay, self._stalls.interval if self._running else inf)
                 self._changed.wait(None if delay == inf else delay)
+                if self._running and self._stalls.is_due:
+                    break
             return not self._closing
 
     def _obey(self) -> list[Delta]:
@@ -183,6 +192,27 @@ class Driver:
             for sequence in damaged:
                 self.backend.remove(sequence)
             return [sequence.fail(error) for sequence in damaged]
+
+    def _end_stalls(self) -> list[Delta]:
+        """Have the backend begin again what it does not go on with; the last deltas of what that did not help."""
+        deltas = []
+        told = f"no progress for {self._stall_timeout:g} s"
+        error = GenerationFailed(f"The engine made {told}, twice; send the request again.")
+        restarted, failed = set(), set()
+        for sequence, is_first in self._stalls.check(self._unfinished()):
+            self.backend.remove(sequence)
+            if is_first and sequence.finish is None:
+                sequence.is_waiting = True
+                self.backend.add(sequence)
+                restarted.add(sequence.request.id)
+            else:
+                deltas.append(sequence.fail(error))
+                failed.add(sequence.request.id)
+        for request in restarted:
+            _log.warning("request %s has made %s: it begins again", request, told)
+        for request in failed:
+            _log.error("request %s has made %s, the second time: it ends", request, told)
+        return deltas
 
     def _refuse_calls(self) -> None:
         """Nobody will run them any more."""

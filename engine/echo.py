@@ -129,6 +129,7 @@ class EchoBackend(NoPrefixes):
             if not sequence.is_scored:
                 sequence.score(1, [_CERTAIN] * (len(sequence.prompt) - 1))
             cycle = tuple(token for token in sequence.prompt if token not in self.tokenizer.special_token_ids)
+            sequence.is_waiting = False
             self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
 
     def _next_waiting(self) -> Sequence | None:

@@ -55,12 +55,12 @@ class InferenceEngine:
         """
         self.config = config
         if backend is not None:
-            self._driver = Driver(lambda: backend)
+            self._driver = Driver(lambda: backend, config.stall_timeout)
         elif progress is not None:
-            self._driver = Driver(partial(load_backend, config, progress))
+            self._driver = Driver(partial(load_backend, config, progress), config.stall_timeout)
         else:
             with loading_bar(f"loading {config.model}") as bar:
-                self._driver = Driver(partial(load_backend, config, bar))
+                self._driver = Driver(partial(load_backend, config, bar), config.stall_timeout)
         self._backend = self._driver.backend
         self._clock = clock
         self._grammars = GrammarCompiler(self._backend.tokenizer)

@@ -114,6 +114,7 @@ class HfBackend(NoPrefixes):
         admitted = list(self._waiting)[:room]
         for sequence in admitted:
             del self._waiting[sequence]
+            sequence.is_waiting = False
         self._cohorts.append(self._cohort(admitted))
 
     def _advance(self, cohort: Cohort) -> list[Delta]:

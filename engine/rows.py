@@ -15,7 +15,7 @@ _MAX_SCORED = 256  # tokens of a step whose logits are all kept
 class Row:
     """One sequence while the scheduler has it. All is set by `Scheduler`."""
 
-    __slots__ = ("admitted", "awaits", "num_computed", "passed", "place", "running", "sequence", "tables")
+    __slots__ = ("awaits", "num_computed", "passed", "place", "running", "sequence", "tables")
 
     def __init__(self, sequence: Sequence, arrival: int, tables: Tables) -> None:
         self.sequence = sequence
@@ -23,7 +23,6 @@ class Row:
         self.tables = tables
         self.num_computed = 0  # tokens whose keys and values are in the pools
         self.running = False
-        self.admitted = False  # at least once
         self.awaits = b""  # the key of a block that a running row computes and this one will reuse
         self.passed = 0  # rows admitted before it while it waited for blocks
 

@@ -146,6 +146,8 @@ class Scheduler:
             scheduled = [one for one in scheduled if one.row.running]
             left -= len(scheduled)
         self._spread(shares, left)
+        for row in prefills:
+            row.sequence.is_waiting = row not in shares
         scheduled = self._decoding(scheduled, shares)
         for row, count in shares.items():
             scheduled.append(Scheduled(row, count, row.num_computed + count == row.num_tokens))
@@ -161,6 +163,7 @@ class Scheduler:
             if not row.running:  # removed since
                 continue
             row.num_computed += count
+            row.sequence.num_computed += count
             tables = row.tables
             if row.num_computed >= (tables.num_published + 1) * block_size:
                 row.extend_keys(block_size)
@@ -182,7 +185,7 @@ class Scheduler:
             assert not (row.running or row.num_computed or any(row.tables.blocks)), "a waiting row holds something"
         for row in self._running:
             tables, size = row.tables, self._blocks.block_size
-            assert row.running and row.admitted, "a running row does not know that it runs"
+            assert row.running, "a running row does not know that it runs"
             assert row.num_computed <= row.num_tokens, f"{row.num_computed} computed of {row.num_tokens} tokens"
             assert row.num_computed <= len(tables.blocks[0]) * size, "computed tokens lie in no block"
             assert tables.num_published <= row.num_computed // size, "published before it is computed"
@@ -281,11 +284,11 @@ class Scheduler:
         self._rows_of[id(row.sequence.request)] += 1
         self._blocks.attach(row.tables, matched)
         row.running = True
+        row.sequence.is_waiting = False
         row.awaits = b""
         row.passed = 0
         row.num_computed = matched * self._blocks.block_size
-        if not row.admitted:
-            row.admitted = True
+        if not row.sequence.num_computed:  # for the first time
             row.sequence.cached_tokens = min(row.num_computed, len(row.sequence.prompt))
         for key in row.tables.keys[matched:]:
             self._claims.setdefault(key, row)
@@ -299,6 +302,7 @@ class Scheduler:
         if not self._rows_of[request]:
             del self._rows_of[request]
         row.running = False
+        row.sequence.is_waiting = True
         row.num_computed = 0
 
     def _unclaim(self, row: Row, keys: list[bytes]) -> None:

@@ -30,10 +30,10 @@ class ChosenLogprob:
 class Sequence:
     """The state of one choice.
 
-    A backend reads `prompt`, `tokens` and `finish`, samples within `matcher`, and calls `append`; it touches nothing
-    else but `cached_tokens` and `pending`. A token leaves in a delta together with its text: while some of the text may
-    be the beginning of a stop string, both are held back. Stop strings are looked for from the token on with which
-    `min_tokens` is reached; text before it cannot be part of one.
+    A backend reads `prompt`, `tokens` and `finish`, samples within `matcher`, and calls `append`; of the rest it sets
+    `cached_tokens`, `pending`, `is_waiting` and `num_computed`. A token leaves in a delta together with its text: while
+    some of the text may be the beginning of a stop string, both are held back. Stop strings are looked for from the
+    token on with which `min_tokens` is reached; text before it cannot be part of one.
 
     Where the log-probabilities of the prompt are asked for, a backend hands them to `score` before the first `append`.
     """
@@ -59,6 +59,8 @@ class Sequence:
         self.finish: FinishReason | None = None  # why no token will follow; set by `_advance`, `end`, `fail`
         self.cached_tokens = 0  # prompt tokens that were not computed again; set by the backend
         self.pending = 0  # tokens that the model has chosen and nobody has read yet; set by the backend
+        self.is_waiting = True  # for its turn behind others, or for room; set by the backend
+        self.num_computed = 0  # tokens computed for it, those computed again included; set by a backend with chunks
         self.end_token_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else tokenizer.eos_token_ids
         )

@@ -106,6 +106,7 @@ class Pipeline:
             echo_rate=settings.echo_rate,
             max_batch_size=capacity + reserve_of(capacity),
             reserved_batch_size=reserve_of(capacity),
+            stall_timeout=settings.stall_timeout,
         )
         backend = kind(config)
         engine = InferenceEngine(config, backend=backend)

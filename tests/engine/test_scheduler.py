@@ -561,3 +561,45 @@ def test_a_scored_prompt_is_computed_in_pieces_whose_logits_fit(chunked: bool) -
         steps += (scheduled := scheduler.schedule())
         scheduler.commit(scheduled)
     assert [one.num_tokens for one in steps] == [256, 256, 88]
+
+
+def test_who_waits_for_its_turn_is_known() -> None:
+    machine = Machine([GroupSpec(100, None)], max_batch_size=2, max_step_tokens=8)
+    low, urgent = sequence(b"a" * 12, priority=2), sequence(b"b" * 16)
+    third = sequence(b"c", max_tokens=1)
+    machine.add(low)
+    machine.step()
+    assert (low.is_waiting, low.num_computed) == (False, 8)
+    machine.add(urgent, third)
+    machine.step()
+    assert (low.is_waiting, urgent.is_waiting, third.is_waiting) == (True, False, True)
+    machine.step()
+    assert (low.num_computed, urgent.num_computed) == (8, 16)
+    machine.step()
+    assert (low.is_waiting, low.num_computed) == (False, 12)
+
+
+def test_one_that_is_preempted_waits_and_what_it_had_computed_is_no_hit() -> None:
+    machine = Machine([GroupSpec(6, None)], max_batch_size=2)
+    first, last = sequence(b"a" * 8, max_tokens=8), sequence(b"b" * 8, max_tokens=8)
+    machine.add(first, last)
+    while not machine.scheduler.num_preemptions:
+        machine.step()
+    assert last.is_waiting and not first.is_waiting
+    before = last.num_computed
+    machine.finish()
+    assert last.num_computed > before and last.cached_tokens == 0
+
+
+def test_one_that_is_taken_out_and_put_back_goes_on_from_its_blocks_which_are_no_hit() -> None:
+    machine = Machine([GroupSpec(20, None)])
+    one = sequence(b"a" * 12)
+    machine.add(one)
+    machine.step()
+    machine.remove(one)
+    assert one.is_waiting
+    machine.add(one)
+    assert machine.step()[one] == 1
+    assert one.cached_tokens == 0
+    machine.finish()
+    assert one.tokens == naive(one)

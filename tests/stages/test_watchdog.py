@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
 import pytest
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, FragileEcho, Pipeline
 
-from penstock.schemas.events import Delta
+from penstock.schemas.events import Delta, Failed, Token
 
 
 async def test_a_worker_whose_engine_hangs_ends() -> None:
@@ -43,3 +44,32 @@ async def test_an_idle_engine_is_not_a_hanging_one() -> None:
             await asyncio.shield(worker)
     assert events[-1].type == "done"
     await pipeline.stop()
+
+
+class Held(FragileEcho):
+    """Never goes on with prompts that begin with `!`."""
+
+    def step(self) -> list[Delta]:
+        self._admit()
+        held = {one: row for one, row in self._running.items() if one.prompt[0] == ord("!")}
+        for one in held:
+            del self._running[one]
+        deltas = super().step()
+        self._running |= held
+        return deltas
+
+
+async def test_a_request_that_hangs_ends_alone_and_gives_its_seats_back(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = await Pipeline.start(stall_timeout=0.1, kind=Held, echo_rate=100)
+    (*_, end), mates = await asyncio.gather(
+        pipeline.events({"model": MODEL, "prompt": "!", "n": 2}),
+        pipeline.events({"model": MODEL, "prompt": "mates"}),
+    )
+    assert isinstance(end, Failed)
+    assert (end.error.status, end.error.code) == (500, "generation_failed")
+    assert end.error.message == "The engine made no progress for 0.1 s, twice; send the request again."
+    assert mates[-1].type == "done"
+    assert "".join(event.text for event in mates if isinstance(event, Token)) == "mates"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
+    await pipeline.stop()
+    assert pipeline.infer._active.total() == 0

@@ -1,0 +1,68 @@
+"""Notices a request that makes no progress while the engine around it lives. Knows no backend and no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .sequence import Sequence
+
+_CHECKS = 8  # in the time that a sequence may stand still
+_LEAST_CHECKS = 3  # without progress: a single step may take longer than that time, and leave a sequence out
+
+
+class Stall(NamedTuple):
+    sequence: Sequence
+    is_first: bool  # the sequence has not stalled before
+
+
+@dataclass(slots=True)
+class _Watched:
+    progress: tuple[int, int]
+    since: float  # clock time of the last progress that was seen
+    checks: int = 0  # since then
+    stalls: int = 0
+
+
+class StallClock:
+    """A sequence stalls once nothing was computed for it in `limit` seconds, though it is its turn.
+
+    While a sequence waits for its turn or for room (`Sequence.is_waiting`), any other's progress counts as its own.
+    """
+
+    def __init__(self, limit: float, clock: Callable[[], float]) -> None:
+        self.interval = limit / _CHECKS  # seconds between two checks
+        self._limit = limit
+        self._clock = clock
+        self._checked = clock()
+        self._watched: dict[Sequence, _Watched] = {}
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock() - self._checked >= self.interval
+
+    def check(self, unfinished: Iterable[Sequence]) -> list[Stall]:
+        """Those of the unfinished sequences, all of the engine's, that stall; called between two steps.
+
+        The clock of a sequence starts anew when it is returned.
+        """
+        now = self._checked = self._clock()
+        before = self._watched
+        self._watched = {one: before.get(one) or _Watched(_progress(one), now) for one in unfinished}
+        moved = {one for one, watched in self._watched.items() if watched.progress != _progress(one)}
+        anyone_moved = bool(moved) or not before.keys() <= self._watched.keys()
+        stalls = []
+        for sequence, watched in self._watched.items():
+            watched.checks += 1
+            if sequence in moved or (sequence.is_waiting and anyone_moved):
+                watched.progress, watched.since, watched.checks = _progress(sequence), now, 0
+            elif now - watched.since >= self._limit and watched.checks >= _LEAST_CHECKS:
+                watched.since, watched.checks = now, 0
+                stalls.append(Stall(sequence, watched.stalls == 0))
+                watched.stalls += 1
+        return stalls
+
+
+def _progress(sequence: Sequence) -> tuple[int, int]:
+    return sequence.num_computed, len(sequence.tokens)
