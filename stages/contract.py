@@ -231,7 +231,14 @@ class JobStage(Stage):
         if await self.is_over(job):
             return
         route = headers[NEXT].split()
-        await self.pass_on(await self.process(job), route, delivery)
+        try:
+            async with asyncio.timeout(job.deadline - self.pipe.now()) as timer:
+                processed = await self.process(job)
+        except TimeoutError:
+            if timer.expired():
+                raise DeadlineExceeded(f"The deadline passed while the stage {self.name} had the request.") from None
+            raise
+        await self.pass_on(processed, route, delivery)
 
     async def is_over(self, job: ValidatedJob) -> bool:
         """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""

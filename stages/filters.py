@@ -8,6 +8,7 @@ same answer, which is all that is asked of it, is never seen to die.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,11 +59,15 @@ class Filter(ABC):
 
 
 class FilteredAnswer:
-    """One request's way through filters, `kinds`, in order. Fed with all its events, in order, from the first."""
+    """One request's way through filters, `kinds`, in order. Fed with all its events, in order, from the first.
 
-    def __init__(self, kinds: Sequence[type[Filter]], answer: Started) -> None:
+    A filter that returns nothing for `limit` seconds has failed.
+    """
+
+    def __init__(self, kinds: Sequence[type[Filter]], answer: Started, limit: float) -> None:
         self._answer = answer
-        self._choices = [_Choice([kind(answer, choice) for kind in kinds]) for choice in range(answer.choices)]
+        chains = [[kind(answer, choice) for kind in kinds] for choice in range(answer.choices)]
+        self._choices = [_Choice(chain, limit) for chain in chains]
 
     async def read(self, event: Event) -> list[Event]:
         """What the client is told instead; nothing counts behind a final event."""
@@ -101,12 +106,13 @@ class FilteredAnswer:
 class _Choice:
     """One choice of an answer, on its way through a chain of filters. All is set by `pass_on`."""
 
-    def __init__(self, chain: Sequence[Filter]) -> None:
+    def __init__(self, chain: Sequence[Filter], limit: float) -> None:
         self.reason: FinishReason | None = None  # why it ended
         self.is_cut = False  # a filter has ended it
         self.tokens = 0
         self.reasoning_tokens = 0
         self._chain = chain
+        self._limit = limit
         self._is_changed = False
 
     async def pass_on(self, token: Token) -> Token:
@@ -114,7 +120,8 @@ class _Choice:
         said = token
         for link in self._chain:
             try:
-                found = await link.process(said)
+                async with asyncio.timeout(self._limit) as timer:
+                    found = await link.process(said)
                 said = replace(
                     said,
                     text=found.text,
@@ -125,6 +132,9 @@ class _Choice:
             except Refusal:
                 raise
             except Exception as error:
+                if timer.expired():
+                    log.error("a filter does not return", filter=link.name, request=token.request)
+                    raise GenerationFailed(f"The filter {link.name} did not return for {self._limit:g} s.") from error
                 log.error("a filter failed", filter=link.name, reason=type(error).__name__, where=endings.place(error))
                 raise GenerationFailed(f"The filter {link.name} failed.") from error
         said_as_is = (said.text, said.reasoning, said.tool_calls) == (token.text, token.reasoning, token.tool_calls)

@@ -155,7 +155,9 @@ class Teller:
                 form = Form.model_validate(output.form) if output.form else None
                 self._reader = self._reader or AnswerReader(output.request, form, output.choices)
                 if self._filters and output.endpoint != "/v1/embeddings":
-                    self._filtered = self._filtered or FilteredAnswer(self._filters, output)
+                    self._filtered = self._filtered or FilteredAnswer(
+                        self._filters, output, self._pipe.settings.stall_timeout
+                    )
             elif self._reader is not None and not self._over:
                 events += self._events(output, self._reader)
                 self._over = isinstance(events[-1], FINAL)

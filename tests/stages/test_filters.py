@@ -298,8 +298,8 @@ def token(index: int, text: str, **change: Any) -> Token:
     return replace(Token("r", 0, index, (index,), text, logprobs=(logprob,)), **change)
 
 
-async def told(kind: type[Filter], *events: Event, choices: int = 1) -> list[Event]:
-    answer = FilteredAnswer([kind], Started("r", 1, "h", "default", "b", choices, 5))
+async def told(kind: type[Filter], *events: Event, choices: int = 1, limit: float = 60.0) -> list[Event]:
+    answer = FilteredAnswer([kind], Started("r", 1, "h", "default", "b", choices, 5), limit)
     return [one for event in events for one in await answer.read(event)]
 
 
@@ -365,3 +365,24 @@ def test_a_process_needs_all_filters_of_the_pipeline_in_its_order() -> None:
         find_filters(("full", "dogs"), [Dogs])
     with pytest.raises(StartupError, match="quiet is no filter of the pipeline"):
         find_filters(("full",), [Full, Quiet])
+
+
+async def test_a_filter_that_does_not_return_ends_the_answer_with_an_error() -> None:
+    class Hanging(Filter):
+        """Waits for what never comes where the text is a question, and takes its own time-outs for bugs."""
+
+        name = "hanging"
+
+        async def process(self, token: Token) -> Token:
+            if "?" in token.text:
+                await asyncio.Event().wait()
+            if "!" in token.text:
+                raise TimeoutError
+            return token
+
+    said, failed = await told(Hanging, token(0, "So"), token(1, "what?"), limit=0.01)
+    assert said == token(0, "So")
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.error.message) == (500, "The filter hanging did not return for 0.01 s.")
+    (failed,) = await told(Hanging, token(0, "!"))
+    assert isinstance(failed, Failed) and failed.error.message == "The filter hanging failed."
