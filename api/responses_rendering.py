@@ -27,7 +27,7 @@ from ..schemas.events import (
 )
 from ..schemas.loops import Begun, Ended, Items, Turned
 from ..schemas.response_tools import namespaced
-from ..schemas.responses import LOGPROBS
+from ..schemas.responses import wants_logprobs
 from ..schemas.turn_items import Change, TurnItems
 from .messages_rendering import sse
 
@@ -130,7 +130,7 @@ class ResponseRenderer:
                 yield from self._tell_item(event.item, finished=event.finished)
             case Turn():
                 yield from self._leave_turn()
-                logprobs = bool(self._body.get("top_logprobs")) or LOGPROBS in (self._body.get("include") or ())
+                logprobs = wants_logprobs(self._body.get("top_logprobs"), self._body.get("include"))
                 named = namespaced(self._body.get("tools") or ())
                 turn = TurnItems(event.job, event.calls, namespaced=named, logprobs=logprobs)
                 self._job, self._turn = event.job, turn

@@ -176,7 +176,7 @@ class ResponsesRequest(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+        return wants_logprobs(self.top_logprobs, self.include)
 
     def sources(self, tenant: str = "default") -> tuple[Source, ...]:
         """Where the tools come from that are run here. Raises `InvalidRequest` for a secret that is not sealed."""
@@ -241,6 +241,11 @@ class ResponsesRequest(Body):
             case str(mode) if first or mode == "none":
                 return tools, mode
         return tools, "auto"
+
+
+def wants_logprobs(top_logprobs: int | None, include: Sequence[str] | None) -> bool:
+    """Whether a request with these two parameters asks for log-probabilities."""
+    return bool(top_logprobs) or LOGPROBS in (include or ())
 
 
 def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
