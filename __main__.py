@@ -27,7 +27,7 @@ from .api.options import with_settings
 from .api.server import serve_http
 from .api.supervisor import Supervisor, announce, base_url, connected, listen
 from .config.logging import configure_logging
-from .config.process import host
+from .config.process import host, keep_loaded
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
@@ -42,6 +42,7 @@ from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_filters, find_stage, installed
 from .stages.stream import Stream
 from .stages.tools import Tools
+from .stages.validate import Validate
 from .streams.deployment import joined
 from .streams.registry import Registry
 from .streams.topology import Subjects
@@ -156,6 +157,7 @@ async def _parts(
         settings, stages = pipe.settings, choose(pipe.settings)
         toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
         made: dict[type[Stage], Callable[[Pipe], Stage]] = {
+            Validate: partial(Validate, loaded=keep_loaded),
             Stream: partial(Stream, filters=find_filters(settings.filters, filters) if Stream in stages else ()),
         }
         if toolbox:
@@ -164,6 +166,7 @@ async def _parts(
         runners = [Runner(part, pipe) for part in parts]
         running = [group.create_task(runner.run()) for runner in runners]
         background = [group.create_task(_heartbeats(pipe, parts)), group.create_task(pipe.registry.run())]
+        keep_loaded()
         log.info("running", stages=[part.name for part in parts])
         if listener is None:
             await stopping.wait()
@@ -225,6 +228,7 @@ async def _worker(loaded: Loaded, name: str) -> None:
             runner = Runner(Infer(pipe, engine, card), pipe)
             running = group.create_task(runner.run())
             slow = {"slow_paths": card.slow_paths} if card.slow_paths else {}
+            keep_loaded()
             log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend, **slow)
             retiring = group.create_task(_retire(pipe.settings, engine, stopping))
             await stopping.wait()

@@ -8,6 +8,7 @@ import hashlib
 import math
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -53,8 +54,10 @@ class Validate(Stage):
     name = "validate"
     outwaits_elections = False
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe, loaded: Callable[[], None] = lambda: None) -> None:
+        """`loaded` is called whenever a tokenizer has been loaded, which will stay."""
         super().__init__(pipe)
+        self._loaded = loaded
         self._preparers: dict[_Key, asyncio.Task[Preparer]] = {}
         self._grammars = GrammarChecker()
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
@@ -253,8 +256,13 @@ class Validate(Stage):
 
     def _load(self, key: _Key) -> asyncio.Task[Preparer]:
         if key not in self._preparers:
-            self._preparers[key] = asyncio.create_task(asyncio.to_thread(load_preparer, *key))
+            self._preparers[key] = asyncio.create_task(self._prepare(key))
         return self._preparers[key]
+
+    async def _prepare(self, key: _Key) -> Preparer:
+        preparer = await asyncio.to_thread(load_preparer, *key)
+        self._loaded()
+        return preparer
 
 
 def _key(model: ModelCard) -> _Key:

@@ -1,0 +1,20 @@
+"""The stage validate, by itself."""
+
+from __future__ import annotations
+
+from memory_pipeline import Pipeline
+
+from penstock.stages.validate import Validate
+
+
+def test_it_tells_once_of_each_tokenizer_that_it_has_loaded(pipeline: Pipeline) -> None:
+    async def scene() -> None:
+        told: list[str] = []
+        validate = Validate(pipeline.pipe, lambda: told.append("loaded"))
+        (card,) = pipeline.pipe.registry.models.values()
+        first = await validate._preparer(card)
+        assert told == ["loaded"]
+        assert await validate._preparer(card) is first
+        assert told == ["loaded"]
+
+    pipeline.runner.run(scene())
