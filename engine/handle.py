@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -46,14 +47,25 @@ class RequestHandle:
         self._pending: deque[Delta] = deque()
         self._news = asyncio.Event()
         self._unfinished = request.params.n
+        self._unput = request.params.n  # choices whose last delta has not been put; set by `put`
+        self._complete = asyncio.Event()  # all deltas have been put; set by `wake`
 
     def put(self, delta: Delta) -> None:
         """Called by the engine's thread, which has `wake` called afterwards."""
         self._pending.append(delta)
+        self._unput -= delta.finish_reason is not None
 
     def wake(self) -> None:
         """Called in `loop` when something was put."""
         self._news.set()
+        if self._unput == 0:
+            self._complete.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Let deltas gather for a while, unless nothing more will come."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._complete.wait()
 
     async def take(self) -> list[Delta]:
         """Wait for news and return all of it, merged: a slow reader gets fewer, larger deltas.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..engine import RequestHandle
 from ..schemas import codec
@@ -13,6 +13,9 @@ from ..schemas.errors import Superseded
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import ValidatedJob
 from .contract import Pipe
+
+_LONGEST_PAUSE = 0.5  # seconds
+_MOST_TOKENS = 4096  # of the outputs of one message
 
 
 class Voice:
@@ -78,29 +81,39 @@ class Voice:
     async def relay(self, handle: RequestHandle) -> None:
         """Publish the deltas of one engine request to its end; those made during a publish go out together.
 
-        So do those of an interval: an engine of a thousand steps a second would spend its time on messages.
+        So do those of an interval: an engine of a thousand steps a second would spend its time on messages. Each delta
+        becomes an event of its own, so an interval passes for each: a request for many choices makes no more events a
+        second than one for a single choice, and delays nobody else's.
         """
         loop = asyncio.get_running_loop()
         while not handle.finished and self._ours is not False:
             told = loop.time()
-            for delta in await handle.take():
-                if delta.choice in self.finished:
-                    continue
-                if self.expired and delta.finish_reason == "cancelled":
-                    self.is_cut = self.job.endpoint == "/v1/embeddings"
-                    if self.is_cut:
-                        return
-                    delta = dataclasses.replace(delta, finish_reason="deadline")
-                await self._tell(dataclasses.replace(delta, request=self.job.id))
-            if not handle.finished and (early := told + self._interval() - loop.time()) > 0:
-                await asyncio.sleep(early)
+            deltas = [delta for delta in await handle.take() if delta.choice not in self.finished]
+            if self.expired and any(delta.finish_reason == "cancelled" for delta in deltas):
+                self.is_cut = self.job.endpoint == "/v1/embeddings"
+                if self.is_cut:
+                    return
+            for message in messages(map(self._addressed, deltas)):
+                await self._tell(message)
+            if handle.finished:
+                return
+            going = sum(not other.finished for other in self.handles)  # each a prompt of the request
+            if (early := told + pause_behind(len(deltas) * going, self._interval()) - loop.time()) > 0:
+                await handle.pause(early)
 
-    async def _tell(self, delta: Delta) -> None:
+    def _addressed(self, delta: Delta) -> Delta:
+        """The delta under its job's id; what the deadline has cancelled says so."""
+        reason = delta.finish_reason
+        reason = "deadline" if self.expired and reason == "cancelled" else reason
+        return dataclasses.replace(delta, request=self.job.id, finish_reason=reason)
+
+    async def _tell(self, deltas: Sequence[Delta]) -> None:
+        first = deltas[0]
         async with self._turn:
             if self._ours is None:
-                await self.announce(delta)
+                await self.announce(*deltas)
             elif self._ours:
-                self._ours = await self._say((delta,), f"{delta.choice}.{delta.index}.{delta.finish_reason or ''}")
+                self._ours = await self._say(deltas, f"{first.choice}.{first.index}.{first.finish_reason or ''}")
         self.begun.set()
 
     async def _say(self, outputs: Sequence[Output], place: str) -> bool:
@@ -120,3 +133,22 @@ class Voice:
             else:
                 self.last = stored.sequence
                 return True
+
+
+def pause_behind(deltas: int, interval: float) -> float:
+    """Seconds from one word of a request to the next: an interval for each delta, within reason."""
+    return max(interval, min(interval * deltas, _LONGEST_PAUSE))
+
+
+def messages(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
+    """What travels in one message: as much as surely fits. Log-probabilities are large, and travel alone."""
+    together: list[Delta] = []
+    tokens = 0
+    for delta in deltas:
+        tokens += len(delta.token_ids)
+        if together and (tokens > _MOST_TOKENS or delta.logprobs is not None or together[-1].logprobs is not None):
+            yield together
+            together, tokens = [], len(delta.token_ids)
+        together.append(delta)
+    if together:
+        yield together
