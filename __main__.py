@@ -22,18 +22,18 @@ import structlog
 import typer
 
 from .api.cli import app
-from .api.keys import Keys
-from .api.options import with_settings
-from .api.server import serve_http
-from .api.supervisor import Supervisor, announce, base_url, connected, listen
+from .api.http.keys import Keys
+from .api.http.server import serve_http
+from .api.serve.supervisor import Supervisor, announce, base_url, connected, listen
+from .api.terminal.options import with_settings
 from .config.logging import configure_logging
 from .config.process import host, keep_loaded
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
-from .engine.cpu import prepare_process, stand_behind, worker_threads
-from .engine.forms import choose_form
+from .engine.cpu.process import prepare_process, stand_behind, worker_threads
 from .engine.models import BUNDLED, read_model_info
+from .engine.text.forms import choose_form
 from .schemas.errors import ConfigurationError, StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
@@ -41,14 +41,14 @@ from .stages import Filter, Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_filters, find_stage, installed
 from .stages.stream import Stream
-from .stages.tools import Tools
+from .stages.tools.stage import Tools
 from .stages.validate import Validate
-from .streams.deployment import joined
-from .streams.registry import Registry
+from .streams.nats.deployment import joined
+from .streams.stores.registry import Registry
 from .streams.topology import Subjects
 
 if TYPE_CHECKING:
-    from .api.toolbox import Toolbox
+    from .api.tools.toolbox import Toolbox
 
 log = structlog.get_logger(__name__)
 
@@ -296,7 +296,7 @@ def _stop_signal() -> asyncio.Event:
 
 
 def _toolbox(settings: Settings) -> Toolbox:
-    from .api.toolbox import toolbox_of  # brings MCP's client, which few processes need
+    from .api.tools.toolbox import toolbox_of  # brings MCP's client, which few processes need
 
     return toolbox_of(settings)
 

@@ -18,22 +18,22 @@ from ..schemas.asyncapi import asyncapi, json_schemas
 from ..schemas.errors import StartupError
 from ..schemas.events import Cancelled, Done, Expired, Failed, Token
 from ..schemas.jobs import Job, Priority
-from ..streams.jetstream import JetStreamBroker
-from ..streams.registry import Registry
+from ..streams.nats.broker import JetStreamBroker
+from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects
-from .bench_chaos import bench_chaos
-from .bench_engine import bench_engine
-from .bench_pipeline import pipeline
-from .bench_serve import bench_serve
-from .bridge import Bridge
-from .chat import chat
-from .chat_client import models as served_by
-from .chat_client import server_at
-from .dead import dead
-from .deployment import config
-from .keys import make_key
-from .options import ApiKey, ServerUrl, with_settings
-from .supervisor import connected
+from .bench.chaos import bench_chaos
+from .bench.engine import bench_engine
+from .bench.pipeline import pipeline
+from .bench.serve import bench_serve
+from .bridge.bridge import Bridge
+from .http.keys import make_key
+from .serve.supervisor import connected
+from .terminal.chat import chat
+from .terminal.chat_client import models as served_by
+from .terminal.chat_client import server_at
+from .terminal.dead import dead
+from .terminal.deployment import config
+from .terminal.options import ApiKey, ServerUrl, with_settings
 
 app = typer.Typer(
     name="penstock",

@@ -31,9 +31,9 @@ import typer
 from nats.errors import Error
 from overload import resident
 
-from penstock.api.bench_load import Client, Sample, open_loop
-from penstock.api.bench_report import milliseconds
-from penstock.api.bench_server import served_models
+from penstock.api.bench.load import Client, Sample, open_loop
+from penstock.api.bench.report import milliseconds
+from penstock.api.bench.server import served_models
 
 CONVERSATIONS = 10_000
 OPEN = 64  # connections that a kind of attack keeps open

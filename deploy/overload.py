@@ -17,9 +17,9 @@ from typing import Any
 
 import typer
 
-from penstock.api.bench_load import Client, Sample, closed_loop, open_loop
-from penstock.api.bench_report import milliseconds
-from penstock.api.bench_server import served_models
+from penstock.api.bench.load import Client, Sample, closed_loop, open_loop
+from penstock.api.bench.report import milliseconds
+from penstock.api.bench.server import served_models
 
 PRIORITIES = ("high", "normal", "low")
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
-from penstock.engine.packing import Segment
-from penstock.engine.paged import PagedBackend
+from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.paged.packing import Segment
 
 ROWS, LENGTH, BLOCK, ANSWER = 16, 256, 16, 64
 QUESTIONS = """What is the capital of France?

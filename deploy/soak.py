@@ -15,8 +15,8 @@ import typer
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
-from penstock.engine.backends import load_backend
-from penstock.engine.paged import PagedBackend
+from penstock.engine.backends.registry import load_backend
+from penstock.engine.paged.backend import PagedBackend
 
 
 def resident() -> float:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities
-from .backends import BACKENDS
+from .backends.embedding import Embedding, EmbeddingBackend, EmbeddingInput
+from .backends.registry import BACKENDS
 from .config import EngineConfig
-from .embeddings import Embedding, EmbeddingBackend, EmbeddingInput
 from .engine import InferenceEngine
 from .handle import RequestHandle
 from .models import ModelInfo, resolve_model
 from .output import CacheStats, Choice, EngineStats, GenerationOutput, GenerationStats
 from .request import EngineRequest, check_request, resolve_seed
-from .tokenizer import Tokenizer, load_tokenizer
-from .tokenizer_port import TokenizerLike
+from .text.tokenizer import Tokenizer, load_tokenizer
+from .text.tokenizer_port import TokenizerLike
 
 __all__ = [
     "BACKENDS",

@@ -13,7 +13,7 @@ from ..schemas.params import GenerationParams
 from .models import ModelInfo
 from .output import CacheStats
 from .sequence import Sequence
-from .tokenizer_port import TokenizerLike
+from .text.tokenizer_port import TokenizerLike
 
 ProgressCallback = Callable[[int, int], None]
 """Told how far loading is: (weights done, weights in all)."""

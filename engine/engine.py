@@ -16,19 +16,19 @@ from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities, ProgressCallback
-from .backends import load_backend
+from .backends.embedding import Embedding, EmbeddingBackend, EmbeddingInput, check_input
+from .backends.registry import load_backend
 from .blocking import wait_for
 from .config import EngineConfig
 from .driver import Driver
-from .embeddings import Embedding, EmbeddingBackend, EmbeddingInput, check_input
-from .grammar import GrammarCompiler
+from .grammar.matcher import GrammarCompiler
 from .handle import RequestHandle
 from .models import ModelInfo
 from .output import EngineStats, GenerationOutput, OutputBuilder
 from .progress import loading_bar
 from .request import EngineRequest, check_request, resolve_seed
 from .sequence import Sequence as Choice
-from .tokenizer_port import TokenizerLike
+from .text.tokenizer_port import TokenizerLike
 
 Prompt = str | Sequence[int]
 

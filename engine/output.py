@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
 from .request import EngineRequest
-from .tokenizer_port import TokenizerLike
+from .text.tokenizer_port import TokenizerLike
 
 
 @dataclass(frozen=True, slots=True)

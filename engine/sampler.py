@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..schemas.errors import GenerationFailed
 from ..schemas.params import MAX_TOP_LOGPROBS, GenerationParams
-from .grammar import Matcher
-from .kernels import Kernels, Wish
+from .cpu.library import Kernels, Wish
+from .grammar.matcher import Matcher
 from .sequence import ChosenLogprob, Sequence
 from .transfer import Download, upload
 

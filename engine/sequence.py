@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLogprob
-from .detokenizer import Detokenizer
-from .grammar import Matcher
+from .grammar.matcher import Matcher
 from .models import ModelInfo
 from .request import EngineRequest
-from .stops import StopMatcher
-from .tokenizer_port import TokenizerLike
+from .text.detokenizer import Detokenizer
+from .text.stops import StopMatcher
+from .text.tokenizer_port import TokenizerLike
 
 _log = logging.getLogger(__name__)
 

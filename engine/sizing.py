@@ -73,7 +73,7 @@ class _Choice(NamedTuple):
 
 
 def _choose(config: EngineConfig, workers: int, machine: Memory | None) -> _Choice:
-    from .cpu import available_cores
+    from .cpu.process import available_cores
     from .loading import resolve_device
 
     device = resolve_device(config.device)

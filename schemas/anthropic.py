@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from .chat import MOST_MESSAGES, Body, ModelName, OpenBody, Unsupported
 from .errors import InvalidRequest
 from .jobs import Priority
+from .openai.chat import MOST_MESSAGES, Body, ModelName, OpenBody, Unsupported
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # what changes nothing about them

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from .batches import FINAL, MESSAGES, Batch
-from .chat import Body
+from .openai.batches import FINAL, MESSAGES, Batch
+from .openai.chat import Body
 
 ENDINGS = {"completed": "succeeded", "failed": "errored", "cancelled": "canceled", "expired": "expired"}
 

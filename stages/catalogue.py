@@ -9,12 +9,12 @@ from importlib.metadata import entry_points
 from ..config.loading import load_named
 from ..config.settings import BUILT_IN_STAGES
 from ..schemas.errors import StartupError
-from .batch import Batch
+from .batch.stage import Batch
 from .contract import Stage
 from .filters import Filter
 from .queue import Queue
 from .stream import Stream
-from .tools import Tools
+from .tools.stage import Tools
 from .validate import Validate
 
 GROUP = "penstock.stages"

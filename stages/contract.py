@@ -36,7 +36,7 @@ from ..streams.port import (
     Headers,
     Published,
 )
-from ..streams.registry import Registry
+from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects, partition, stage_stream
 from .cancellations import Cancellations
 from .trail import Trail

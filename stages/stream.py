@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ..engine.reader import AnswerReader
+from ..engine.text.answer_reader import AnswerReader
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed
 from ..schemas.events import FINAL, Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Started, Token

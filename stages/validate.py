@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import get_args
 
-from ..engine.grammar_check import GrammarChecker
-from ..engine.preparing import Preparer, load_preparer
+from ..engine.grammar.checker import GrammarChecker
+from ..engine.prepare import Preparer, load_preparer
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import (
@@ -28,11 +28,11 @@ from ..schemas.errors import (
 )
 from ..schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
 from ..schemas.loops import LoopJob, is_response
-from ..schemas.openai import parse_request
+from ..schemas.openai.completions import parse_request
+from ..schemas.openai.responses import parse_responses
 from ..schemas.registry import ModelCard
-from ..schemas.responses import parse_responses
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
-from ..streams.quotas import Quotas
+from ..streams.stores.quotas import Quotas
 from ..streams.topology import EVENTS, JOBS, PRIORITIES
 from . import endings
 from .contract import Intake, Pipe, Stage, through_outages

@@ -3,10 +3,10 @@
 `jetstream` and `memory` are imported by the composition root alone.
 """
 
-from .jetstream import JetStreamBroker
-from .memory import MemoryBroker
+from .memory.broker import MemoryBroker
+from .nats.broker import JetStreamBroker
+from .nats.server import EmbeddedServer
 from .port import Broker
-from .server import EmbeddedServer
 from .topology import Subjects, Topology, partition, topology
 
 __all__ = [

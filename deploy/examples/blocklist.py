@@ -11,7 +11,7 @@ import os
 import re
 
 from penstock.schemas.errors import StartupError
-from penstock.schemas.openai import ChatRequest, parse_request
+from penstock.schemas.openai.completions import ChatRequest, parse_request
 from penstock.stages import InvalidRequest, JobStage, Pipe, ValidatedJob
 
 

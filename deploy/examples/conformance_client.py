@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from penstock.api.mcp_client import McpClient
+from penstock.api.tools.mcp_client import McpClient
 
 
 async def main(url: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
-from penstock.engine.hf import HfBackend
+from penstock.engine.backends.hf import HfBackend
 from penstock.engine.sequence import Sequence
 
 GREEDY = GenerationParams(temperature=0, max_tokens=20, ignore_eos=True)

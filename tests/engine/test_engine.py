@@ -17,7 +17,7 @@ from penstock.engine import (
     GenerationParams,
     InferenceEngine,
 )
-from penstock.engine.echo import EchoBackend
+from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.handle import merge
 from penstock.schemas.errors import GenerationFailed, InvalidRequest
 from penstock.schemas.events import Delta

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
-from penstock.engine.byte_tokenizer import ByteTokenizer
-from penstock.engine.kernels import Kernels, NoKernels, Wish, load_kernels
+from penstock.engine.cpu.library import Kernels, NoKernels, Wish, load_kernels
 from penstock.engine.sampler import Sampled, _invert, choose, sample, uniform
 from penstock.engine.sequence import Sequence
+from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.schemas.errors import GenerationFailed
 
 TOKENIZER = ByteTokenizer()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
-from penstock.engine.byte_tokenizer import END_OF_TEXT, ByteTokenizer
 from penstock.engine.sequence import Sequence
+from penstock.engine.text.byte_tokenizer import END_OF_TEXT, ByteTokenizer
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Delta
 

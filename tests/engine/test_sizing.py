@@ -11,7 +11,7 @@ import torch
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, InferenceEngine
-from penstock.engine.kv_plan import check_memory
+from penstock.engine.paged.kv_plan import check_memory
 from penstock.engine.sizing import Memory, SizedConfig, memory_of_machine, sized
 from penstock.schemas.errors import ConfigurationError
 from penstock.schemas.params import GenerationParams

@@ -8,10 +8,10 @@ import logging
 import pytest
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine, ModelInfo
-from penstock.engine.byte_tokenizer import ByteTokenizer
-from penstock.engine.echo import EchoBackend
+from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.sequence import Sequence
 from penstock.engine.stalls import Stall, StallClock
+from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.schemas.events import Delta
 
 TOKENIZER = ByteTokenizer()

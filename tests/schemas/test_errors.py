@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.api.answers import error_response
-from penstock.api.rendering import error_message, error_payload
+from penstock.api.http.answers import error_response
+from penstock.api.render.openai import error_message, error_payload
 from penstock.schemas import errors
 from penstock.schemas.errors import ConfigurationError, PenstockError, Refusal
 from penstock.schemas.events import ErrorBody, Expired, Failed

@@ -11,12 +11,13 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
-from penstock.schemas import batches, codec, registry
+from penstock.schemas import codec, registry
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.schemas.loops import LoopJob, Step
-from penstock.streams.conversations import Conversations
-from penstock.streams.memory import MemoryBroker
-from penstock.streams.response_log import Place, ResponseLog
+from penstock.schemas.openai import batches
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.stores.conversations import Conversations
+from penstock.streams.stores.responses import Place, ResponseLog
 from penstock.streams.topology import topology
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serving import Serve, Start
 
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.nats.server import EmbeddedServer
 
 
 @pytest.fixture

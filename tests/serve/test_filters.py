@@ -14,7 +14,7 @@ import psutil
 import pytest
 from serving import Process, Start
 
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.nats.server import EmbeddedServer
 
 MASK = Path(__file__).parents[2] / "deploy" / "examples" / "mask.py"
 WORDS = ("the", "a", "and", "is", "of")

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from serving import Serve, Start
 
-from penstock.api.keeper import Keeper, Part, child_environment, keep_broker
+from penstock.api.serve.processes import Keeper, Part, child_environment, keep_broker
 from penstock.config.settings import Settings
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.nats.server import EmbeddedServer
 
 BODY = {"model": "echo", "prompt": "x" * 200, "max_tokens": 200, "stream": True}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from serving import Process, Start, answers
 
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.nats.server import EmbeddedServer
 
 STAGES = ("validate", "queue", "batch", "stream")
 REQUESTS = 20

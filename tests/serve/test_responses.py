@@ -36,9 +36,9 @@ from openai.types.responses.response_output_item import McpApprovalRequest, McpC
 from responses_rules import check_responses
 from shop import CALLS, FUNCTIONS, MODEL, WISH, Bundled, Shop
 
-from penstock.api.functions import Function, tool
-from penstock.api.session import ConversationResult, ResponsesSession
-from penstock.stages.calls import UNKNOWN
+from penstock.api.library.session import ConversationResult, ResponsesSession
+from penstock.api.tools.functions import Function, tool
+from penstock.stages.tools.calls import UNKNOWN
 
 ANN, PAUL = CALLS
 HOSTED: Any = {"model": MODEL, "temperature": 0, "tools": [FUNCTIONS]}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 from serving import Process, Start, answers
 
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.nats.server import EmbeddedServer
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("validate", "queue", "batch", "stream")

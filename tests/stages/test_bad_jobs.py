@@ -13,7 +13,7 @@ from penstock.schemas.errors import BrokerUnavailable, StreamFull
 from penstock.schemas.events import FINAL, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.stages.validate import LONG, MOST_STRAYS, Validate
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEADLINE, MESSAGE_ID, Headers, Message, Published
 
 

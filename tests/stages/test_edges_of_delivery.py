@@ -14,10 +14,10 @@ from penstock.schemas.errors import GenerationFailed, Overloaded
 from penstock.schemas.events import FINAL, Delta, Event, Failed, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.registry import Room
+from penstock.stages.batch.workers import Workers
 from penstock.stages.queue import Queue
 from penstock.stages.relay import Voice
 from penstock.stages.trail import Trail
-from penstock.stages.workers import Workers
 from penstock.streams.port import NEXT, SCHEMA, Message
 
 

@@ -21,7 +21,7 @@ from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.stream import Teller
 from penstock.stages.validate import WORTH_A_LOOK
-from penstock.streams.registry import Registry
+from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
 EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline, validated
 from raw_events import PATIENCE, Forgetful, check, dispatch, ended, job_named, publish, stored
 
-from penstock.api.app import create_app
+from penstock.api.http.app import create_app
 from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.errors import InvalidRequest, StartupError

@@ -10,15 +10,15 @@ import pytest
 from penstock.config.process import host
 from penstock.config.settings import Settings
 from penstock.stages import Pipe, Stage
-from penstock.stages.batch import Batch
+from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.leases import Leases
 from penstock.stages.queue import Queue
 from penstock.stages.stream import Stream
 from penstock.stages.validate import Validate
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import Bucket, BucketSpec
-from penstock.streams.registry import Registry
+from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects
 
 LONG = 3600.0  # seconds; nobody waits for a lease to run out here

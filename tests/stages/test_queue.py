@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline
 
-from penstock.api.reading import Reading
+from penstock.api.bridge.reading import Reading
 from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.errors import Overloaded
@@ -22,13 +22,13 @@ from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Que
 from penstock.schemas.jobs import InferenceBatch, Job, Priority, ValidatedJob
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.admission import Gate
-from penstock.stages.batch import Batch
+from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.queue import Queue
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import Held, Message
-from penstock.streams.registry import Registry
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import PRIORITIES, Subjects, topology
 
 PATIENCE = 10.0  # seconds until a wait counts as endless

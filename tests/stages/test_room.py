@@ -14,7 +14,7 @@ from penstock.schemas.events import Done
 from penstock.schemas.jobs import Job
 from penstock.schemas.registry import InFlight, Room
 from penstock.stages.arrivals import Arrivals
-from penstock.stages.workers import Seats
+from penstock.stages.batch.workers import Seats
 from penstock.streams.port import Consumer, ConsumerSpec, Delivery
 
 PATIENCE = 20.0  # seconds until a wait counts as endless

@@ -19,9 +19,9 @@ from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.failures import Count
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import NEXT, Delivery, Message
-from penstock.streams.registry import Registry
+from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
 BODY = {"model": MODEL, "prompt": "hello"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline, validated
 
 from penstock.config.process import host
-from penstock.engine.byte_tokenizer import END_OF_TEXT
+from penstock.engine.text.byte_tokenizer import END_OF_TEXT
 from penstock.schemas import codec
 from penstock.schemas.errors import StartupError
 from penstock.schemas.events import FINAL, Delta, Done, Event, Failed, Output, Started, Token

@@ -17,11 +17,11 @@ from penstock.schemas.jobs import ValidatedJob
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.turns import PASSED_OVER, Turns
-from penstock.streams.jetstream import JetStreamBroker
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import NEXT, Broker
-from penstock.streams.registry import Registry
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import PRIORITIES, Subjects, topology
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from penstock.streams.cluster import LocalCluster
-from penstock.streams.jetstream import JetStreamBroker
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.cluster import LocalCluster
+from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import Broker
-from penstock.streams.server import EmbeddedServer
 
 _counter = itertools.count(1)
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.api.bridge import Bridge
+from penstock.api.bridge.bridge import Bridge
 from penstock.schemas.errors import StorageFull, StreamFull
 from penstock.schemas.jobs import Job
 from penstock.schemas.registry import ModelCard, WorkerCard
-from penstock.streams.jetstream import JetStreamBroker
-from penstock.streams.objects import Objects
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, StreamSpec
-from penstock.streams.registry import Registry
-from penstock.streams.server import EmbeddedServer
+from penstock.streams.stores.objects import Objects
+from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import OBJECT_DATA, Subjects
 
 STORE = 2 << 20

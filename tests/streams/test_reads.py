@@ -11,13 +11,13 @@ import orjson
 import pytest_asyncio
 from nats.aio.msg import Msg
 
-from penstock.streams.cluster import LocalCluster
-from penstock.streams.jetstream import JetStreamBroker
-from penstock.streams.link import Link
-from penstock.streams.management import call
+from penstock.streams.memory.wildcards import matcher
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.cluster import LocalCluster
+from penstock.streams.nats.link import Link
+from penstock.streams.nats.management import call
+from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import Bucket, BucketSpec, Message, StreamSpec
-from penstock.streams.server import EmbeddedServer
-from penstock.streams.wildcards import matcher
 
 PAIRS = 600  # of a write and a read of it, of which a cluster of three answered 4 % with what was before
 AT_ONCE = 30

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.memory.wildcards import matcher, overlap
 from penstock.streams.port import Broker, BucketSpec, StreamSpec
 from penstock.streams.topology import PRIORITIES, Subjects, partition, stage_stream, topology
-from penstock.streams.wildcards import matcher, overlap
 
 SUBJECTS = Subjects("root")
 

@@ -1,0 +1,1 @@
+"""How batches run: their input, their results, and the runner that holds them."""

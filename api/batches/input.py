@@ -1,0 +1,98 @@
+"""The input file of a batch: one request a line, each checked before the first of them runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import Any
+
+from ...schemas.bounds import LONG, load_json
+from ...schemas.errors import InvalidRequest
+from ...schemas.openai.batches import BatchEndpoint, Fault
+
+MOST_LINES = 50_000
+MOST_FAULTS = 100  # that are told
+
+
+# What may stand in a line without changing anything.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "timeout": (None,),
+    "priority": (None, "low"),
+    "service_tier": (None, "auto", "default", "flex", "standard_only"),
+}
+
+
+def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
+    """One line of an input file, with its `custom_id` and `body`. Raises `InvalidRequest` with OpenAI's `code`."""
+    try:
+        value: Any = load_json(raw)
+    except ValueError as error:
+        raise InvalidRequest(f"This line {error}", code="invalid_json_line") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("This line is not a JSON object.", code="invalid_json_line")
+    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if name not in value:
+            raise InvalidRequest(f"{name} is missing.", code="missing_required_parameter", param=name)
+        if not isinstance(value[name], kind) or not value[name]:
+            raise InvalidRequest(f"{name} must be a {kind.__name__} that is not empty.", param=name)
+    if value["method"] != "POST":
+        raise InvalidRequest("method must be POST.", code="invalid_method", param="method")
+    if value["url"] != endpoint:
+        raise InvalidRequest(f"url must be the batch's endpoint, {endpoint}.", code="invalid_url", param="url")
+    if value["body"].get("stream"):
+        raise InvalidRequest("Nothing streams in a batch; leave stream out.", param="body.stream")
+    for name, neutral in _NEUTRAL.items():
+        if value["body"].get(name) not in neutral:
+            raise InvalidRequest(
+                f"{name} means nothing in a batch, which runs on the low lane until its window ends; leave it out.",
+                code="unsupported_parameter",
+                param=f"body.{name}",
+            )
+    return value
+
+
+async def line_of(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
+    """What `read_line` gives, and raises; a long line is read in a thread."""
+    return read_line(raw, endpoint) if len(raw) <= LONG else await asyncio.to_thread(read_line, raw, endpoint)
+
+
+async def read_lines(data: AsyncIterable[bytes], limit: int) -> AsyncIterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their places from 1; one above `limit` bytes is the last."""
+    rest, place = b"", 0
+    async for chunk in data:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            place += 1
+            if line.strip():
+                yield place, line
+        if len(rest) > limit:
+            break
+    if rest.strip():
+        yield place + 1, rest
+
+
+async def check_lines(
+    data: AsyncIterable[bytes], limit: int, endpoint: BatchEndpoint, most: int = MOST_LINES
+) -> tuple[int, list[Fault]]:
+    """How many requests the file holds, and what is wrong with them: `limit` is in bytes a line, `most` in lines."""
+    faults: list[Fault] = []
+    seen: set[str] = set()
+    total = 0
+    async for place, raw in read_lines(data, limit):
+        total += 1
+        try:
+            if len(raw) > limit:
+                raise InvalidRequest(f"This line has more than {limit} bytes.", code="line_too_long")
+            if total > most:
+                raise InvalidRequest(f"A batch has {most:,} requests at most.", code="too_many_requests")
+            name = (await line_of(raw, endpoint))["custom_id"]
+            if name in seen:
+                raise InvalidRequest("Another line has this custom_id.", code="duplicate_custom_id", param="custom_id")
+            seen.add(name)
+        except InvalidRequest as error:
+            faults.append(Fault(code=error.code, message=str(error), param=error.param, line=place))
+        if len(faults) == MOST_FAULTS or total > most:
+            break
+    if not total:
+        faults.append(Fault(code="empty_file", message="The input file holds no request."))
+    return total, faults

@@ -1,0 +1,337 @@
+"""Runs batches: each is one message of a work queue, in the hands of one bridge, and of another once that one is gone.
+
+Every line is a job of its own, whose id is made of the batch's and the line's, and its answer is kept under the line's
+number as soon as it is there. Whoever takes a batch over keeps to what is there, follows what was begun, and runs the
+rest: the lines of a batch begin in order, so that what was begun and has no answer is among the first that have none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any, get_args
+
+import orjson
+import structlog
+
+from ...config.settings import Settings
+from ...schemas.errors import (
+    Fatal,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    Refusal,
+    StreamNotFound,
+    Transient,
+)
+from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
+from ...schemas.jobs import Job
+from ...schemas.openai.batches import FINAL, Batch, Counts, Ending, Fault, Faults, Status
+from ...streams.port import ConsumerSpec, Delivery
+from ...streams.stores.objects import ObjectInfo, Objects
+from ...streams.stores.quotas import NO_SPACE, Quotas
+from ...streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, CONSUMER_IDLE, FILES
+from ..bridge.bridge import Bridge
+from ..bridge.reading import Reading
+from ..http.batches import change
+from ..http.files import sweep
+from ..render.openai import Renderer, error_payload
+from .dialects import prepared
+from .input import check_lines, line_of, read_lines
+from .results import Results
+
+log = structlog.get_logger(__name__)
+
+AT_ONCE = 4  # batches in one process
+LONGEST_PAUSE = 30.0  # seconds
+SWEEP = 600.0  # seconds between two looks for files whose time is over
+
+Outcome = tuple[Ending, dict[str, Any] | None]  # with what HTTP would have answered
+
+
+class BatchRunner:
+    """Made beside a bridge that is started. `now` gives Unix seconds.
+
+    After `patience` seconds a request that another bridge may have begun, and that says nothing, counts as lost.
+    """
+
+    def __init__(
+        self, bridge: Bridge, settings: Settings, *, now: Callable[[], float] = time.time, patience: float = 200.0
+    ) -> None:
+        self.bridge = bridge
+        self.settings = settings
+        self.now = now
+        self.patience = patience
+        self.quotas = Quotas(bridge.broker, settings.tenant_quota)
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self) -> None:
+        """Take batches until cancelled; then those in hand go back at once, and their requests go on meanwhile."""
+        lanes: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep())
+            while True:
+                try:
+                    held = await self.bridge.broker.held(BATCHES)
+                except Transient as error:
+                    log.warning("new batches cannot be seen", reason=str(error))
+                else:
+                    tenants = {subject.rpartition(".")[2] for subject in held.by_subject}
+                    for tenant in lanes.keys() - tenants:
+                        lanes.pop(tenant).cancel()
+                    for tenant in tenants:
+                        if tenant not in lanes or lanes[tenant].done():
+                            lanes[tenant] = group.create_task(self._lane(tenant, group))
+                await asyncio.sleep(self.settings.lease / 3)
+
+    async def _lane(self, tenant: str, group: asyncio.TaskGroup) -> None:
+        """Begin a tenant's batches. It waits for room with one at a time, behind the others': so tenants take turns."""
+        lease, name, subject = self.settings.lease, f"batches-{tenant}", self.bridge.subjects.batches(tenant)
+        spec = ConsumerSpec(BATCHES, name, subject, ack_wait=lease, max_deliver=0, idle_limit=CONSUMER_IDLE)
+        try:
+            consumer = await self.bridge.broker.consume(spec, prefetch=1)
+        except PenstockError as error:
+            log.warning("the batches of a tenant wait", tenant=tenant, reason=str(error))
+            return
+        try:
+            while deliveries := await consumer.take(1):
+                try:
+                    async with asyncio.timeout(lease / 2):
+                        await self._room.acquire()
+                except (TimeoutError, asyncio.CancelledError) as error:
+                    await deliveries[0].nak()  # another bridge may have room
+                    if not isinstance(error, TimeoutError):
+                        raise
+                else:
+                    settling = group.create_task(self._settle(deliveries[0]))
+                    settling.add_done_callback(lambda _: self._room.release())
+        finally:
+            await consumer.close()
+
+    async def _settle(self, delivery: Delivery) -> None:
+        try:
+            broker = self.bridge.broker
+            files, results = await Objects.of(broker, FILES), await Objects.of(broker, BATCH_RESULTS)
+            await _Run(self, delivery, files, results).run()
+            await delivery.ack()
+        except asyncio.CancelledError:
+            await delivery.nak()
+            raise
+        except Exception as error:
+            log.warning("a batch waits to be gone on with", attempt=delivery.attempt, reason=_reason(error))
+            await delivery.nak(min(2.0 ** min(delivery.attempt - 1, 5), LONGEST_PAUSE))
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await sweep(self.bridge.broker)
+            except Transient as error:
+                log.warning("old files stay a while longer", reason=str(error))
+            await asyncio.sleep(SWEEP)
+
+
+class _Run:
+    """One batch in hand."""
+
+    def __init__(self, runner: BatchRunner, delivery: Delivery, files: Objects, results: Objects) -> None:
+        self.batch = Batch.model_validate_json(delivery.message.data)  # as it was asked for
+        self._runner = runner
+        self._bridge = runner.bridge
+        self._delivery = delivery
+        self._files = files
+        self._results = Results(self.batch, results, files)
+        self._limit = runner.settings.max_body_size
+        self._tally: Counter[Ending] = Counter()  # lines
+        self._open: set[Reading] = set()
+        self._cancelled = asyncio.Event()  # set by _beat
+
+    async def run(self) -> None:
+        """Go on with the batch, wherever it is, to its end."""
+        states = await self._bridge.broker.bucket(BATCH_STATES)
+        await states.create(self.batch.key, self._delivery.message.data)  # if its bridge did not get to it
+        async with asyncio.TaskGroup() as group:
+            beating = group.create_task(self._beat())
+            batch = await self._move({})
+            if batch.status not in FINAL:
+                batch = await self._finish(batch)
+            await self._results.forget(batch.request_counts.total)
+            beating.cancel()
+
+    async def _finish(self, batch: Batch) -> Batch:
+        input = await self._files.info(f"{batch.tenant}.{batch.input_file_id}")
+        if input is None:
+            gone = Fault(code="input_file_not_found", message="The input file is gone.", param="input_file_id")
+            return await self._fail([gone])
+        if not batch.request_counts.total:
+            total, faults = await check_lines(self._files.read(input), self._limit, batch.endpoint)
+            if faults:
+                return await self._fail(faults)
+            await self._move({"validating": "in_progress"}, request_counts=Counts(total=total))
+        await self._answer_all(input)
+        await self._move({"in_progress": "finalizing"})
+        kept = await self._results.first(self._tally.total())
+        assert len(kept) == self._tally.total(), "results stay until the batch has ended"
+        done = [result for result in kept if result.about["ending"] == "completed"]
+        rest = [result for result in kept if result.about["ending"] != "completed"]
+        return await self._move(
+            {"cancelling": "cancelled", "finalizing": "expired" if self._tally["expired"] else "completed"},
+            output_file_id=await self._results.write("output", done),
+            error_file_id=await self._results.write("error", rest),
+            request_counts=Counts(
+                total=len(kept),
+                completed=len(done),
+                failed=len(rest),
+                cancelled=self._tally["cancelled"],
+                expired=self._tally["expired"],
+            ),
+        )
+
+    async def _fail(self, faults: list[Fault]) -> Batch:
+        return await self._move(dict.fromkeys(get_args(Status), "failed"), errors=Faults(data=faults))
+
+    async def _move(self, steps: Mapping[Status, Status], **values: Any) -> Batch:
+        def moved(batch: Batch) -> Batch:
+            return batch.after(steps, self._runner.now(), **values)
+
+        return await change(self._bridge.broker, self.batch.tenant, self.batch.id, moved)
+
+    async def _answer_all(self, input: ObjectInfo) -> None:
+        most = self._runner.settings.batch_concurrency
+        window = asyncio.Semaphore(most)
+        inherited = most if self._delivery.attempt > 1 else 0  # lines without an answer that may have been begun
+        number = 0
+        async with asyncio.TaskGroup() as group:
+            async for _, raw in read_lines(self._files.read(input), self._limit):
+                if (ending := await self._results.ending(number)) is not None:
+                    self._tally[ending] += 1
+                else:
+                    await window.acquire()
+                    line = await line_of(raw, self.batch.endpoint)
+                    task = group.create_task(self._answer(number, line, inherited > 0))
+                    task.add_done_callback(lambda _: window.release())
+                    inherited -= 1
+                number += 1
+
+    async def _answer(self, number: int, line: dict[str, Any], inherited: bool) -> None:
+        """Have one line answered, and keep the answer: the first one stands."""
+        ending, response = await self._outcome(number, line["body"], inherited)
+        await self._results.keep(number, line["custom_id"], ending, response)
+        self._tally[ending] += 1
+
+    async def _outcome(self, number: int, body: dict[str, Any], inherited: bool) -> Outcome:
+        """How a line ends, and what HTTP would have answered. That there is no room is no answer."""
+        attempt = 0
+        try:
+            body, renderer = prepared(self.batch, number, body, int(self._runner.now()))
+        except InvalidRequest as refusal:
+            return _failed(ErrorBody.of(refusal), self.batch.id)
+        while True:
+            request = f"{self.batch.id}-{number}" + (f"-{attempt}" if attempt else "")
+            tokens: list[Token] = []
+            final: Event | None
+            try:
+                if not inherited:
+                    await self._runner.quotas.check(self.batch.tenant)
+                reading = await self._begin(request, body, inherited)
+            except Refusal as refusal:
+                final = Failed(request, ErrorBody.of(refusal))
+            else:
+                if reading is None:
+                    return "cancelled" if self._cancelled.is_set() else "expired", None
+                tokens, final = await self._read(reading, renderer, inherited)
+                attempt += 1
+            match final:
+                case Done():
+                    try:
+                        answer = orjson.Fragment(renderer.whole(tokens, final))
+                    except GenerationFailed as failure:
+                        return _failed(ErrorBody.of(failure), request)
+                    return "completed", {"status_code": 200, "request_id": request, "body": answer}
+                case Failed(error=error) | Expired(error=error) if self._may_still(error):
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(min(error.retry_after or 1.0, LONGEST_PAUSE)):
+                            await self._cancelled.wait()
+                case Failed(error=error) | Expired(error=error) if error.status != 408:
+                    return _failed(error, request)
+                case _:
+                    return "cancelled" if isinstance(final, Cancelled) else "expired", None
+
+    def _may_still(self, error: ErrorBody) -> bool:
+        """Whether a line can be tried again: there was no room, or its own time was over, and not the batch's."""
+        if error.status == 408:
+            return self._runner.now() < self.batch.expires_at
+        return error.status in (429, 503) and error.code != NO_SPACE
+
+    async def _begin(self, request: str, body: dict[str, Any], inherited: bool) -> Reading | None:
+        """The request's events; None if it was never begun and it is too late now."""
+        tenant, now = self.batch.tenant, self._runner.now()
+        deadline = min(float(self.batch.expires_at), now + self._runner.settings.longest_timeout)
+        if inherited:
+            with contextlib.suppress(StreamNotFound):
+                return await self._bridge.follow(request, tenant, deadline=deadline)
+        if self._cancelled.is_set() or now >= deadline:
+            return None
+        job = Job(id=request, endpoint=self.batch.job_endpoint, bridge=self._bridge.name, body=body)
+        return await self._bridge.open(
+            job, priority="low", tenant=tenant, deadline=deadline, kept=True, shared=self._delivery.attempt > 1
+        )
+
+    async def _read(self, reading: Reading, renderer: Renderer, inherited: bool) -> tuple[list[Token], Event | None]:
+        """All tokens and the final event; an inherited request that says nothing at all has failed."""
+        tokens: list[Token] = []
+        patience = self._runner.patience if inherited else inf
+        self._open.add(reading)
+        try:
+            while not reading.ended:
+                if not (events := await reading.take(patience)):
+                    reading.end(Overloaded("Nobody has it any more.", retry_after=0.1))
+                for event in events:
+                    patience = inf
+                    if isinstance(event, Accepted):
+                        renderer.begin(event)
+                    elif isinstance(event, Token):
+                        tokens.append(event)
+            if inherited:
+                await reading.ask_to_stop()  # should it be there a second time, it is not needed
+            return tokens, reading.final
+        finally:
+            self._open.discard(reading)
+            reading.close()
+
+    async def _beat(self) -> None:
+        """Say that the batch is in hand and how far it is, and hear whether it is cancelled."""
+
+        def counted(batch: Batch) -> Batch:
+            told, completed = batch.request_counts, self._tally["completed"]
+            failed = self._tally.total() - completed
+            # Whoever takes a batch over begins to count anew, and nobody should see that.
+            now = {"completed": max(told.completed, completed), "failed": max(told.failed, failed)}
+            return batch.after({}, 0.0, request_counts=told.model_copy(update=now))
+
+        while True:
+            await self._delivery.in_progress()
+            try:
+                batch = await change(self._bridge.broker, self.batch.tenant, self.batch.id, counted)
+                if batch.status == "cancelling":
+                    self._cancelled.set()
+                    for reading in tuple(self._open):
+                        await reading.ask_to_stop()
+            except Transient as error:
+                log.warning("how far a batch is cannot be told", reason=str(error))
+            await asyncio.sleep(self._runner.settings.lease / 3)
+
+
+def _failed(error: ErrorBody, request: str) -> Outcome:
+    return "failed", {"status_code": error.status, "request_id": request, "body": error_payload(error)}
+
+
+def _reason(error: BaseException) -> str:
+    """What happened, without a word of a prompt: the text of a refusal or a foreign exception might quote one."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(sorted({_reason(each) for each in error.exceptions}))
+    return str(error) if isinstance(error, Transient | Fatal) else type(error).__name__

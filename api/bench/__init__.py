@@ -1,0 +1,1 @@
+"""`penstock bench`: load, faults, and the judge of what was stored."""

@@ -1,0 +1,87 @@
+"""The broker of `penstock bench chaos`: a server or a cluster, kept alive, and proxies by which parts reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from ...config.settings import Settings
+from ...schemas.errors import StartupError
+from ...streams.nats.cluster import LocalCluster
+from ...streams.nats.server import EmbeddedServer
+from ..serve.processes import LEAST_DELAY
+from .proxy import Proxy
+
+
+class Brokers:
+    """`nodes` by their number; `links` are the proxies of each part, one a node."""
+
+    def __init__(self) -> None:
+        self.nodes: list[EmbeddedServer] = []  # set by started
+        self.links: dict[str, list[Proxy]] = {}  # set by linked
+        self.may_start = asyncio.Event()  # cleared while what is dead is to stay so
+        self.may_start.set()
+        self._cluster: LocalCluster | None = None  # set by started
+        self._routes: dict[tuple[int, int], Proxy] = {}  # from which node to which; set by started
+
+    @property
+    def urls(self) -> str:
+        """Of all nodes, past every proxy."""
+        return ",".join(node.url for node in self.nodes)
+
+    @contextlib.asynccontextmanager
+    async def started(self, settings: Settings, state: Path, count: int) -> AsyncIterator[None]:
+        """Run `count` nodes, and start again what dies."""
+        binary, sync = settings.nats_server, settings.nats_sync_interval
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                if count == 1:
+                    self.nodes = [await EmbeddedServer.start(state / "n0", binary, sync)]
+                    stack.push_async_callback(self.nodes[0].stop)
+                else:
+                    cluster = self._cluster = await LocalCluster.start(state, count, binary, sync, dial=self._dial)
+                    stack.push_async_callback(cluster.close)
+                    self.nodes = cluster.nodes
+                group = await stack.enter_async_context(asyncio.TaskGroup())
+                for node in self.nodes:
+                    stack.callback(group.create_task(self._keep(node)).cancel)
+                yield
+        finally:
+            for proxy in (*self._routes.values(), *(proxy for links in self.links.values() for proxy in links)):
+                await proxy.close()
+
+    async def linked(self, part: str) -> str:
+        """The servers' URLs for one part, each by a proxy of its own."""
+        urls = [urlsplit(node.url) for node in self.nodes]
+        self.links[part] = [await Proxy.start(url.port or 0) for url in urls]
+        pairs = zip(urls, self.links[part], strict=True)
+        return ",".join(urlunsplit(url._replace(netloc=f"{url.username}@127.0.0.1:{it.port}")) for url, it in pairs)
+
+    async def be_a_follower(self, node: int) -> bool:
+        """Have others lead what a node leads; False where it decides about streams, which is left to it."""
+        if self._cluster is None or await self._cluster.meta_leader() == node:
+            return False
+        await self._cluster.step_aside(node)
+        return True
+
+    def delay(self, node: int, seconds: float) -> None:
+        """Deliver late what a node and the others say to each other."""
+        for ends, proxy in self._routes.items():
+            if node in ends:
+                proxy.delay = seconds
+
+    async def _dial(self, source: int, target: int, port: int) -> int:
+        proxy = self._routes[source, target] = await Proxy.start(port)
+        return proxy.port
+
+    async def _keep(self, node: EmbeddedServer) -> None:
+        while True:
+            await node.wait()
+            await self.may_start.wait()
+            try:
+                await node.restart()
+            except StartupError:  # the port of a server that is only just gone, say
+                await asyncio.sleep(LEAST_DELAY)

@@ -1,0 +1,338 @@
+"""`penstock bench chaos`: strikes Penstock's processes and connections under load, and looks for what shows it.
+
+Every part is a process of its own, kept alive as `penstock serve` does. All requests run undisturbed first; then again,
+while faults strike, and each answer must be the same, token for token. Afterwards what the broker holds is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+from typer import Option
+
+from ...config.settings import Settings
+from ...config.sources import SECRET, Loaded
+from ...schemas.errors import StartupError
+from ...streams.stores.registry import Registry
+from ...streams.topology import Subjects
+from ..serve.processes import Part, child_environment
+from ..serve.supervisor import connected, listen
+from ..terminal.options import with_settings
+from . import agents as bench_agents
+from . import report as bench_report
+from .agents import Agent, judge_agents, ledger_of
+from .answers import PATIENCE, Answer, Request, ask, compare, mixed_requests
+from .brokers import Brokers
+from .evidence import Evidence, Rooms
+from .faults import POLL, Faults, Strike, longest_pauses
+from .judge import Broken
+from .load import Client, Ended, clock
+from .report import milliseconds, number
+from .server import kept, served_models, workplace
+
+STAGES = ("validate", "queue", "batch", "stream")
+VICTIMS = ("worker", *STAGES, "tools", "bridge", "broker")
+ECHO_RATE = 25.0  # tokens a second, as of a model, so that there are streams to be cut
+KEPT = 7200.0  # seconds, and bytes, for which what was said is kept, to be judged at the end
+KEPT_BYTES = 2 << 30
+SLOW_WAITS = 100  # for a slow broker, one after the other, in a response with tools
+PROBE_LIMIT = 30.0  # seconds in which every seat has to be taken once
+
+
+@with_settings
+def bench_chaos(
+    loaded: Loaded,
+    model: Annotated[
+        str | None, typer.Argument(help="Directory or Hugging Face id; the echo backend by default.")
+    ] = None,
+    requests: Annotated[int, Option(min=1, help="Of mixed priority, length and sampling; asked twice.")] = 300,
+    concurrency: Annotated[int, Option(min=1, max=1024, help="Requests at once.")] = 16,
+    longest: Annotated[int, Option(min=8, help="Tokens of the longest answer.")] = 120,
+    victims: Annotated[
+        str, Option(help=f"What is killed and stopped, of {','.join(VICTIMS)}; an empty text for nothing.")
+    ] = ",".join(VICTIMS[:-1]),
+    interval: Annotated[float, Option(min=0.1, help="Seconds from kill to kill: half to one and a half of it.")] = 4.0,
+    resets: Annotated[
+        float, Option(min=0, help="Seconds between two parts whose connections to the broker are reset; 0: none is.")
+    ] = 0.0,
+    stops: Annotated[str, Option(help="Seconds for which a part is stopped (SIGSTOP), such as 6,60,130.")] = "",
+    blackout: Annotated[
+        float, Option(min=0, help="Seconds for which everything is dead at once, the broker too; 0: never.")
+    ] = 0.0,
+    brokers: Annotated[int, Option(min=1, max=5, help="NATS servers; of several, each stream is on three.")] = 1,
+    broker_restarts: Annotated[
+        int, Option(min=0, help="Times that a broker is killed, each in its turn, spread over the run.")
+    ] = 0,
+    slow: Annotated[
+        float, Option(min=0, help="Seconds by which one of several brokers is behind the others at most.")
+    ] = 0.0,
+    tools: Annotated[
+        int, Option(min=0, help="Responses with tools that have side effects, besides; not of the echo backend.")
+    ] = 0,
+    seed: Annotated[int, Option(help="For the same requests and the same choice of victims.")] = 0,
+    json: bench_report.Json = None,
+) -> None:
+    """Strike processes and connections under load; compare every answer, and judge what the broker holds.
+
+    Starts its own broker, two bridges, stages and workers on loopback; two workers in float32 by default.
+    Requests are repeated until the last planned fault is over. Every fault found is printed with the first
+    difference or the broken law, and ends it with exit code 1.
+    """
+    asked = {name: value for name, value in locals().items() if name not in ("loaded", "json")}
+    chosen = [word.strip() for word in victims.split(",") if word.strip()]
+    if unknown := [word for word in chosen if word not in VICTIMS]:
+        raise typer.BadParameter(f"--victims {','.join(unknown)}: no such part; known: {', '.join(VICTIMS)}")
+    if slow and brokers < 3:
+        raise typer.BadParameter("--slow needs several brokers, one of which is behind; add --brokers 3")
+    seconds = bench_report.whole_numbers(stops, "--stops") if stops else []
+    if seconds and not chosen:
+        raise typer.BadParameter("--stops needs --victims to choose from")
+    patience = PATIENCE + sum(seconds) + blackout + SLOW_WAITS * slow
+    asked |= {"victims": chosen, "stops": seconds, "patience": patience}
+    settings = _settings(loaded, SimpleNamespace(**asked))
+    with bench_report.bars() as bars:
+        found = asyncio.run(Chaos(settings, SimpleNamespace(**asked), bars).run())
+    options = asked | {"settings": settings.model_dump(mode="json", exclude=set(SECRET))}
+    bench_report.publish(json, "chaos", options, found, *_shown(found))
+    if found["faults"] or found["raw"]:
+        raise typer.Exit(1)
+
+
+def _settings(loaded: Loaded, asked: Any) -> Settings:
+    """What was set, and what suits this benchmark where nothing was."""
+    defaults: dict[str, Any] = {"workers": 2, "dtype": "float32", "log_level": "warning", "log_format": "json"}
+    defaults |= {"events_ttl": KEPT, "events_limit": KEPT_BYTES, "nats_replicas": min(3, asked.brokers)}
+    defaults |= {"default_timeout": max(loaded.settings.default_timeout, asked.patience + PATIENCE)}
+    if asked.tools:
+        if loaded.settings.backend == "echo":
+            raise typer.BadParameter("--tools needs a model that calls tools; leave --backend echo out")
+        defaults |= {"tool_functions": tuple(bench_agents.TOOLS.split(","))}
+    elif loaded.settings.backend == "echo" or loaded.settings.model is None:
+        defaults |= {"backend": "echo", "echo_rate": ECHO_RATE}
+    given = {name: value for name, value in defaults.items() if loaded.origins[name] == "default"}
+    return loaded.settings.model_copy(update=given)
+
+
+class Chaos:
+    """The load, and what it came to; `asked` holds the command's options."""
+
+    def __init__(self, settings: Settings, asked: Any, bars: Progress) -> None:
+        self._settings, self._asked, self._bars = settings, asked, bars
+        self._loads: dict[str, dict[str, Any]] = {}  # what was measured of each; set by `_load`
+        self._brokers = Brokers()
+        with listen("127.0.0.1", 0) as one, listen("127.0.0.1", 0) as two:  # both at once, so that they differ
+            self._ports = {f"bridge {place}": it.getsockname()[1] for place, it in enumerate((one, two))}
+        self._urls = [f"http://127.0.0.1:{port}" for port in self._ports.values()]
+
+    async def run(self) -> dict[str, Any]:
+        asked, settings, urls = self._asked, self._settings, self._urls
+        async with contextlib.AsyncExitStack() as stack:
+            starting = self._bars.add_task("starting", total=None, news="")
+            state = stack.enter_context(workplace())
+            settings = settings.model_copy(update={"state_dir": state})
+            await stack.enter_async_context(self._brokers.started(settings, state, asked.brokers))
+            direct = settings.model_copy(update={"nats_url": self._brokers.urls})
+            broker = await stack.enter_async_context(connected(direct, "chaos"))
+            ledger = state / "ledger"
+            parts = {
+                part: child_environment(settings, await self._url(part)) | {bench_agents.LEDGER: str(ledger)}
+                for part in self._parts()
+            }
+            keeper = await stack.enter_async_context(kept(settings, state, parts, urls))
+            self._bars.remove_task(starting)
+            bodies = mixed_requests(asked.requests, asked.longest, asked.seed, (await served_models(urls[0]))[0])
+            registry, subjects = Registry(broker, interval=POLL), Subjects(settings.namespace)
+            rooms = await stack.enter_async_context(Rooms.heard(broker, subjects, registry))
+            expected = await self._load("undisturbed", bodies)
+            if failed := [one.error for one in expected if one.error or not one.ends]:
+                raise StartupError(f"{len(failed)} requests failed though nothing was struck, the first: {failed[0]}")
+            faults = Faults(keeper, self._brokers, registry, self._ports, asked)
+            began = clock()
+            got, agents = await self._disturbed(faults, bodies)
+            room = await rooms.at_rest()
+            probes, leaked = await self._probe(rooms, bodies[0][1]["model"])
+            if too_long := await self._outliving(bodies[0]):
+                room.append(too_long)
+            if leaked:
+                room.append(Broken("all seats can be taken", f"{leaked} of {rooms.seats} never were"))
+            texts: dict[str, dict[int, str] | None] = {agent.response["id"]: None for agent in agents if agent.response}
+            texts |= {name: one.texts for one in (*expected, *got, *probes) for name in one.names}
+            raw = await Evidence(broker, settings).verdict(texts)
+            raw |= judge_agents(agents, ledger_of(ledger)) | ({"server": room} if room else {})
+        return self._found(expected, got, agents, faults.strikes, began) | {
+            "seats_leaked": leaked,
+            "raw": [{"request": name, **one._asdict()} for name, broken in raw.items() for one in broken],
+        }
+
+    def _found(
+        self, expected: list[Answer], got: list[Answer], agents: list[Agent], strikes: list[Strike], began: float
+    ) -> dict[str, Any]:
+        pairs = [(expected[place % len(expected)], one) for place, one in enumerate(got)]
+        faults = [
+            {"request": place, "id": sorted(pair[1].names), **fault._asdict()}
+            for place, pair in enumerate(pairs)
+            if (fault := compare(*pair))
+        ]
+        return {
+            "requests": len(got),
+            "responses": len(agents),
+            **{kind: sum(one["kind"] == kind for one in faults) for kind in ("lost", "doubled", "different")},
+            "detours": dict(sum((one.detours for one in got), Counter[str]())),
+            "faults": faults,
+            "loads": self._loads,
+            "strikes": [
+                {
+                    "kind": one.kind,
+                    "part": one.part,
+                    "at": one.at - began,
+                    "away": one.away,
+                    "longest_pause": pause.seconds,
+                    "request": pause.request,
+                }
+                for one, pause in zip(strikes, longest_pauses(strikes, got), strict=True)
+            ],
+        }
+
+    def _parts(self) -> list[Part]:
+        bridge = ("bridge", "--host", "127.0.0.1", "--port")
+        parts = [Part(name, (*bridge, str(port))) for name, port in self._ports.items()]
+        parts += [Part(f"{stage} 0", ("stage", stage)) for stage in STAGES]
+        if self._asked.tools:  # two, so that one may take over what the other has begun
+            parts += [Part(f"tools {place}", ("stage", "tools")) for place in range(2)]
+        return parts + [
+            Part(f"worker {place}", ("worker", "--id", f"w{place}")) for place in range(self._settings.workers)
+        ]
+
+    async def _url(self, part: Part) -> str:
+        return await self._brokers.linked(part.name) if self._asked.resets else self._brokers.urls
+
+    async def _disturbed(self, faults: Faults, bodies: list[Request]) -> tuple[list[Answer], list[Agent]]:
+        """All requests, until they have ended and every planned fault is over."""
+        planned, due = faults.planned(), asyncio.Semaphore(0)
+        total = len(bodies)
+        at = [total * place // (len(planned) + 1) for place in range(1, len(planned) + 1)]
+
+        async def strike() -> None:
+            for blow in planned:
+                await due.acquire()
+                await blow()
+
+        def answered(place: int) -> None:
+            for _ in range(at.count(place)):
+                due.release()
+
+        async with asyncio.TaskGroup() as group:
+            striking = group.create_task(strike())
+            random = group.create_task(faults.strike_at_random())
+            agents = group.create_task(self._agents(bodies[0][1]["model"]))
+            got = await self._load("disturbed", bodies, answered, lambda: striking.done() and agents.done())
+            await asyncio.wait((striking, agents))
+            random.cancel()
+        await faults.settle()
+        return got, agents.result()
+
+    async def _load(
+        self,
+        label: str,
+        bodies: list[Request],
+        answered: Callable[[int], None] = lambda count: None,
+        may_end: Callable[[], bool] = lambda: True,
+    ) -> list[Answer]:
+        """Ask everything in the same order, so much at once, and from the beginning again until it may end.
+
+        `answered` is told how many answers there are.
+        """
+        answers: dict[int, Answer] = {}
+        places, total = count(), len(bodies)
+        clients = [Client(url) for url in self._urls]
+
+        async def loop(ended: Ended) -> None:
+            async def one_after_another() -> None:
+                while (place := next(places)) < total or not may_end():
+                    path, body = bodies[place % total]
+                    key = f"{label}-{place}"
+                    answers[place] = await ask(clients, path, body, key, place, self._asked.patience)
+                    answered(len(answers))
+                    ended(answers[place])
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._asked.concurrency):
+                    group.create_task(one_after_another())
+
+        await bench_report.measured(label, self._bars, loop, self._loads, total)
+        self._loads[label]["requests"] = len(answers)
+        for client in clients:
+            client.close()
+        return [answers[place] for place in sorted(answers)]
+
+    async def _agents(self, model: str) -> list[Agent]:
+        """All responses with tools, a few at once."""
+        places, found = iter(range(self._asked.tools)), dict[int, Agent]()
+
+        async def one_after_another() -> None:
+            for place in places:
+                body, key = bench_agents.request(place, model), f"agent-{place}"
+                found[place] = await bench_agents.run(self._urls, body, key, place, self._asked.patience)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max(1, self._asked.concurrency // 4)):
+                group.create_task(one_after_another())
+        return [found[place] for place in sorted(found)]
+
+    async def _probe(self, rooms: Rooms, model: str) -> tuple[list[Answer], int]:
+        """Ask for more than all seats until each was taken; also returns how many the batch stage never filled."""
+        rooms.peaks.clear()
+        body = {"model": model, "max_tokens": self._asked.longest, "ignore_eos": True, "stream": True}
+        body |= {"messages": [{"role": "user", "content": "water"}]}
+        clients, answers, places = [Client(url) for url in self._urls], list[Answer](), count()
+        until = clock() + PROBE_LIMIT
+
+        async def one_after_another() -> None:
+            while rooms.never_taken and clock() < until:
+                place = next(places)
+                key, patience = f"probe-{place}", self._asked.patience
+                answers.append(await ask(clients, "/v1/chat/completions", body, key, place, patience))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2 * rooms.seats):
+                group.create_task(one_after_another())
+        for client in clients:
+            client.close()
+        return answers, rooms.never_taken
+
+    async def _outliving(self, request: Request) -> Broken | None:
+        """What is wrong where a time-out is taken that outlives what a takeover needs."""
+        (path, body), timeout = request, 2 * self._settings.longest_timeout
+        client = Client(self._urls[0])
+        sample = await client.post(path, body | {"timeout": timeout})
+        client.close()
+        if (sample.error or "").startswith("HTTP 400"):
+            return None
+        return Broken("a time-out that outlives the events is refused", f"{timeout:g} s: {sample.error or 'taken'}")
+
+
+def _shown(found: dict[str, Any]) -> list[object]:
+    laws = Counter(one["law"] for one in found["raw"])
+    title = "{requests} requests: {lost} lost, {doubled} doubled, {different} different; {seats_leaked} seats leaked; "
+    title = title.format_map(found) + f"{len(found['raw'])} broken laws"
+    clients = ", ".join(f"clients {what} {count}" for what, count in found["detours"].items())
+    columns = ("times", "recovered", "after, ms, p50", "max", "longest pause, ms")
+    recoveries = bench_report.numbers_table(("fault",), columns)
+    for kind in dict.fromkeys(one["kind"] for one in found["strikes"]):
+        those = [one for one in found["strikes"] if one["kind"] == kind]
+        away, pauses = ([one[name] for one in those] for name in ("away", "longest_pause"))
+        back = sum(one is not None for one in away)
+        figures = milliseconds(away, 50), milliseconds(away, 100), milliseconds(pauses, 100)
+        recoveries.add_row(kind, *map(number, (len(those), back, *figures)))
+    faults = [f"request {one['request']} {one['kind']}: {one['detail']}" for one in found["faults"]]
+    raw = [f"{one['request']}: {one['law']}: {one['detail']}" for one in found["raw"]]
+    counts = [f"{count} times broken: {law}" for law, count in laws.most_common()]
+    return [title, *bench_report.shown(found["loads"]), clients, recoveries, *faults, *counts, *raw]

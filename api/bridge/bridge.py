@@ -1,0 +1,153 @@
+"""The way from a request to its events and back: publishes jobs, and reads each one's events once, in order.
+
+Knows the broker and nothing of HTTP; `penstock submit` reads the same way. Events are heard live, on one wildcard
+subscription for the requests that were opened here and on one each for those that may have been opened elsewhere; what
+was missed, in an outage or a change of publisher, is read back from the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import Coroutine
+from typing import Any
+
+from ...schemas import codec
+from ...schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, Refusal, StorageFull, StreamFull, StreamNotFound
+from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
+from ...streams.port import DEADLINE, SCHEMA, Broker, Message
+from ...streams.topology import Subjects
+from .early_refusal import Gate
+from .reading import Reading
+
+
+class Bridge:
+    """One listener with a name of its own; requests opened here answer here, and any may be followed."""
+
+    def __init__(self, broker: Broker, subjects: Subjects, name: str | None = None) -> None:
+        self.name = name or f"b{secrets.token_hex(8)}"
+        self.draining = False  # set by drain
+        self.broker = broker
+        self.subjects = subjects
+        self._gate = Gate()
+        self._open: set[Reading] = set()
+        self._heard: dict[str, Reading] = {}  # by subject: those that live on our own wildcard
+        self._idle = asyncio.Event()  # nothing is open; set by _closed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        await self.broker.listen(self.subjects.events_of(self.name), self._hear)
+        await self._gate.start(self.broker, self.subjects)
+
+    def admit(self, priority: Priority) -> None:
+        """Raises `Overloaded` where a request of this priority would be refused; asks nobody."""
+        if self.draining:
+            raise _leaving()
+        self._gate.check(priority)
+
+    async def open(
+        self,
+        job: Job,
+        *,
+        priority: Priority,
+        tenant: str,
+        deadline: float | None = None,
+        kept: bool = False,
+        shared: bool = False,
+    ) -> Reading:
+        """Publish a job, which must name this bridge and have an id; `deadline` in Unix seconds.
+
+        `kept`: it goes on though its reader leaves. `shared`: another bridge may publish it too, and get the events.
+        Raises `Overloaded`, `QuotaExceeded` or `StorageFull` where it is not taken, and `BrokerUnavailable`.
+        """
+        assert job.id is not None and job.bridge == self.name
+        self.admit(priority)
+        reading = await self._reading(job.id, tenant, deadline, kept=kept or shared, shared=shared)
+        headers = {SCHEMA: codec.JOB} | ({DEADLINE: f"{deadline:.3f}"} if deadline else {})
+        try:
+            subject, name = self.subjects.jobs(priority, tenant), f"{tenant}.{job.id}"
+            await self.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
+        except BaseException as error:
+            reading.close()
+            match error:
+                case StreamFull(storage=True):
+                    raise StorageFull(STORE_FULL) from None
+                case StreamFull(per_subject=True):
+                    raise QuotaExceeded("Too many requests of yours wait to be looked at.", retry_after=1.0) from None
+                case StreamFull():
+                    raise Overloaded("Too many requests are waiting to be looked at.", retry_after=1.0) from None
+            raise
+        return reading
+
+    async def follow(self, request: str, tenant: str, *, deadline: float | None = None) -> Reading:
+        """Read a request's events from the first one on, whichever bridge it was opened at.
+
+        Raises `StreamNotFound` where there are none, or not from the first one on, and `BrokerUnavailable`.
+        """
+        if self.draining:
+            raise _leaving()
+        if re.fullmatch(TOKEN_PATTERN, request):
+            reading = await self._reading(request, tenant, deadline, kept=True, shared=True)
+            with contextlib.ExitStack() as undo:
+                undo.callback(reading.close)
+                if await reading.restore():
+                    undo.pop_all()
+                    return reading
+        raise StreamNotFound("There is no such request, or its events are kept no more.")
+
+    async def turn(self, root: Reading, request: str) -> Reading:
+        """Read the events of a turn of the response `root`, which were perhaps told before."""
+        reading = await self._reading(request, root.tenant, root.deadline, kept=True, shared=root.shared)
+        reading.look_back()
+        return reading
+
+    async def drain(self, patience: float) -> None:
+        """Take nothing new and let what is open end; what still is after `patience` seconds is told to go elsewhere."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                while self._open:
+                    self._idle.clear()
+                    await self._idle.wait()
+        for reading in list(self._open):
+            reading.end(_leaving())
+            if not reading.kept:
+                await reading.ask_to_stop()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what nobody waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reading(self, request: str, tenant: str, deadline: float | None, *, kept: bool, shared: bool) -> Reading:
+        at = self.subjects.events_at(tenant, request)
+        subject = at if shared else self.subjects.events(tenant, self.name, request)
+        reading = Reading(self, request, subject, kept, tenant, deadline)
+        if shared:
+            await reading.listen()
+        else:
+            self._heard[subject] = reading
+        self._open.add(reading)
+        if deadline is not None:
+            reading.expire_at(deadline)
+        return reading
+
+    def closed(self, reading: Reading) -> None:
+        """A reading tells that it is."""
+        self._open.discard(reading)
+        if self._heard.get(reading.subject) is reading:
+            del self._heard[reading.subject]
+        if not self._open:
+            self._idle.set()
+
+    def _hear(self, message: Message) -> None:
+        reading = self._heard.get(message.subject)
+        if reading is not None:
+            reading.feed(message)
+
+
+def _leaving() -> Refusal:
+    return Overloaded("Penstock is shutting down.", code="shutting_down", retry_after=5.0)

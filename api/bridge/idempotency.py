@@ -1,0 +1,95 @@
+"""`Idempotency-Key`: the same key is the same request, on whichever bridge it is repeated.
+
+The key's claim is written before the job is published, and a bridge may die in between; so whoever repeats a request of
+which no event is stored publishes it again, under the same id, which makes it one request still. A request that came to
+nothing (overload, deadline, a fault of ours) has no answer to repeat: its key then stands for a new attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import orjson
+
+from ...schemas.errors import Conflict, InvalidRequest, StreamNotFound
+from ...schemas.events import Cancelled, Event, Expired, Failed
+from ...schemas.jobs import Job, Priority
+from ...streams.port import Broker
+from ...streams.stores.responses import ResponseLog
+from .bridge import Bridge
+from .reading import Reading
+
+MOST_CHARACTERS = 255
+
+
+async def open_once(
+    key: str,
+    bridge: Bridge,
+    broker: Broker,
+    job: Job,
+    *,
+    priority: Priority,
+    tenant: str,
+    deadline: float,
+    events_ttl: float,
+) -> Reading:
+    """What `Bridge.open` gives for the first request of this key. `job` must have a new id, for if it is the first.
+    `events_ttl` is how many seconds a request's events are kept: for as long it is the same request, if repeated.
+
+    Raises `InvalidRequest` (the key), `Conflict` (the key belongs to another body), and what `Bridge.open` raises.
+    """
+    if not 0 < len(key) <= MOST_CHARACTERS:
+        raise InvalidRequest(
+            f"Idempotency-Key must have 1 to {MOST_CHARACTERS} characters, not {len(key)}.", param="Idempotency-Key"
+        )
+    name = hashlib.sha256(f"{tenant} {key}".encode()).hexdigest()
+    body = orjson.dumps(job.body, option=orjson.OPT_SORT_KEYS)
+    fingerprint = hashlib.sha256(f"{job.endpoint} ".encode() + body).hexdigest()
+    mine = orjson.dumps({"request": job.id, "fingerprint": fingerprint, "created": time.time()})
+    claims = await broker.bucket("idempotency")
+    while True:
+        entry = await claims.get(name)
+        if entry is None:
+            bridge.admit(priority)  # before it costs a claim
+            await claims.create(name, mine)
+            continue
+        claim: dict[str, Any] = orjson.loads(entry.value)
+        if claim["fingerprint"] != fingerprint:
+            raise Conflict(
+                "This Idempotency-Key was used for another request; a new request needs a new key.",
+                param="Idempotency-Key",
+            )
+        try:
+            reading = await bridge.follow(claim["request"], tenant, deadline=deadline)
+        except StreamNotFound:
+            if await _is_kept(broker, job, tenant, claim["request"]):
+                raise Conflict(
+                    f"This Idempotency-Key made the response {claim['request']}; retrieve that.",
+                    code="idempotency_key_spent",
+                    param="Idempotency-Key",
+                ) from None
+            if time.time() - claim["created"] < events_ttl:
+                first = job.model_copy(update={"id": claim["request"]})
+                return await bridge.open(first, priority=priority, tenant=tenant, deadline=deadline, shared=True)
+        else:
+            if not _came_to_nothing(reading.final) or await _is_kept(broker, job, tenant, claim["request"]):
+                return reading
+            reading.close()
+        await claims.update(name, mine, entry.revision)
+
+
+async def _is_kept(broker: Broker, job: Job, tenant: str, request: str) -> bool:
+    """Whether the request is a response that has begun: its tools may have run, so it is not made again."""
+    if job.endpoint != "/v1/responses":
+        return False
+    return await (await ResponseLog.of(broker)).read(tenant, request) is not None
+
+
+def _came_to_nothing(final: Event | None) -> bool:
+    match final:
+        case Failed(error=error) | Expired(error=error):
+            return error.status in (408, 429) or error.status >= 500
+        case _:
+            return isinstance(final, Cancelled)

@@ -1,0 +1,126 @@
+"""Where a client stands in a stream, as the ids of its SSE messages say: pure.
+
+An id is `<request>/<choices>`, with `/u` behind it once the usage was sent. The choices stand in order, with commas
+between: `tokens:characters` of what was sent of each, `f` behind them with the finish reason, nothing at all for a
+choice not yet begun. The request alone, which the header `x-request-id` names, is the beginning.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...schemas.errors import InvalidRequest
+from ...schemas.events import Token, ToolCallDelta
+
+_SPOT = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?"
+_is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_SPOT}(?:,{_SPOT})*)(/u)?)?").fullmatch
+
+
+class Spot(NamedTuple):
+    """How much of one choice was sent."""
+
+    tokens: int = 0
+    characters: int = 0
+    finished: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.tokens}:{self.characters}{'f' * self.finished}"
+
+    def furthest(self, other: Spot) -> Spot:
+        tokens, characters = max(self.tokens, other.tokens), max(self.characters, other.characters)
+        return Spot(tokens, characters, self.finished or other.finished)
+
+
+class Progress:
+    """Fed with a request's tokens in order, it tells what the client has from what is news to it."""
+
+    def __init__(self, request: str, had: dict[int, Spot] | None = None, *, usage_sent: bool = False) -> None:
+        self.request = request
+        self.resumed = had is not None
+        self.usage_sent = usage_sent  # set by whoever sends it
+        self._had = had or {}
+        self._seen: dict[int, Spot] = {}
+
+    @classmethod
+    def parse(cls, given: str) -> Progress:
+        """Raises `InvalidRequest`."""
+        found = _is_id(given)
+        if found is None:
+            raise invalid_event_id("Last-Event-ID is none of the ids that this server sends.")
+        if found[2] is None:
+            return cls(given)
+        had = {}
+        for choice, text in enumerate(found[2].split(",")):
+            if text:
+                tokens, _, characters = text.rstrip("f").partition(":")
+                had[choice] = Spot(int(tokens), int(characters), text.endswith("f"))
+        return cls(found[1], had, usage_sent=found[3] is not None)
+
+    @property
+    def reached(self) -> bool:
+        """Whether all that the client has was seen again."""
+        return all(self._spot(choice) == self._seen.get(choice) for choice in self._had)
+
+    @property
+    def id(self) -> str:
+        most = max((*self._had, *self._seen), default=-1)
+        begun = self._had.keys() | self._seen
+        spots = ",".join(str(self._spot(choice)) if choice in begun else "" for choice in range(most + 1))
+        return f"{self.request}/{spots}{'/u' * self.usage_sent}"
+
+    def split(self, token: Token) -> tuple[Token | None, Token | None]:
+        """The part of `token` that the client has, and the part that it has not: what it says is cut at characters."""
+        seen = self._seen.get(token.choice, Spot())
+        had = self._had.get(token.choice, Spot())
+        ends = token.finish_reason is not None
+        length = _length(token)
+        now = Spot(seen.tokens + len(token.token_ids), seen.characters + length, seen.finished or ends)
+        self._seen[token.choice] = now
+        if token.choice in self._had and had.furthest(now) == had:
+            return token, None
+        tokens = min(max(had.tokens - seen.tokens, 0), len(token.token_ids))
+        characters = min(max(had.characters - seen.characters, 0), length)
+        if not tokens and not characters:
+            return None, token
+        ids, logprobs = token.token_ids, token.logprobs
+        old, new = _cut(token, characters)
+        return (
+            replace(old, token_ids=ids[:tokens], logprobs=logprobs and logprobs[:tokens], finish_reason=None),
+            replace(new, index=token.index + tokens, token_ids=ids[tokens:], logprobs=logprobs and logprobs[tokens:]),
+        )
+
+    def _spot(self, choice: int) -> Spot:
+        return self._had.get(choice, Spot()).furthest(self._seen.get(choice, Spot()))
+
+
+def _length(token: Token) -> int:
+    """Characters of all that it says; the head of a tool call counts as one."""
+    calls = sum(len(call.arguments) + (call.id is not None) for call in token.tool_calls)
+    return len(token.reasoning) + len(token.text) + calls
+
+
+def _cut(token: Token, count: int) -> tuple[Token, Token]:
+    """What it says up to `count` characters, thoughts first, then text, then calls; and the rest."""
+    thought, count = min(count, len(token.reasoning)), max(count - len(token.reasoning), 0)
+    text, count = min(count, len(token.text)), max(count - len(token.text), 0)
+    had: list[ToolCallDelta] = []
+    news: list[ToolCallDelta] = []
+    for call in token.tool_calls:
+        head = int(call.id is not None)
+        cut = min(max(count - head, 0), len(call.arguments))
+        if count and (head or cut):
+            had.append(replace(call, arguments=call.arguments[:cut]))
+            if rest := call.arguments[cut:]:
+                news.append(ToolCallDelta(call.index, rest))
+        else:
+            news.append(call)
+        count = max(count - head - len(call.arguments), 0)
+    old = replace(token, reasoning=token.reasoning[:thought], text=token.text[:text], tool_calls=tuple(had))
+    new = replace(token, reasoning=token.reasoning[thought:], text=token.text[text:], tool_calls=tuple(news))
+    return old, new
+
+
+def invalid_event_id(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="invalid_event_id", param="Last-Event-ID")

@@ -1,0 +1,1 @@
+"""The HTTP bridge's application: one module for each group of paths."""

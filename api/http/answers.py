@@ -1,0 +1,202 @@
+"""An HTTP answer made of a request's events: its status waits for the first one, its end for the last.
+
+A client that leaves, at whatever moment, cancels its request, unless it has said that it will come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import abstractmethod
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Queued, Token
+from ..bridge.reading import Reading
+from ..bridge.response_reading import Chain
+from ..bridge.resume import Progress, invalid_event_id
+from ..render.openai import Renderer, error_message, error_payload
+
+FOR_EVER = 1e9  # seconds
+
+
+def error_response(error: ErrorBody, request: str | None = None) -> Response:
+    headers = {"x-request-id": request or f"req-{uuid.uuid4().hex}"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+        headers["retry-after-ms"] = str(round(error.retry_after * 1000))
+    return Response(orjson.dumps(error_payload(error)), error.status, headers=headers, media_type="application/json")
+
+
+class EventStream(Response):
+    """Sends a request's events as SSE. What they look like is a subclass's to say, and how a refusal is told."""
+
+    def __init__(self, reading: Reading | Chain, *, keepalive: float, progress: Progress | None) -> None:
+        super().__init__()
+        self._reading = reading
+        self._keepalive = keepalive
+        self._progress = progress
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering = asyncio.create_task(self._answer(scope, receive, send))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+            self._reading.leave()
+
+    @abstractmethod
+    def _chunks(self, event: Event) -> list[bytes]:
+        """The SSE messages for one event."""
+
+    def _refusal(self, event: Event) -> ErrorBody | None:
+        """What is answered with a status of its own, if this is among the first events."""
+        return None
+
+    def _reached(self, events: list[Event]) -> bool:
+        """Whether the answer may begin, now that these events are there."""
+        # What the client had last may still be on its way to the stream.
+        return self._progress is None or self._progress.reached
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while True:
+            events = await self._reading.take(FOR_EVER)
+            error = next((found for event in events if (found := self._refusal(event))), None)
+            body += self._render(events)
+            reached = self._reached(events)
+            if not reached and not error and self._reading.ended:
+                error = ErrorBody.of(invalid_event_id("The stream does not go as far as Last-Event-ID says."))
+            if reached or error:
+                break
+        if error is not None:
+            await error_response(error, self._reading.request)(scope, receive, send)
+            return
+        await send(self._opening("text/event-stream", {"cache-control": "no-cache", "x-accel-buffering": "no"}))
+        clock = asyncio.get_running_loop().time
+        silent_until = clock() + self._keepalive
+        while True:
+            more = not self._reading.ended
+            if body or not more:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+                silent_until = clock() + self._keepalive
+            if not more:
+                return
+            body = self._render(await self._reading.take(max(0.0, silent_until - clock())))
+            if not body and not self._reading.ended and clock() >= silent_until:
+                body = self._comment("ping")  # so that proxies and clients do not give up
+
+    def _render(self, events: list[Event]) -> bytes:
+        # Of the places in a queue, only the newest is news.
+        return b"".join(
+            chunk
+            for event in events
+            if not isinstance(event, Queued) or event is events[-1]
+            for chunk in self._chunks(event)
+        )
+
+    def _comment(self, text: str) -> bytes:
+        # The official client keeps an id, as the standard says, but then takes the blank line behind a comment for a
+        # message without data, and fails. No blank line is needed: it skips the comment as a part of the next message.
+        return f": {text}\n".encode() + (b"" if self._progress else b"\n")
+
+    def _identified(self, message: bytes) -> bytes:
+        return message if self._progress is None else f"id: {self._progress.id}\n".encode() + message
+
+    def _opening(self, media_type: str, headers: dict[str, str]) -> dict[str, Any]:
+        every = {"content-type": media_type, "x-request-id": self._reading.request, **headers}
+        return {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(name.encode(), value.encode()) for name, value in every.items()],
+        }
+
+
+class Answer(EventStream):
+    """OpenAI's answer: SSE with `streaming`, or one JSON body. `status`: with news of the queue."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        renderer: Renderer,
+        *,
+        streaming: bool,
+        keepalive: float,
+        progress: Progress | None = None,
+        status: bool = False,
+    ) -> None:
+        super().__init__(reading, keepalive=keepalive, progress=progress)
+        self._renderer = renderer
+        self._streaming = streaming
+        self._status = status
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (super()._answer if self._streaming else self._collect)(scope, receive, send)
+
+    def _refusal(self, event: Event) -> ErrorBody | None:
+        return error_of(event)
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        progress, renderer = self._progress, self._renderer
+        match event:
+            case Accepted():
+                renderer.begin(event)
+            case Queued(position=position) if self._status:
+                return [b"event: status\ndata: " + orjson.dumps({"type": "queued", "position": position}) + b"\n\n"]
+            case Token():
+                if progress is None:
+                    return list(renderer.chunks(event))
+                had, news = progress.split(event)
+                if had is not None:
+                    list(renderer.chunks(had))  # so that it knows what came before
+                return [self._identified(chunk) for chunk in renderer.chunks(news)] if news is not None else []
+            case Done():
+                *usage, end = renderer.end(event)
+                if progress is not None:
+                    usage = [] if progress.usage_sent else usage
+                    progress.usage_sent = True
+                return [*map(self._identified, usage), end]
+            case Failed() | Expired() | Cancelled():
+                error = error_of(event)
+                return [error_message(error)] if error else []
+        return []
+
+    async def _collect(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tokens: list[Token] = []
+        while True:
+            for event in await self._reading.take(FOR_EVER):
+                if isinstance(event, Accepted):
+                    self._renderer.begin(event)
+                elif isinstance(event, Token):
+                    tokens.append(event)
+                elif error := error_of(event):
+                    await error_response(error, self._reading.request)(scope, receive, send)
+                    return
+                elif isinstance(event, Done):
+                    body = self._renderer.whole(tokens, event)
+                    await send(self._opening("application/json", {"content-length": str(len(body))}))
+                    await send({"type": "http.response.body", "body": body})
+                    return
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def error_of(event: Event) -> ErrorBody | None:
+    match event:
+        case Failed(error=error) | Expired(error=error):
+            return error
+        case Cancelled():
+            return ErrorBody(499, "The request was cancelled.", "cancelled_error", "cancelled")
+        case _:
+            return None

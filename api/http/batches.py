@@ -1,0 +1,105 @@
+"""OpenAI's `/v1/batches`: what asks for them and what is told of them. Whoever runs them is in `batch_runner`."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from ...schemas.errors import InvalidRequest, Overloaded, StreamFull, StreamNotFound
+from ...schemas.jobs import TOKEN_PATTERN
+from ...schemas.openai.batches import WINDOW, Batch, BatchRequest
+from ...streams.port import Broker
+from ...streams.topology import BATCH_STATES
+from .files import find_file, page
+from .openapi import body_of, refusals
+from .requests import Door, read_parsed, tenant_of
+
+
+def add_batches(app: FastAPI, door: Door) -> None:
+    broker = door.broker
+
+    @app.post(
+        "/v1/batches",
+        tags=["openai"],
+        openapi_extra=body_of(BatchRequest),
+        responses=refusals(400, 404, 408, 413, 429, 503, 507),
+    )
+    async def create(request: Request) -> Any:
+        """Run the requests of a file, within a day and behind everybody else's."""
+        asked = await read_parsed(BatchRequest, request, door.settings)
+        tenant, now, lifetime = tenant_of(request), int(time.time()), door.settings.files_ttl
+        if (expires := asked.output_expires_after) is not None:
+            if expires.seconds > lifetime:
+                message = f"Files are kept {int(lifetime)} seconds here, and no longer."
+                raise InvalidRequest(message, param="output_expires_after")
+            lifetime = expires.seconds
+        file = await find_file(broker, tenant, asked.input_file_id)
+        if file.about["purpose"] != "batch":
+            raise InvalidRequest("The input file's purpose is not batch.", param="input_file_id")
+        batch = Batch(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            created_at=now,
+            expires_at=now + WINDOW,
+            metadata=asked.metadata,
+            tenant=tenant,
+            output_ttl=lifetime,
+        )
+        await publish(door, batch)
+        return batch.shown()
+
+    @app.get("/v1/batches", tags=["openai"], responses=refusals(400, 503))
+    async def batches(request: Request) -> Any:
+        """The batches there are, newest first; `limit` and `after` choose."""
+        entries = await (await broker.bucket(BATCH_STATES)).entries(f"{tenant_of(request)}.")
+        found = [Batch.model_validate_json(entry.value) for entry in entries]
+        found.sort(key=lambda batch: (batch.created_at, batch.id))
+        return page(request, [batch.shown() for batch in found], default=20, most=100)
+
+    @app.get("/v1/batches/{id}", tags=["openai"], responses=refusals(404, 503))
+    async def batch(id: str, request: Request) -> Any:
+        """How far a batch has come."""
+        return (await change(broker, tenant_of(request), id)).shown()
+
+    @app.post("/v1/batches/{id}/cancel", tags=["openai"], responses=refusals(400, 404, 503))
+    async def cancel(id: str, request: Request) -> Any:
+        """Stop a batch; what is answered already stays."""
+
+        def cancelling(batch: Batch) -> Batch:
+            return batch.after({"validating": "cancelling", "in_progress": "cancelling"}, time.time())
+
+        batch = await change(broker, tenant_of(request), id, cancelling)
+        if batch.status not in ("cancelling", "cancelled"):
+            raise InvalidRequest(f"A batch that is {batch.status} cannot be cancelled.", code="batch_over")
+        return batch.shown()
+
+
+async def publish(door: Door, batch: Batch) -> None:
+    """Have a new batch run. Raises `QuotaExceeded`, `Overloaded`, and `StreamFull` where there is no space."""
+    data = batch.model_dump_json().encode()
+    await door.quotas.check(batch.tenant, len(data))
+    try:
+        # First, so that no batch can be seen that nobody would run.
+        await door.broker.publish(door.bridge.subjects.batches(batch.tenant), data, message_id=batch.id)
+    except StreamFull as error:
+        if error.storage:
+            raise
+        raise Overloaded("Too many batches are waiting.", retry_after=60.0) from None
+    await (await door.broker.bucket(BATCH_STATES)).create(batch.key, data)
+
+
+async def change(broker: Broker, tenant: str, id: str, update: Callable[[Batch], Batch] = lambda batch: batch) -> Batch:
+    """Put `update` of a batch in its place, whoever else changes it, and return that. Raises `StreamNotFound`."""
+    states = await broker.bucket(BATCH_STATES)
+    while re.fullmatch(TOKEN_PATTERN, id) and (entry := await states.get(f"{tenant}.{id}")) is not None:
+        before = Batch.model_validate_json(entry.value)
+        after = update(before)
+        if after == before or await states.update(before.key, after.model_dump_json().encode(), entry.revision):
+            return after
+    raise StreamNotFound(f"There is no batch {id!r}.", code="batch_not_found", param="batch_id")

@@ -1,0 +1,214 @@
+"""OpenAI's `/v1/files`: an object is named `<tenant>.<file>`, and says of itself what the client is told."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.types import Message
+
+from ...schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, StreamNotFound
+from ...schemas.jobs import TOKEN_PATTERN
+from ...schemas.openai.batches import FINAL, Batch
+from ...streams.port import Broker
+from ...streams.stores.objects import ObjectInfo, Objects
+from ...streams.topology import BATCH_STATES, FILES
+from .openapi import refusals
+from .requests import Door, tenant_of
+
+PURPOSES = ("batch", "user_data")
+SLOWEST = 16 << 10  # bytes a second of an upload, after which it is given up
+FORM_ROOM = 64 << 10  # bytes of an upload beside the file
+
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 30 * 86400},
+    },
+}
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The bytes",
+        "content": {"application/octet-stream": {"schema": {"format": "binary", "type": "string"}}},
+    }
+}
+_UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+
+
+def add_files(app: FastAPI, door: Door) -> None:
+    settings = door.settings
+
+    @app.post("/v1/files", tags=["openai"], openapi_extra=_UPLOAD, responses=refusals(400, 408, 413, 429, 503, 507))
+    async def upload(request: Request) -> Any:
+        """Keep a file; `purpose` is `batch` or `user_data`."""
+        form = await _form(request, settings.file_limit, settings.body_timeout)
+        try:
+            file, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(file, UploadFile):
+                raise InvalidRequest("file is missing.", code="missing_required_parameter", param="file")
+            if (file.size or 0) > settings.file_limit:
+                raise _too_large(settings.file_limit)
+            if purpose not in PURPOSES:
+                raise InvalidRequest(f"purpose is one of {', '.join(PURPOSES)}.", param="purpose")
+            name, lifetime = f"{tenant_of(request)}.file-{uuid.uuid4().hex}", _lifetime(form, settings.files_ttl)
+            objects = await Objects.of(door.broker, FILES)
+            await door.quotas.check(tenant_of(request), file.size or 0)
+            info = await put_file(objects, name, _chunks(file), file.filename or "file", str(purpose), lifetime)
+            assert info is not None, "nobody else has the name"
+        finally:
+            await form.close()
+        return _shown(info)
+
+    @app.get("/v1/files", tags=["openai"], responses=refusals(400, 503))
+    async def files(request: Request) -> Any:
+        """The files there are, newest first; `purpose`, `order`, `limit` and `after` choose."""
+        purpose = request.query_params.get("purpose")
+        infos = await (await Objects.of(door.broker, FILES)).infos(f"{tenant_of(request)}.")
+        found = [info for info in infos if not _is_over(info) and purpose in (None, info.about["purpose"])]
+        return page(request, [_shown(info) for info in found], default=10_000, most=10_000)
+
+    @app.get("/v1/files/{id}", tags=["openai"], responses=refusals(404, 503))
+    async def file(id: str, request: Request) -> Any:
+        """What is known of a file."""
+        return _shown(await find_file(door.broker, tenant_of(request), id))
+
+    @app.get("/v1/files/{id}/content", tags=["openai"], response_class=Response, responses=_BYTES | refusals(404, 503))
+    async def content(id: str, request: Request) -> Response:
+        """The file itself."""
+        info = await find_file(door.broker, tenant_of(request), id)
+        data = (await Objects.of(door.broker, FILES)).read(info)
+        headers = {"content-length": str(info.size), "content-disposition": "attachment"}
+        return StreamingResponse(data, media_type="application/octet-stream", headers=headers)
+
+    @app.delete("/v1/files/{id}", tags=["openai"], responses=refusals(400, 404, 503))
+    async def delete(id: str, request: Request) -> Any:
+        """Delete a file, unless a batch that runs needs it."""
+        info = await find_file(door.broker, tenant_of(request), id)
+        if info.name in await _needed(door.broker):
+            raise InvalidRequest("A batch that has not ended needs this file.", code="file_in_use", param="file_id")
+        await (await Objects.of(door.broker, FILES)).delete(info)
+        return {"id": id, "object": "file", "deleted": True}
+
+
+async def put_file(
+    objects: Objects, name: str, data: AsyncIterable[bytes], filename: str, purpose: str, lifetime: float
+) -> ObjectInfo | None:
+    """Store a file that ends `lifetime` seconds from now; None if there is one of the name."""
+    now = int(time.time())
+    times = {"created_at": now, "expires_at": now + int(lifetime)}
+    return await objects.put(name, data, {"object": "file", **times, "filename": filename, "purpose": purpose})
+
+
+async def find_file(broker: Broker, tenant: str, id: str) -> ObjectInfo:
+    """Raises `StreamNotFound` where the tenant has no such file, or its time is over."""
+    if re.fullmatch(TOKEN_PATTERN, id):
+        info = await (await Objects.of(broker, FILES)).info(f"{tenant}.{id}")
+        if info is not None and not _is_over(info):
+            return info
+    raise StreamNotFound(f"There is no file {id!r}.", code="file_not_found", param="file_id")
+
+
+async def sweep(broker: Broker) -> None:
+    """Delete the files whose time is over, but for those that batches still need."""
+    objects = await Objects.of(broker, FILES)
+    if over := [info for info in await objects.infos() if _is_over(info)]:
+        needed = await _needed(broker)
+        for info in over:
+            if info.name not in needed:
+                await objects.delete(info)
+
+
+def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, most: int) -> dict[str, Any]:
+    """OpenAI's list of `items`, which are given oldest first. Raises `InvalidRequest` for what the query asks."""
+    query = request.query_params
+    limit, order, after = query.get("limit", str(default)), query.get("order", "desc"), query.get("after")
+    if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= most:
+        raise InvalidRequest(f"limit is a number from 1 to {most}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order is asc or desc.", param="order")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise InvalidRequest("after is not the id of one of these.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    data = ordered[: int(limit)]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(data) < len(ordered)}
+
+
+async def _form(request: Request, limit: int, patience: float) -> FormData:
+    """The form, its file on disk where it is large. Raises `PayloadTooLarge`, `DeadlineExceeded`, `InvalidRequest`."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit + FORM_ROOM:
+        raise _too_large(limit)
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InvalidRequest("Send the file as multipart/form-data.", code="invalid_form")
+    size, clock = 0, asyncio.get_running_loop().time
+    begun = clock()
+
+    async def limited() -> Message:
+        nonlocal size
+        async with asyncio.timeout_at(min(clock(), begun + size / SLOWEST) + patience):
+            message = await request.receive()
+        size += len(message.get("body", b""))
+        if size > limit + FORM_ROOM:
+            raise _too_large(limit)
+        return message
+
+    try:
+        return await Request(request.scope, limited).form(max_files=1, max_fields=8)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"Nothing more came within {patience:g} seconds, or less than {SLOWEST} bytes a second.",
+            code="body_timeout",
+        ) from None
+    except HTTPException as error:
+        raise InvalidRequest(f"The form cannot be read: {error.detail}", code="invalid_form") from None
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The file is larger than {limit} bytes; the setting file_limit allows no more.")
+
+
+def _lifetime(form: FormData, most: float) -> float:
+    """Seconds that the client wants its file to live."""
+    anchor, seconds = form.get("expires_after[anchor]"), str(form.get("expires_after[seconds]", ""))
+    if anchor is None and not seconds:
+        return most
+    if anchor != "created_at" or not re.fullmatch("[0-9]{1,9}", seconds) or not 3600 <= int(seconds) <= most:
+        message = f"expires_after has the anchor created_at, and from 3600 to {int(most)} seconds."
+        raise InvalidRequest(message, param="expires_after")
+    return int(seconds)
+
+
+async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
+    while chunk := await file.read(1 << 20):
+        yield chunk
+
+
+async def _needed(broker: Broker) -> set[str]:
+    """The files that batches which have not ended read from."""
+    states = await (await broker.bucket(BATCH_STATES)).entries()
+    batches = [Batch.model_validate_json(entry.value) for entry in states]
+    return {f"{batch.tenant}.{batch.input_file_id}" for batch in batches if batch.status not in FINAL}
+
+
+def _is_over(info: ObjectInfo) -> bool:
+    return bool(info.about["expires_at"] <= time.time())
+
+
+def _shown(info: ObjectInfo) -> dict[str, Any]:
+    return {"id": info.name.partition(".")[2], "bytes": info.size, "status": "processed", **info.about}

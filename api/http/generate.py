@@ -1,0 +1,100 @@
+"""`POST /generate`: what the OpenAI paths do, told in Penstock's own events."""
+
+from __future__ import annotations
+
+import time
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from ...schemas.errors import InvalidRequest
+from ...schemas.events import Done, ErrorBody, Event, Expired, Failed, Token
+from ...schemas.jobs import Endpoint
+from ...schemas.openai.chat import Body, ModelName
+from ...schemas.openai.completions import ChatRequest, CompletionRequest, Stop
+from ..bridge.resume import Progress
+from ..render.openai import Renderer, join_calls
+from .answers import Answer
+from .ignored import known_alone
+from .openapi import documented
+from .requests import Door, Opened, model_of, open_request, read_object
+from .streams import Feed
+from .tokens import Preparers
+
+
+class _Events(Feed):
+    """The events from the first one on, or after what the client has; ids for whoever may resume."""
+
+    def __init__(self, opened: Opened, keepalive: float) -> None:
+        progress = opened.progress or Progress(opened.reading.request)
+        super().__init__(opened.reading, keepalive=keepalive, progress=progress, after=0)
+        self._progress = opened.progress
+
+    def _refusal(self, event: Event) -> ErrorBody | None:
+        return event.error if isinstance(event, Failed | Expired) else None
+
+
+class _Whole(Renderer):
+    """All of it as one object."""
+
+    def whole(self, tokens: list[Token], done: Done) -> bytes:
+        choices = []
+        for index, reason in enumerate(done.finish_reasons):
+            said = [token for token in tokens if token.choice == index]
+            entries = [entry for token in said for entry in token.logprobs or ()]
+            choice = {
+                "index": index,
+                "text": "".join(token.text for token in said),
+                "reasoning": "".join(token.reasoning for token in said),
+                "tool_calls": join_calls(said),
+                "token_ids": [id for token in said for id in token.token_ids],
+                "logprobs": None if all(token.logprobs is None for token in said) else entries,
+                "finish_reason": reason,
+                "stop_reason": next((token.stop_reason for token in reversed(said)), None),
+            }
+            choices.append(choice)
+        return orjson.dumps({**self._head, "object": "generation", "choices": choices, "usage": done.usage})
+
+
+class _Own(Body):
+    """What may be said otherwise here than on OpenAI's paths."""
+
+    model: ModelName = ""  # needed where several models are served
+    stop_sequences: Stop | None = None  # another name of `stop`
+
+
+class _Chat(_Own, ChatRequest):
+    pass
+
+
+class _Text(_Own, CompletionRequest):
+    pass
+
+
+def add_generate(app: FastAPI, door: Door, preparers: Preparers) -> None:
+    @app.post("/generate", tags=["native"], openapi_extra=documented(_Chat, _Text))
+    async def generate(request: Request) -> Response:
+        """The body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`; an only model needs no name.
+
+        With `stream` the answer is the request's events, as `/v1/streams/{id}` gives them.
+        """
+        body = await read_object(request, door.settings)
+        endpoint: Endpoint = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        kind = _Chat if "messages" in body else _Text
+        body = {**known_alone(body, kind, request=request, settings=door.settings)}
+        if (stops := body.pop("stop_sequences", None)) is not None:
+            if body.get("stop") not in (None, stops):
+                raise InvalidRequest("stop and stop_sequences differ; give one.", param="stop_sequences")
+            body["stop"] = stops
+        if body.get("model") is None:
+            body["model"] = preparers.card(None).name
+        opened = await open_request(request, door, endpoint, body, "gen-")
+        keepalive = door.settings.keepalive_interval
+        if body.get("stream") is True:
+            return _Events(opened, keepalive)
+        reading = opened.reading
+        renderer = _Whole(endpoint, reading.request, model_of(body), int(time.time()), streaming=False)
+        return Answer(
+            reading, renderer, streaming=False, keepalive=keepalive, progress=opened.progress, status=opened.status
+        )

@@ -1,0 +1,148 @@
+"""API keys: whose a request is. Keys lie as their SHA-256 hashes, and are found by them; the keys themselves nowhere.
+
+They are random and long, so a plain hash keeps them; and what a look-up compares is a hash that whoever asks cannot
+steer, so that the time it takes tells nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...config.api_keys import ApiKey
+from ...schemas.errors import ConfigurationError, Unauthorized
+from ...schemas.events import ErrorBody
+from ...schemas.jobs import TOKEN_PATTERN
+from .answers import error_response
+
+log = structlog.get_logger(__name__)
+
+_OPEN = "/health/"
+
+
+def is_open(path: str) -> bool:
+    """Whether anybody may ask for this path, without a key and from any page."""
+    return f"{path}/".startswith(_OPEN)
+
+
+class Keys:
+    """The keys of the settings and those of a file, which is read again when it changes.
+
+    A file that cannot be read any more leaves the keys that were known, and is an error in the log.
+    """
+
+    def __init__(self, given: Iterable[str], file: Path | None = None) -> None:
+        """`given` as `ApiKey.parse` takes them. Raises `ConfigurationError`, which names the faulty lines."""
+        self._file = file
+        self._given = _owners({f"key {place}": entry for place, entry in enumerate(given, 1)})
+        self._read: Mapping[str, ApiKey] = {}  # by hash; set by _load
+        self._version: object = None  # of the file, when it was read last
+        if file is not None:
+            self._version = _version(file)
+            self._load(file)
+
+    def find(self, key: str) -> ApiKey | None:
+        """Whose key this is, and what for."""
+        if self._file is not None and (version := _version(self._file)) != self._version:
+            self._version = version
+            try:
+                self._load(self._file)
+                log.info("API keys read again", file=str(self._file), keys=len(self._read))
+            except ConfigurationError as error:
+                log.error("the API keys stay as they were", reason=str(error))
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        return self._read.get(digest) or self._given.get(digest)
+
+    def _load(self, file: Path) -> None:
+        try:
+            lines = file.read_text("utf-8").splitlines()
+            readable = file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError([f"api_keys_file {file}: cannot be read: {error}"]) from None
+        entries = {
+            f"api_keys_file {file}, line {number}": text
+            for number, line in enumerate(lines, 1)
+            if (text := line.strip()) and not text.startswith("#")
+        }
+        self._read = _owners(entries)
+        if readable and any("sha256:" not in text for text in entries.values()):
+            log.warning("a file that others can read holds keys in plain text", file=str(file))
+
+
+def _owners(entries: Mapping[str, str]) -> dict[str, ApiKey]:
+    """By hash, of entries by their places."""
+    found: dict[str, ApiKey] = {}
+    faults = []
+    for place, entry in entries.items():
+        try:
+            key = ApiKey.parse(entry)
+        except ValueError as error:
+            faults.append(f"{place}: {error}")
+        else:
+            if found.setdefault(key.digest, key) != key:
+                faults.append(f"{place}: this key is another tenant's too, or has another max_priority")
+    if faults:
+        raise ConfigurationError(faults)
+    return found
+
+
+def _version(file: Path) -> object:
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        return error.errno
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class Authentication:
+    """ASGI middleware: a request without a known key ends here, any other gets its tenant in the state of its scope."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self.app = app
+        self.keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not is_open(scope["path"]):
+            headers = Headers(scope=scope)
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            bearer = bearer.strip() if scheme.lower() == "bearer" else ""
+            given = [key for key in (bearer, headers.get("x-api-key")) if key]  # the latter of Anthropic's clients
+            owner = next((found for key in given if (found := self.keys.find(key))), None)
+            if owner is None:
+                refusal = Unauthorized(
+                    "Incorrect API key." if given else "No API key: send one as `Authorization: Bearer KEY`."
+                )
+                response = error_response(ErrorBody.of(refusal))
+                response.headers["www-authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+            scope.setdefault("state", {}).update(tenant=owner.tenant, max_priority=owner.max_priority)
+        await self.app(scope, receive, send)
+
+
+def make_key(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is; quotas, prefixes and answers are a tenant's own.")],
+    max_priority: Annotated[
+        str | None, typer.Option(help="The most that its requests may ask for: high, normal or low.")
+    ] = None,
+) -> None:
+    """Make an API key, and print the line of it for the file that --api-keys-file names."""
+    if re.fullmatch(TOKEN_PATTERN, tenant) is None:
+        raise typer.BadParameter("a tenant's name holds letters, digits, '_' and '-' alone, at most 64")
+    key = f"sk-penstock-{secrets.token_urlsafe(32)}"
+    try:
+        entry = ApiKey.parse(f"{tenant}={key}" + (f" max_priority={max_priority}" if max_priority else ""))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    print(f"The key, which is shown this once:\n{key}\n\nIts line in the file:\n{entry}")

@@ -1,0 +1,190 @@
+"""Anthropic's `/v1/messages/batches`: a batch like OpenAI's, whose input file is made of the body, and whose output
+files are read as results."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from ...schemas.errors import InvalidRequest, Refusal, StreamNotFound
+from ...schemas.message_batches import MessageBatchRequest, shown
+from ...schemas.openai.batches import FINAL, MESSAGES, WINDOW, Batch, Counts
+from ...streams.stores.objects import Objects
+from ...streams.topology import BATCH_STATES, FILES
+from ..batches.input import read_line, read_lines
+from ..render.anthropic import error_payload
+from .batches import change, publish
+from .files import find_file, put_file
+from .ignored import known_alone
+from .openapi import body_of
+from .requests import Door, parsed, read_as, tenant_of
+
+PATH = "/v1/messages/batches"
+MOST_LISTED = 1000
+_LINES: dict[int | str, Any] = {"200": {"content": {"application/x-jsonl": {"schema": {"type": "string"}}}}}
+
+
+def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any]) -> None:
+    """`responses` is how refusals are documented."""
+    broker = door.broker
+
+    @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessageBatchRequest), responses=responses)
+    async def create(request: Request) -> Any:
+        """Answer these messages within a day and behind everybody else's; each is checked when its turn comes."""
+        lines = await read_as(partial(_lines, request, door), request, door.settings)
+        tenant, now, lifetime = tenant_of(request), int(time.time()), door.settings.files_ttl
+        file = f"file-{uuid.uuid4().hex}"
+        batch = Batch(
+            id=f"msgbatch_{uuid.uuid4().hex}",
+            endpoint=MESSAGES,
+            input_file_id=file,
+            status="in_progress",
+            in_progress_at=now,
+            request_counts=Counts(total=len(lines)),
+            created_at=now,
+            expires_at=now + WINDOW,
+            tenant=tenant,
+            output_ttl=lifetime,
+        )
+        await door.quotas.check(tenant, sum(map(len, lines)))
+        files = await Objects.of(broker, FILES)
+        info = await put_file(files, f"{tenant}.{file}", _each(lines), f"{batch.id}_input.jsonl", "batch", lifetime)
+        try:
+            await publish(door, batch)
+        except Refusal:  # nobody will ever want it
+            if info is not None:
+                await files.delete(info)
+            raise
+        return _shown(request, batch)
+
+    @app.get(PATH, tags=["anthropic"], responses=responses)
+    async def batches(request: Request) -> Any:
+        """The batches of messages there are, newest first; `limit`, `after_id` and `before_id` choose."""
+        entries = await (await broker.bucket(BATCH_STATES)).entries(f"{tenant_of(request)}.")
+        kept = [batch for entry in entries if (batch := Batch.model_validate_json(entry.value)).endpoint == MESSAGES]
+        kept.sort(key=lambda batch: (batch.created_at, batch.id), reverse=True)
+        return _page(request, [_shown(request, batch) for batch in kept])
+
+    @app.get(f"{PATH}/{{id}}", tags=["anthropic"], responses=responses)
+    async def batch(id: str, request: Request) -> Any:
+        """How far a batch has come."""
+        return _shown(request, await _find(id, request))
+
+    @app.get(f"{PATH}/{{id}}/results", tags=["anthropic"], response_class=Response, responses=_LINES | responses)
+    async def results(id: str, request: Request) -> Response:
+        """What came of each request, a line each, in the order of their endings; once the batch has ended."""
+        batch = await _find(id, request)
+        if batch.status not in FINAL:
+            raise StreamNotFound(f"The batch {id} has not ended: it has no results yet.", code="results_not_ready")
+        ids = [file for file in (batch.output_file_id, batch.error_file_id) if file is not None]
+        infos = [await find_file(broker, batch.tenant, file) for file in ids]
+        files = await Objects.of(broker, FILES)
+
+        async def lines() -> AsyncIterator[bytes]:
+            for info in infos:
+                async for _, line in read_lines(files.read(info), door.settings.file_limit):
+                    yield orjson.dumps(_result(orjson.loads(line)), option=orjson.OPT_APPEND_NEWLINE)
+
+        return StreamingResponse(lines(), media_type="application/x-jsonl")
+
+    @app.post(f"{PATH}/{{id}}/cancel", tags=["anthropic"], responses=responses)
+    async def cancel(id: str, request: Request) -> Any:
+        """Stop a batch; what is answered already stays."""
+        await _find(id, request)
+        batch = await change(
+            broker, tenant_of(request), id, lambda batch: batch.after({"in_progress": "cancelling"}, time.time())
+        )
+        if batch.status in FINAL and batch.status != "cancelled":
+            raise InvalidRequest("A batch that has ended cannot be cancelled.", code="batch_over")
+        return _shown(request, batch)
+
+    @app.delete(f"{PATH}/{{id}}", tags=["anthropic"], responses=responses)
+    async def delete(id: str, request: Request) -> Any:
+        """Forget a batch that has ended, with its results."""
+        batch = await _find(id, request)
+        if batch.status not in FINAL:
+            raise InvalidRequest("A batch that has not ended cannot be deleted; cancel it first.", code="batch_running")
+        files = await Objects.of(broker, FILES)
+        for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            if file is not None and (info := await files.info(f"{batch.tenant}.{file}")) is not None:
+                await files.delete(info)
+        await (await broker.bucket(BATCH_STATES)).delete(batch.key)
+        return {"id": id, "type": "message_batch_deleted"}
+
+    async def _find(id: str, request: Request) -> Batch:
+        batch = await change(broker, tenant_of(request), id)
+        if batch.endpoint != MESSAGES:
+            raise StreamNotFound(f"The batch {id} is none of messages; see /v1/batches.", code="batch_not_found")
+        return batch
+
+
+def _lines(request: Request, door: Door, body: dict[str, Any]) -> list[bytes]:
+    """The lines of the input file. Raises `InvalidRequest`."""
+    known = known_alone(body, MessageBatchRequest, request=request, settings=door.settings)
+    asked = parsed(MessageBatchRequest, known).requests
+    if len({one.custom_id for one in asked}) < len(asked):
+        raise InvalidRequest("Each custom_id must be another.", code="duplicate_custom_id", param="requests")
+    lines = [one.line for one in asked]
+    for place, line in enumerate(lines):
+        if len(line) > door.settings.max_body_size:  # whoever reads the file stops there
+            fault = f"requests[{place}] has more than {door.settings.max_body_size} bytes as a line of a file."
+            raise InvalidRequest(fault, code="line_too_long", param=f"requests[{place}]")
+        try:
+            read_line(line, MESSAGES)
+        except InvalidRequest as error:
+            param = f"requests[{place}].{error.param}".replace(".body", ".params")
+            raise InvalidRequest(f"{param}: {error}", code=error.code, param=param) from None
+    return lines
+
+
+async def _each(lines: list[bytes]) -> AsyncIterator[bytes]:
+    for line in lines:
+        yield line
+
+
+def _shown(request: Request, batch: Batch) -> dict[str, Any]:
+    return shown(batch, f"{request.base_url}{PATH[1:]}/{batch.id}/results")
+
+
+def _result(entry: dict[str, Any]) -> dict[str, Any]:
+    """A line of an output file, as Anthropic has it."""
+    match entry:
+        case {"error": {"code": "batch_expired"}}:
+            result: dict[str, Any] = {"type": "expired"}
+        case {"error": {"code": "batch_cancelled"}}:
+            result = {"type": "canceled"}
+        case {"response": {"status_code": 200, "body": message}}:
+            result = {"type": "succeeded", "message": message}
+        case {"response": {"status_code": status, "request_id": id, "body": {"error": error}}}:
+            result = {"type": "errored", "error": error_payload(status, error["message"], id, error["code"])}
+        case _:
+            raise ValueError("no line of an output file")
+    return {"custom_id": entry["custom_id"], "result": result}
+
+
+def _page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Anthropic's list of `items`. Raises `InvalidRequest` for what the query asks."""
+    query = request.query_params
+    text = query.get("limit", "20")
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_LISTED:
+        raise InvalidRequest(f"limit is a number from 1 to {MOST_LISTED}.", param="limit")
+    limit, ids = int(text), [item["id"] for item in items]
+    for name in ("after_id", "before_id"):
+        if name in query and query[name] not in ids:
+            raise InvalidRequest(f"{name} is not the id of one of these.", param=name)
+    if "before_id" in query:
+        newer = items[: ids.index(query["before_id"])]
+        data, more = newer[-limit:], len(newer) > limit
+    else:
+        older = items[ids.index(query["after_id"]) + 1 :] if "after_id" in query else items
+        data, more = older[:limit], len(older) > limit
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "has_more": more, "first_id": first, "last_id": last}

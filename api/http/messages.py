@@ -1,0 +1,128 @@
+"""Anthropic's Messages over HTTP: translated into a chat request, and its answer back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...config.settings import Settings
+from ...schemas.anthropic import CountRequest, MessagesRequest
+from ...schemas.errors import InvalidRequest
+from ...schemas.events import Accepted, Event
+from ...schemas.jobs import Endpoint
+from ...schemas.openai.completions import parse_request
+from ..render.anthropic import THREAD, MessageRenderer, error_payload, sse
+from .answers import Answer
+from .ignored import known_alone, name_ignored
+from .message_batches import add_message_batches
+from .openapi import STREAMED, body_of
+from .requests import Door, open_request, parsed, read_as
+from .tokens import Preparers
+
+Asked = TypeVar("Asked", bound=CountRequest)
+
+PATH = "/v1/messages"
+CHAT: Endpoint = "/v1/chat/completions"
+_ERROR = {"schema": {"type": "object", "required": ["type", "error", "request_id"]}}
+_REFUSED: dict[int | str, Any] = {
+    "default": {"description": "A refusal, in Anthropic's form", "content": {"application/json": _ERROR}}
+}
+
+
+class MessageAnswer(Answer):
+    """Anthropic's answer: SSE with `streaming`, or one JSON body."""
+
+    _renderer: MessageRenderer
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        if isinstance(event, Accepted):
+            return list(self._renderer.start(event))
+        if error := self._refusal(event):
+            return [sse(error_payload(error.status, error.message, self._reading.request, error.code))]
+        return super()._chunks(event)
+
+
+def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
+    """Call it after the other middleware is there: what that refuses is to have Anthropic's form too."""
+    app.add_middleware(AnthropicErrors)
+
+    @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessagesRequest), responses=STREAMED | _REFUSED)
+    async def messages(request: Request) -> Response:
+        """Anthropic's `/v1/messages`, and Penstock's `priority` and `timeout`."""
+        asked, body = await read_as(partial(_translated, request, door.settings), request, door.settings)
+        for header in ("penstock-resumable", "last-event-id", "penstock-events"):
+            if header in request.headers:
+                advice = "with Idempotency-Key a repetition gets the same answer"
+                raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
+        reading = (await open_request(request, door, CHAT, body, "msg-")).reading
+        return MessageAnswer(
+            reading,
+            MessageRenderer(reading.request, asked.model),
+            streaming=asked.stream is True,
+            keepalive=door.settings.keepalive_interval,
+        )
+
+    add_message_batches(app, door, _REFUSED)
+
+    @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)
+    async def count(request: Request) -> dict[str, int]:
+        """How many tokens the prompt of such a request has."""
+        chat = await read_as(partial(_counted, request, door.settings), request, door.settings)
+        return {"input_tokens": len(await preparers.prompt(preparers.card(chat.model), chat))}
+
+
+def _translated(request: Request, settings: Settings, body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:
+    asked = _read(MessagesRequest, request, settings, body)
+    return asked, asked.chat_body()
+
+
+def _counted(request: Request, settings: Settings, body: dict[str, Any]) -> Any:
+    return parse_request(CHAT, _read(CountRequest, request, settings, body).chat_body())
+
+
+def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[str, Any]) -> Asked:
+    """What was asked, and what of it has no effect named in the answer. Raises `InvalidRequest`."""
+    if body.get("thread") is not None:  # clients go on without it for this code alone
+        raise InvalidRequest("thread is not supported here; send the whole conversation.", code=THREAD, param="thread")
+    asked = parsed(kind, known_alone(body, kind, request=request, settings=settings))
+    name_ignored(request, asked.without_effect)
+    return asked
+
+
+class AnthropicErrors:
+    """ASGI middleware: whatever is refused on these paths, by whomever, is refused as Anthropic does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(PATH):
+            await self.app(scope, receive, send)
+            return
+        refused: Message | None = None
+
+        async def translated(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["request-id"] = headers["x-request-id"]
+                if message["status"] >= 400 and headers.get("content-type") == "application/json":
+                    refused = message
+                    return
+            elif refused is not None:  # an error is one piece
+                headers, status = MutableHeaders(scope=refused), refused["status"]
+                error = orjson.loads(message["body"])["error"]
+                payload = error_payload(status, error["message"], headers["request-id"], error["code"])
+                message = {**message, "body": orjson.dumps(payload)}
+                headers["content-length"] = str(len(message["body"]))
+                await send({**refused, "status": 529 if status == 503 else status})
+                refused = None
+            await send(message)
+
+        await self.app(scope, receive, translated)

@@ -1,0 +1,252 @@
+"""OpenAI's `/v1/responses`: made through the pipeline, kept in the broker, and shown by any bridge."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Literal
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...config.settings import Settings
+from ...schemas import codec
+from ...schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
+from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Turn
+from ...schemas.loops import Begun, Ended, LoopJob, is_response
+from ...schemas.openai.items import input_items as items_of
+from ...schemas.openai.response_tools import hosted
+from ...schemas.openai.responses import ResponsesRequest, parse_responses
+from ...streams.port import MESSAGE_ID
+from ...streams.stores.responses import LOST, ResponseLog, Stored
+from ...streams.topology import EVENTS, PRIORITIES, TOOLS, lane_stream
+from ..bridge.response_reading import Chain
+from ..render.responses import ResponseRenderer, response_object
+from ..tools.sealing import seal
+from .answers import FOR_EVER, EventStream, error_of, error_response
+from .files import page
+from .ignored import known_alone, name_ignored
+from .openapi import STREAMED, documented, refusals
+from .requests import Door, model_of, open_request, read_as, tenant_of
+
+PREFIX = "resp_"
+LOOK = 0.1  # seconds between two looks whether a response has stopped
+STOPPING = 100  # looks, after which it may still stop, but nobody waits for it
+
+Mode = Literal["stream", "whole", "background"]
+
+
+class ResponseAnswer(EventStream):
+    """A response as SSE, as one JSON body when it has ended, or as that when its place is sure. One that is known to
+    have `begun` is shown whatever became of it."""
+
+    def __init__(
+        self, chain: Chain, renderer: ResponseRenderer, mode: Mode, *, keepalive: float, begun: bool = False
+    ) -> None:
+        super().__init__(chain, keepalive=keepalive, progress=None)
+        self._chain = chain
+        self._begun = begun
+        self._renderer = renderer
+        self._mode = mode
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._mode == "stream":
+            await super()._answer(scope, receive, send)
+            return
+        ready = False
+        while not ready:
+            events = await self._reading.take(FOR_EVER)
+            for event in events:
+                # Once a tool was run or a turn is over, a client must not be told to try again.
+                self._begun = self._begun or isinstance(event, Done) or _is_call(event)
+                if error := self._refusal(event):
+                    await error_response(error, self._reading.request)(scope, receive, send)
+                    return
+                if not self._is_own(event):
+                    self._renderer.render(event)
+            ready = self._reading.ended or (self._mode == "background" and self._reached(events))
+        response = self._renderer.response()
+        if self._mode == "background" and not self._renderer.finished:
+            response |= {"status": "queued", "output": [], "usage": None}
+        body = orjson.dumps(response)
+        await send(self._opening("application/json", {"content-length": str(len(body))}))
+        await send({"type": "http.response.body", "body": body})
+
+    def _reached(self, events: list[Event]) -> bool:
+        """A refusal of the first turn still gets its status; whatever the turn says itself shows that it was taken."""
+        own = self._reading.request
+        told = [event for event in events if not isinstance(event, Turn | Failed | Expired | Cancelled)]
+        if self._mode == "background":  # until a turn was taken, its log may not have begun
+            return any(event.request != own for event in told)
+        return self._begun or any(not isinstance(event, Accepted) or event.request != own for event in told)
+
+    def _refusal(self, event: Event) -> ErrorBody | None:
+        return error_of(event) if event.request == self._reading.request and not self._begun else None
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        if self._is_own(event):
+            assert isinstance(event, Failed)
+            return [self._renderer.broken(event.error)]
+        return [self._renderer.render(event)]
+
+    def _is_own(self, event: Event) -> bool:
+        """Whether this bridge says so, which stops reading: the response goes on, and its events are still to come."""
+        return self._chain.is_cut and self._chain.kept and isinstance(event, Failed)
+
+
+def add_responses(app: FastAPI, door: Door) -> None:
+    settings = door.settings
+    path = "/v1/responses/{id}"
+
+    @app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))
+    async def create(request: Request) -> Response:
+        """OpenAI's `/v1/responses`, with tools that are run here; Penstock's own parameters are in the schema too."""
+        body = await read_as(partial(_sealed, request, settings), request, settings)
+        for header in ("penstock-resumable", "last-event-id", "penstock-events"):
+            if header in request.headers:
+                advice = "retrieve the response with stream=true and starting_after"
+                raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
+        if door.registry.missing(["tools"]):
+            raise Overloaded("No copy of the stage tools is running.", code="no_tools_stage", retry_after=2.0)
+        background = body.get("background") is True
+        kept = background or body.get("store") is not False
+        opened = await open_request(request, door, "/v1/responses", body, PREFIX, kept=kept)
+        chain = Chain(door.bridge, opened.reading)
+        renderer = ResponseRenderer(chain.request, body, int(time.time()), model=model_of(body))
+        mode: Mode = "stream" if body.get("stream") is True else "background" if background else "whole"
+        return ResponseAnswer(chain, renderer, mode, keepalive=settings.keepalive_interval)
+
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Any:
+        raise StreamNotFound(
+            "Responses are not compacted here; send the items that the model still needs as the input of a new one.",
+            code="not_found",
+        )
+
+    @app.get(path, tags=["openai"], responses=STREAMED | refusals(400, 404, 503))
+    async def retrieve(id: str, request: Request) -> Response:
+        """A response as far as it has come; with `stream=true` its events, behind number `starting_after`."""
+        stored, query = await _find(id, request), request.query_params
+        after = query.get("starting_after", "-1")
+        if query.get("stream") != "true":
+            return Response(orjson.dumps(shown(stored)), media_type="application/json")
+        if re.fullmatch("-1|[0-9]{1,9}", after) is None:
+            raise InvalidRequest("starting_after is the number of an event.", param="starting_after")
+        job = stored.begun.job
+        try:
+            reading = await door.bridge.follow(id, job.tenant, deadline=job.deadline + LOST)
+        except StreamNotFound:
+            raise StreamNotFound(
+                "The events of this response are kept no more; retrieve it without stream.", code="events_not_found"
+            ) from None
+        renderer = ResponseRenderer(id, job.body, int(job.created), model=job.body["model"], starting_after=int(after))
+        chain = Chain(door.bridge, reading)
+        return ResponseAnswer(chain, renderer, "stream", keepalive=settings.keepalive_interval, begun=True)
+
+    @app.delete(path, tags=["openai"], responses=refusals(404, 503))
+    async def delete(id: str, request: Request) -> Any:
+        """Forget a response; one that runs is cancelled."""
+        stored = await _stopped(await _find(id, request))
+        await (await ResponseLog.of(door.broker)).delete(stored.begun.job.tenant, stored)
+        return {"id": id, "object": "response", "deleted": True}
+
+    @app.post(f"{path}/cancel", tags=["openai"], responses=refusals(400, 404, 503))
+    async def cancel(id: str, request: Request) -> Any:
+        """Stop a response that has not ended."""
+        before = await _find(id, request)
+        status = shown(before)["status"]
+        if status not in ("queued", "in_progress", "cancelled"):
+            raise InvalidRequest(f"A response that is {status} cannot be cancelled.", code="response_over")
+        return shown(await _stopped(before))
+
+    @app.get(f"{path}/input_items", tags=["openai"], responses=refusals(400, 404, 503))
+    async def input_items(id: str, request: Request) -> Any:
+        """What the response was asked, in pages."""
+        return page(request, (await _find(id, request)).begun.input, default=20, most=100)
+
+    async def _find(id: str, request: Request) -> Stored:
+        log, tenant = await ResponseLog.of(door.broker), tenant_of(request)
+        if is_response(id):
+            # What has left the queue between two looks is in the log.
+            for look in (log.read, _preparing, log.read):
+                if (stored := await look(tenant, id)) is not None:
+                    return stored
+        raise StreamNotFound(f"There is no response {id[:100]!r}.", code="response_not_found", param="response_id")
+
+    async def _preparing(tenant: str, id: str) -> Stored | None:
+        """A response that was accepted and whose tools are still being listed: no log has it, but the stage's queue."""
+        subjects = door.bridge.subjects
+        if not await door.broker.replay(EVENTS, subjects.events_at(tenant, id)):
+            return None
+        for priority in PRIORITIES:
+            lane = lane_stream(TOOLS, priority)
+            for message in await door.broker.replay(lane, subjects.tools(priority, tenant)):
+                if message.headers.get(MESSAGE_ID) == f"{tenant}.{id}":
+                    job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
+                    input = items_of(parse_responses(job.body).input, id)
+                    return Stored(Begun(job=job, sources=(), tools=(), input=input, items=[], index=0))
+        return None
+
+    async def _stopped(stored: Stored) -> Stored:
+        """Have it end. Whoever goes on with it sees the wish, now or later."""
+        job, log = stored.begun.job, await ResponseLog.of(door.broker)
+        if stored.ended is not None or stored.is_lost(time.time()):
+            return stored
+        await log.ask_to_stop(job.tenant, job.id)
+        for attempt in range(STOPPING):
+            if attempt % 10 == 0:
+                await door.broker.notify(door.bridge.subjects.cancel(job.tenant, job.id), b"")
+            await asyncio.sleep(LOOK)
+            stored = await log.read(job.tenant, job.id) or stored
+            if stored.ended is not None:
+                break
+        return stored
+
+
+def _is_call(event: Event) -> bool:
+    return isinstance(event, Item) and event.item["type"] == "mcp_call"
+
+
+def shown(stored: Stored) -> dict[str, Any]:
+    """A stored response as its client sees it."""
+    ended, deadline = stored.ended, stored.begun.job.deadline
+    if stored.is_lost(time.time()):
+        lost = DeadlineExceeded("The deadline passed, and nobody has said how the response ended.")
+        ended = Ended(status="failed", at=deadline, error=asdict(ErrorBody.of(lost)))
+    return response_object(stored.begun, stored.turns, ended)
+
+
+def _sealed(request: Request, settings: Settings, body: dict[str, Any]) -> dict[str, Any]:
+    """The body with its secrets unreadable: what is published is stored. What the model is not told of it is named in
+    the answer. Raises `InvalidRequest`."""
+    body, tenant = known_alone(body, ResponsesRequest, request=request, settings=settings), tenant_of(request)
+    tools = body.get("tools")
+    name_ignored(request, (f"tools[{kind}]" for kind in hosted(tools)))
+    servers = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    if any("sealed" in tool for tool in servers):
+        raise InvalidRequest("tools: sealed is not a known parameter.", code="unknown_parameter", param="tools")
+    if not any(tool.get("headers") or tool.get("authorization") for tool in servers):
+        return body
+    if settings.secret_key is None:
+        raise InvalidRequest(
+            "Headers and authorization need the setting secret_key, the same for every bridge and tools stage; or "
+            "name a server of the configuration.",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    key = settings.secret_key.encode()
+    parsed = {tool.server_label: tool for tool in parse_responses(body).mcp_tools}
+
+    def without(tool: Any) -> Any:
+        server = parsed.get(tool.get("server_label")) if tool.get("type") == "mcp" else None
+        plain = {name: value for name, value in tool.items() if name not in ("headers", "authorization")}
+        if server is None or not server.secrets:
+            return plain
+        return plain | {"sealed": seal(server.secrets, key, tenant, server.server_url or "")}
+
+    return {**body, "tools": [without(tool) for tool in servers]}

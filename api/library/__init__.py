@@ -1,0 +1,1 @@
+"""The engine behind OpenAI's objects, and conversations with tools, without a server."""

@@ -1,0 +1,176 @@
+"""OpenAI's requests answered by an engine in this process: the bodies and answers of the HTTP bridge, without either
+HTTP or a broker.
+
+    with InferenceEngine(EngineConfig(model="MODEL")) as engine:
+        adapter = OpenAIAdapter(engine)
+        answer = adapter.create({"messages": [{"role": "user", "content": "Hello!"}]})
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import orjson
+
+from ...engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
+from ...engine.blocking import wait_for
+from ...engine.prepare import Prepared, Preparer
+from ...engine.text.answer_reader import AnswerReader
+from ...schemas.errors import GenerationFailed, InvalidRequest
+from ...schemas.events import Accepted, Delta, Done, FinishReason, Token, Usage
+from ...schemas.jobs import Endpoint
+from ...schemas.openai.completions import parse_request
+from ...schemas.openai.embeddings import EmbeddingRequest
+from ..render.openai import PREFIX, Embeddings, Extras, Renderer
+
+CHAT: Endpoint = "/v1/chat/completions"
+
+
+class OpenAIAdapter:
+    """Safe to use from any event loop and thread that the engine is.
+
+    `name` is what the answers call the model, and what requests may call it; its source if None. The formats say how
+    the model's tool calls and thoughts are read: names, or "auto" for what its chat template suggests.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        *,
+        name: str | None = None,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> None:
+        """Raises `ConfigurationError` for an unknown format."""
+        self.name = name or engine.model_info().source
+        self.engine = engine
+        self._preparer = Preparer(engine.tokenizer, tool_format=tool_format, reasoning_format=reasoning_format)
+
+    def create(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
+        """`acreate`, for callers without an event loop."""
+        return wait_for(self.acreate(body, endpoint))
+
+    async def acreate(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
+        """The answer to one request, whole; `model` may be left out, `stream` must be.
+
+        Raises `InvalidRequest` for what HTTP answers with 400, and `GenerationFailed`.
+        """
+        if body.get("stream"):
+            raise InvalidRequest("create answers in one piece; for a stream use stream().", param="stream")
+        running = await self._open(body, endpoint, streaming=False)
+        try:
+            tokens = [token async for token in running.tokens()]
+        finally:
+            running.cancel()
+        answer: dict[str, Any] = orjson.loads(running.renderer.whole(tokens, running.done()))
+        return answer
+
+    async def stream(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of the answer to one request, as they come. Leaving early cancels it. Raises as `acreate`."""
+        running = await self._open({**body, "stream": True}, endpoint, streaming=True)
+        try:
+            async for token in running.tokens():
+                for message in running.renderer.chunks(token):
+                    yield _chunk(message)
+            *usage, _ = running.renderer.end(running.done())
+            for message in usage:
+                yield _chunk(message)
+        finally:
+            running.cancel()
+
+    async def _open(self, body: Mapping[str, Any], endpoint: Endpoint, *, streaming: bool) -> _Running:
+        request = parse_request(endpoint, {"model": self.name, **body})
+        if request.model != self.name:
+            raise InvalidRequest(f"This engine serves {self.name!r} alone.", code="model_not_found", param="model")
+        for name in ("timeout", "priority", "service_tier"):
+            if getattr(request, name) not in (None, "auto"):
+                raise InvalidRequest(f"There is no queue here, and {name} means nothing; leave it out.", param=name)
+        prepared = await asyncio.to_thread(
+            self._preparer.prepare,
+            request,
+            context_length=self.engine.model_info().context_length,
+            name=self.name,
+            seed=secrets.randbits(63),
+        )
+        await self.engine.prepare(prepared.params)
+        id = f"{PREFIX[endpoint]}{uuid.uuid4().hex}"
+        if isinstance(request, EmbeddingRequest):
+            if streaming:
+                raise InvalidRequest("Embeddings come in one piece; use create().", param="stream")
+            renderer: Renderer = Embeddings(id, self.name, encoded=request.encoding_format == "base64")
+        else:
+            created = int(time.time())
+            renderer = Renderer(endpoint, id, self.name, created, streaming=streaming, extras=Extras.of(body))
+            prompts = tuple(map(tuple, prepared.prompts))
+            renderer.begin(Accepted(id, self.name, created, sum(map(len, prompts)), prompts))
+        return _Running(self.engine, prepared, renderer)
+
+
+class _Running:
+    """One request in the engine: a handle for each of its prompts."""
+
+    def __init__(self, engine: InferenceEngine, prepared: Prepared, renderer: Renderer) -> None:
+        n = prepared.params.n
+        kind: Callable[..., EngineRequest] = EngineRequest
+        if isinstance(renderer, Embeddings):
+            kind = partial(EmbeddingInput, dimensions=prepared.dimensions)
+        self.renderer = renderer
+        self._prompt_tokens = sum(map(len, prepared.prompts))
+        self._reasons: list[FinishReason] = ["stop"] * (len(prepared.prompts) * n)  # by choice; set by `_read`
+        self._reader = AnswerReader(renderer.request, prepared.form, len(self._reasons))
+        self._num_tokens = self._num_cached = 0  # set by `_read`
+        self._handles: list[RequestHandle] = []
+        for place, prompt in enumerate(prepared.prompts):
+            request = kind(
+                id=f"{renderer.request}.{place}",
+                prompt=tuple(prompt),
+                params=prepared.params,
+                seed=prepared.params.seed or 0,
+                first_choice=place * n,
+            )
+            self._handles.append(engine.open(request))
+
+    async def tokens(self) -> AsyncGenerator[Token, None]:
+        """The tokens of all choices, as they come. Raises `GenerationFailed`."""
+        waiting = {asyncio.ensure_future(handle.take()): handle for handle in self._handles}
+        try:
+            while waiting:
+                ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for take in ready:
+                    handle = waiting.pop(take)
+                    if not handle.finished:
+                        waiting[asyncio.ensure_future(handle.take())] = handle
+                    for delta in take.result():
+                        yield self._read(delta)
+        finally:
+            for take in waiting:
+                take.cancel()
+
+    def done(self) -> Done:
+        usage = Usage(self._prompt_tokens, self._num_tokens, self._prompt_tokens + self._num_tokens, self._num_cached)
+        return Done(self.renderer.request, tuple(self._reasons), self._reader.usage(usage))
+
+    def cancel(self) -> None:
+        for handle in self._handles:
+            handle.cancel()
+
+    def _read(self, delta: Delta) -> Token:
+        if delta.finish_reason == "error":
+            raise GenerationFailed(delta.error.message if delta.error else "The engine failed.")
+        token = self._reader.read(delta)
+        self._num_tokens += len(delta.token_ids)
+        self._num_cached += delta.cached_tokens
+        if token.finish_reason is not None:
+            self._reasons[delta.choice] = token.finish_reason
+        return token
+
+
+def _chunk(message: bytes) -> dict[str, Any]:
+    chunk: dict[str, Any] = orjson.loads(message.removeprefix(b"data: "))
+    return chunk

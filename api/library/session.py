@@ -1,0 +1,236 @@
+"""Conversations in which the model's tool calls are run here, with an engine in this process or with any Penstock URL:
+
+    async with ResponsesSession(engine, servers={"time": HttpServer(url="https://example.com/mcp")}) as session:
+        result = await session.run("What time is it in Oslo, and what in Lima?")
+        print(result.text, result.calls)
+
+What survives the death of a process is `/v1/responses`, not this: here the application is the one that takes turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import httpx
+
+from ...engine import InferenceEngine
+from ...schemas.errors import GenerationFailed, InvalidRequest
+from ...schemas.loops import LoopTool, Source, ToolResult
+from ..tools.functions import Function
+from ..tools.mcp_config import FUNCTIONS, HttpServer, ServerConfig
+from ..tools.toolbox import Toolbox
+from .adapter import OpenAIAdapter
+
+MAX_TURNS = 10
+TRIES = 5  # of a request to a URL that has no room, or cannot be reached
+PAUSE = 1.0  # seconds before the second try, and twice as many before each one after: a front starts again meanwhile
+LONGEST_PAUSE = 30.0  # seconds before a try that the server has asked for
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedCall:
+    """A call that the model asked for: `arguments` is JSON as it wrote it, `result` what it was told."""
+
+    id: str
+    name: str
+    arguments: str
+    result: str
+    is_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationResult:
+    """`text` is the final message, `calls` what was executed for it, in order, and `turns` how often the model was
+    asked. `finish_reason` is as in OpenAI's chats."""
+
+    text: str
+    calls: tuple[ExecutedCall, ...]
+    turns: int
+    finish_reason: str
+
+
+class _Model(Protocol):
+    async def acreate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a chat request."""
+
+
+class ResponsesSession:
+    """Remembers what was said from one `run` to the next; `messages` is all of it, as OpenAI has it.
+
+    `model` is an engine, an adapter, or the URL of a server, `http://host:port`, which then needs the model's `name`
+    and perhaps an `api_key`. `servers` maps names to MCP servers, `functions` are made by `@tool`. `allowed_tools`
+    names the tools that may be called (all, if None), by their own names. `parameters` go into every request.
+
+    For one event loop, and one `run` at a time.
+    """
+
+    def __init__(
+        self,
+        model: InferenceEngine | OpenAIAdapter | str,
+        *,
+        name: str | None = None,
+        api_key: str | None = None,
+        servers: Mapping[str, ServerConfig | str] | None = None,
+        functions: Sequence[Function] = (),
+        allowed_tools: Sequence[str] | None = None,
+        max_turns: int = MAX_TURNS,
+        instructions: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises `InvalidRequest` for fewer turns than one, and for a URL without the name of a model."""
+        if max_turns < 1:
+            raise InvalidRequest("max_turns is at least 1.", param="max_turns")
+        if isinstance(model, str):
+            if name is None:
+                raise InvalidRequest("A URL serves several models; give the name of one.", param="name")
+            self._model: _Model = _Remote(model, name, api_key)
+        else:
+            self._model = model if isinstance(model, OpenAIAdapter) else OpenAIAdapter(model, name=name)
+        known = {label: HttpServer(url=one) if isinstance(one, str) else one for label, one in (servers or {}).items()}
+        self._toolbox = Toolbox(known, functions)
+        allowed = None if allowed_tools is None else tuple(allowed_tools)
+        labels = [*known, *([FUNCTIONS] if functions else [])]
+        self._sources = {label: Source(label=label, allowed=allowed) for label in labels}
+        self._tools: dict[str, LoopTool] | None = None  # by the names that the model knows; set by `tools`
+        self._max_turns = max_turns
+        self._parameters = dict(parameters or {})
+        self.messages: list[dict[str, Any]] = []
+        if instructions:
+            self.messages.append({"role": "system", "content": instructions})
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._toolbox.close()
+        if isinstance(self._model, _Remote):
+            await self._model.close()
+
+    async def tools(self) -> dict[str, LoopTool]:
+        """What the model may call, by name; a name that two servers have gets the server's label in front.
+
+        Raises `ToolFailed` where a server cannot be asked.
+        """
+        if self._tools is None:
+            lists = await asyncio.gather(*map(self._toolbox.tools, self._sources.values()))
+            found = [tool for tools in lists for tool in tools]
+            names = [tool.name for tool in found]
+            self._tools = {
+                tool.name if names.count(tool.name) == 1 else f"{tool.label}__{tool.name}": tool for tool in found
+            }
+        return self._tools
+
+    async def run(self, text: str) -> ConversationResult:
+        """Say `text`, and take turns until the model has nothing more to call; the last turn of all may call nothing.
+
+        Raises what the model's requests raise (`InvalidRequest`, `GenerationFailed`), and `ToolFailed`. What was said
+        until then stays in `messages`.
+        """
+        tools = await self.tools()
+        self.messages.append({"role": "user", "content": text})
+        executed: list[ExecutedCall] = []
+        for turn in range(1, self._max_turns + 1):
+            answer = await self._model.acreate(self._body(tools, is_last=turn == self._max_turns))
+            choice = answer["choices"][0]
+            message = choice["message"]
+            # Of an answer that was cut, the last call has no end, and no request could hold it.
+            calls = [] if choice["finish_reason"] == "length" else message.get("tool_calls") or []
+            said = {name: message[name] for name in ("content", "reasoning_content") if message.get(name)}
+            self.messages.append(
+                {"role": "assistant", "content": "", **said} | ({"tool_calls": calls} if calls else {})
+            )
+            if not calls:
+                break
+            results = await asyncio.gather(*(self._called(tools, call["function"]) for call in calls))
+            for call, result in zip(calls, results, strict=True):
+                self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result.text})
+                function = call["function"]
+                executed.append(
+                    ExecutedCall(call["id"], function["name"], function["arguments"], result.text, result.is_error)
+                )
+        return ConversationResult(message.get("content") or "", tuple(executed), turn, choice["finish_reason"])
+
+    def _body(self, tools: Mapping[str, LoopTool], *, is_last: bool) -> dict[str, Any]:
+        offered = [
+            {
+                "type": "function",
+                "function": {"name": name, "description": tool.description, "parameters": tool.parameters},
+            }
+            for name, tool in tools.items()
+        ]
+        choice: dict[str, Any] = {"tools": offered} if offered else {}
+        if offered and is_last:
+            choice["tool_choice"] = "none"
+        return {**self._parameters, "messages": self.messages, **choice}
+
+    async def _called(self, tools: Mapping[str, LoopTool], call: Mapping[str, str]) -> ToolResult:
+        tool = tools.get(call["name"])
+        if tool is None:
+            return ToolResult(f"There is no tool {call['name']} that may be called here.", is_error=True)
+        return await self._toolbox.call(self._sources[tool.label], tool, call["arguments"])
+
+
+class _Remote:
+    """A model behind a URL."""
+
+    def __init__(self, url: str, name: str, api_key: str | None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        base = url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.AsyncClient(base_url=f"{base}/v1/", headers=headers, timeout=httpx.Timeout(10.0, read=None))
+        self._name = name
+
+    async def acreate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        # With the key a request that is sent again is the same request.
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        fault: InvalidRequest | GenerationFailed
+        for attempt in range(TRIES):
+            pause = PAUSE * 2**attempt
+            try:
+                response = await self._http.post(
+                    "chat/completions", json={"model": self._name, **body}, headers=headers
+                )
+            except httpx.HTTPError as error:
+                fault = GenerationFailed(f"No answer from {self._http.base_url} ({type(error).__name__}).")
+            else:
+                if response.is_success:
+                    return _completion(response)
+                fault = _fault(response)
+                if response.status_code not in (408, 429, 500, 502, 503):
+                    raise fault
+                with contextlib.suppress(ValueError):  # it may also be a date
+                    pause = float(response.headers.get("retry-after", pause))
+            if attempt + 1 < TRIES:
+                await asyncio.sleep(min(pause, LONGEST_PAUSE))
+        raise fault
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _completion(response: httpx.Response) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        answer: dict[str, Any] = response.json()
+        if {"message", "finish_reason"} <= answer["choices"][0].keys():
+            return answer
+    raise GenerationFailed(f"{response.url} answered {response.status_code}, but with no chat completion.")
+
+
+def _fault(response: httpx.Response) -> InvalidRequest | GenerationFailed:
+    try:
+        error = response.json()["error"]
+        message, code, param = str(error["message"]), error.get("code"), error.get("param")
+    except (ValueError, LookupError, TypeError):
+        message, code, param = f"HTTP {response.status_code} from {response.url}", None, None
+    kind = GenerationFailed if response.status_code >= 500 else InvalidRequest
+    return kind(message, code=code, param=param)

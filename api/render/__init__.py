@@ -1,0 +1,1 @@
+"""From client events to the answers of OpenAI's and Anthropic's APIs: pure."""

@@ -1,0 +1,260 @@
+"""From client events to OpenAI's responses and stream chunks: pure, one renderer a request."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import orjson
+
+from ...schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, ToolCallDelta, Usage
+from ...schemas.jobs import Endpoint
+from ...schemas.openai.turn_items import logprob_json
+
+PREFIX: dict[Endpoint, str] = {  # of the ids of requests
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/v1/embeddings": "embd-",
+}
+_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "content_filter": "content_filter",
+    "cancelled": "stop",
+    "deadline": "deadline",
+    "error": "stop",
+}
+
+
+class Extras(NamedTuple):
+    """What a client wants to be told beside its answer: the usage behind a stream, or in each of its chunks; the ids of
+    the tokens. `n` are the choices of each prompt."""
+
+    usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    n: int = 1
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Extras:
+        """Of a body that need not be valid."""
+        options = body.get("stream_options")
+        options = options if isinstance(options, dict) else {}
+        n = body.get("n")
+        return cls(
+            usage=options.get("include_usage") is True,
+            continuous_usage=options.get("continuous_usage_stats") is True,
+            token_ids=body.get("return_token_ids") is True,
+            n=n if isinstance(n, int) and n > 0 else 1,
+        )
+
+
+class Renderer:
+    """Renders one request. `streaming` decides between chunks and whole objects."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        request: str,
+        model: str,
+        created: int,
+        *,
+        streaming: bool,
+        extras: Extras | None = None,
+        service_tier: str | None = None,
+    ) -> None:
+        self.request = request
+        self._kind: Literal["chat", "text"] = "chat" if endpoint == "/v1/chat/completions" else "text"
+        self._extras = extras or Extras()
+        self._accepted: Accepted | None = None  # set by begin
+        self._told = 0  # tokens of all choices; set by chunks
+        self._begun: set[int] = set()  # choices of which something was sent; set by chunks
+        self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
+        kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
+        self._head = {"id": request, "object": kind, "created": created, "model": model}
+        if service_tier is not None:
+            self._head["service_tier"] = "default" if service_tier == "auto" else service_tier
+
+    def begin(self, accepted: Accepted) -> None:
+        """Whoever renders this request, and when, says the same of it."""
+        self._head["created"] = accepted.created
+        self._accepted = accepted
+
+    def chunks(self, token: Token) -> Iterator[bytes]:
+        """SSE messages for one token event; none for one that says nothing yet, as where a character takes several."""
+        reason = token.finish_reason and _REASONS[token.finish_reason]
+        is_news = token.text or token.reasoning or token.tool_calls or token.logprobs or reason is not None
+        self._told += len(token.token_ids)
+        if not (is_news or self._extras.token_ids) and token.choice in self._begun:
+            return
+        first = token.choice not in self._begun
+        choice: dict[str, Any] = {"index": token.choice}
+        if self._kind == "chat":
+            choice["delta"] = self._delta(token)
+        else:
+            choice["text"] = token.text
+        self._begun.add(token.choice)
+        choice["logprobs"] = self._logprobs(token)
+        choice["finish_reason"] = reason
+        head = self._add_extras(choice, [token], first=first)
+        yield self._message([choice], self._usage_so_far(), head)
+
+    def end(self, done: Done) -> Iterator[bytes]:
+        if self._extras.usage:
+            yield self._message([], _usage(done.usage), {})
+        yield b"data: [DONE]\n\n"
+
+    def whole(self, tokens: list[Token], done: Done) -> bytes:
+        """The response to a request that does not stream."""
+        choices, head = [], {}
+        for index, reason in enumerate(done.finish_reasons):
+            said = [token for token in tokens if token.choice == index]
+            text = "".join(token.text for token in said)
+            choice: dict[str, Any] = {"index": index}
+            if self._kind == "chat":
+                choice["message"] = _message(said, text)
+            else:
+                choice["text"] = text
+            choice["logprobs"] = self._logprobs(*said)
+            choice["finish_reason"] = _REASONS[reason]
+            head = self._add_extras(choice, said, first=True)
+            choices.append(choice)
+        return orjson.dumps({**self._head, **head, "choices": choices, "usage": _usage(done.usage)})
+
+    def _add_extras(self, choice: dict[str, Any], said: list[Token], *, first: bool) -> dict[str, Any]:
+        """To a choice, of which `said` is told now, what vLLM has there; gives what belongs beside the choices."""
+        if (reason := said[-1].stop_reason if said else None) is not None:
+            choice["stop_reason"] = reason
+        if not self._extras.token_ids:
+            return {}
+        choice["token_ids"] = [id for token in said for id in token.token_ids]
+        prompts = self._accepted.prompts if self._accepted else ()
+        if not first or not prompts:
+            return {}
+        if self._kind == "chat":
+            return {"prompt_token_ids": prompts[0]}
+        choice["prompt_token_ids"] = prompts[choice["index"] // self._extras.n]
+        return {}
+
+    def _usage_so_far(self) -> dict[str, Any] | None:
+        if not self._extras.continuous_usage:
+            return None
+        prompt = self._accepted.prompt_tokens if self._accepted else 0
+        return _usage(Usage(prompt, self._told, prompt + self._told))
+
+    def _delta(self, token: Token) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if token.choice not in self._begun:
+            delta["role"] = "assistant"
+            delta["content"] = None if token.reasoning or token.tool_calls else ""
+        if token.text:
+            delta["content"] = token.text
+        if token.reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = token.reasoning
+        if token.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in token.tool_calls]
+        return delta
+
+    def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, head: dict[str, Any]) -> bytes:
+        body = {**self._head, **head, "choices": choices}
+        if self._extras.usage or self._extras.continuous_usage:
+            body["usage"] = usage
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def _logprobs(self, *tokens: Token) -> dict[str, Any] | None:
+        entries = [entry for token in tokens for entry in token.logprobs or ()]
+        if all(token.logprobs is None for token in tokens):
+            return None
+        if self._kind == "chat":
+            return {"content": [logprob_json(entry) for entry in entries], "refusal": None}
+        return self._completion_logprobs(tokens[0].choice, entries)
+
+    def _completion_logprobs(self, choice: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offsets.get(choice, 0))
+            self._offsets[choice] = offsets[-1] + len(entry.token)
+        return {
+            "tokens": [entry.token for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                None if entry.logprob is None else {rival.token: rival.logprob for rival in entry.top}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+class Embeddings(Renderer):
+    """The list of vectors: as numbers, or with `encoded` as the base64 that they came in."""
+
+    def __init__(self, request: str, model: str, *, encoded: bool) -> None:
+        super().__init__("/v1/embeddings", request, model, 0, streaming=False)
+        self._model = model
+        self._encoded = encoded
+
+    def whole(self, tokens: list[Token], done: Done) -> bytes:
+        data = [
+            {"object": "embedding", "index": token.choice, "embedding": self._vector(token.text)}
+            for token in sorted(tokens, key=lambda token: token.choice)
+        ]
+        usage = {"prompt_tokens": done.usage.prompt_tokens, "total_tokens": done.usage.total_tokens}
+        answer = {"object": "list", "data": data, "model": self._model, "usage": usage}
+        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _vector(self, text: str) -> Any:
+        # As float32, which needs fewer digits than the same number as a float.
+        return text if self._encoded else np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
+
+
+def error_payload(error: ErrorBody) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_message(error: ErrorBody) -> bytes:
+    """An error inside a stream: without it the client takes a cut for success."""
+    return b"data: " + orjson.dumps(error_payload(error)) + b"\n\n"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def join_calls(tokens: Iterable[Token]) -> list[ToolCallDelta]:
+    """The tool calls of one choice, whole, in order."""
+    calls: dict[int, ToolCallDelta] = {}
+    for piece in (piece for token in tokens for piece in token.tool_calls):
+        begun = calls.get(piece.index)
+        calls[piece.index] = replace(begun, arguments=begun.arguments + piece.arguments) if begun else piece
+    return [calls[index] for index in sorted(calls)]
+
+
+def _message(said: list[Token], text: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thought := "".join(token.reasoning for token in said):
+        message["reasoning"] = message["reasoning_content"] = thought
+    if calls := join_calls(said):
+        message["content"] = text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
+    head = {"index": call.index} if call.id is None else {"index": call.index, "id": call.id, "type": "function"}
+    return {**head, "function": function}

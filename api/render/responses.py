@@ -1,0 +1,336 @@
+"""From the events of a response, and of the chat requests that are its turns, to OpenAI's Responses API: pure.
+
+The same events give the same bytes, whoever reads them and when; so a client that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ...schemas.events import (
+    FINAL,
+    Accepted,
+    Cancelled,
+    Done,
+    ErrorBody,
+    Event,
+    Expired,
+    Failed,
+    FinishReason,
+    Item,
+    Queued,
+    Token,
+    Turn,
+)
+from ...schemas.loops import Begun, Ended, Items, Turned
+from ...schemas.openai.response_tools import namespaced
+from ...schemas.openai.responses import wants_logprobs
+from ...schemas.openai.turn_items import Change, TurnItems
+from .anthropic import sse
+
+_Object = dict[str, Any]
+
+_SECRETS = ("authorization", "headers", "sealed")
+_TEXTS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "mcp_call": "mcp_call_arguments",
+}
+_PARTS: dict[str, _Object] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+_RUN = ("mcp_call", "mcp_list_tools")  # what Penstock does itself, and tells how it went
+_EMPTY: dict[str, _Object] = {
+    "mcp_call": {"arguments": "", "status": "in_progress", "output": None, "error": None},
+    "mcp_list_tools": {"tools": [], "error": None},
+}
+_INCOMPLETE = {"status": "incomplete"}
+_FUNCTION: _Object = {"type": "function", "name": "", "description": None, "parameters": None, "strict": None}
+_CUT: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_DEFAULTS: _Object = {
+    "background": False,
+    "frequency_penalty": 0.0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "presence_penalty": 0.0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "store": True,
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+class ResponseRenderer:
+    """Renders one response: fed with its own events and those of its turns, in order, it tells what comes behind the
+    message `starting_after`. `body` is the request as it came, and looked at no sooner than it was accepted; `created`
+    is in Unix seconds."""
+
+    def __init__(self, id: str, body: Mapping[str, Any], created: int, *, model: str, starting_after: int = -1) -> None:
+        self.started = False  # whether the response has begun to be told
+        self.finished = False
+        self._id = id
+        self._body = body
+        self._created = created
+        self._model = model
+        self._ending: _Object = {"status": "queued" if body.get("background") else "in_progress"}
+        self._starting_after = starting_after
+        self._sequence = 0
+        self._places: dict[str, int] = {}  # item id → output index
+        self._output: dict[str, _Object] = {}  # item id → item, in order
+        self._unfinished: list[str] = []  # ids of items
+        self._turn: TurnItems | None = None
+        self._job = ""  # the turn's request, while it runs
+        self._usages: list[Mapping[str, int]] = []  # of turns that have ended
+
+    def render(self, event: Event) -> bytes:
+        """SSE messages; none for an event that says nothing, nor behind the end."""
+        if self.finished or isinstance(event, Queued):
+            return b""
+        return b"".join(self._tell(event) if event.request == self._id else self._tell_turn(event))
+
+    def broken(self, error: ErrorBody) -> bytes:
+        """The last message of a stream whose response has no place, or goes on elsewhere."""
+        place = max(self._sequence, self._starting_after + 1)
+        said = {"code": error.code, "message": error.message, "param": error.param}
+        return sse({"type": "error", **said, "sequence_number": place})
+
+    def response(self) -> _Object:
+        """The response as it stands."""
+        open_items = {item["id"]: item for item in self._turn.items} if self._turn else {}
+        output = [open_items.get(id, item) if id in self._unfinished else item for id, item in self._output.items()]
+        head = _head(self._id, self._body, self._created, self._model)
+        return _response(head, output, self._usages, **self._ending)
+
+    def _tell(self, event: Event) -> Iterator[bytes]:
+        if not self.started and isinstance(event, FINAL):  # whose request may be anything
+            self.finished = True
+            if isinstance(event, Failed | Expired):
+                yield self.broken(event.error)
+            return
+        if not self.started:
+            yield from self._begin(event)
+        match event:
+            case Accepted():
+                pass
+            case Item():
+                yield from self._tell_item(event.item, finished=event.finished)
+            case Turn():
+                yield from self._leave_turn()
+                logprobs = wants_logprobs(self._body.get("top_logprobs"), self._body.get("include"))
+                named = namespaced(self._body.get("tools") or ())
+                turn = TurnItems(event.job, event.calls, namespaced=named, logprobs=logprobs)
+                self._job, self._turn = event.job, turn
+            case Done():
+                reason = _CUT.get(event.finish_reasons[0])
+                status = "incomplete" if reason else "completed"
+                yield from self._end({"status": status, "at": event.at, "reason": reason})
+            case Failed() | Expired():
+                yield from self._end({"status": "failed", "error": event.error})
+            case Cancelled():
+                yield from self._end({"status": "cancelled"})
+            case _:
+                raise ValueError(f"No response has an event {event.type} of its own.")
+
+    def _begin(self, event: Event) -> Iterator[bytes]:
+        self.started = True
+        if isinstance(event, Accepted):
+            self._created = event.created
+        yield self._message("created", response=self.response())
+        if self._body.get("background"):
+            yield self._message("queued", response=self.response())
+        self._ending = {"status": "in_progress"}
+        yield self._message("in_progress", response=self.response())
+
+    def _end(self, ending: _Object) -> Iterator[bytes]:
+        yield from self._leave_turn()
+        self._ending = ending
+        self.finished = True
+        # OpenAI has no event for a cancellation: clients take "incomplete" for an end, and "failed" for an error.
+        name = "incomplete" if ending["status"] == "cancelled" else ending["status"]
+        yield self._message(name, response=self.response())
+
+    def _tell_turn(self, event: Event) -> Iterator[bytes]:
+        if self._turn is None or event.request != self._job:
+            return
+        match event:
+            case Token():
+                yield from self._tell_changes(self._turn.feed(event))
+            case Done():
+                self._job = ""
+                self._usages.append(asdict(event.usage))
+                yield from self._tell_changes(self._turn.finish(event.finish_reasons[0]))
+            case _:  # how the response goes on is for its own events to say
+                pass
+
+    def _leave_turn(self) -> Iterator[bytes]:
+        """Every item that was begun is finished; but what a turn was saying when it broke off is kept nowhere."""
+        is_void = self._turn is not None and bool(self._job or self._unfinished)
+        if self._turn and self._job:
+            yield from self._tell_changes(self._turn.finish("error"))
+        elif is_void:
+            self._usages.pop()
+        for item in [self._output[id] for id in self._unfinished]:
+            broken = {"error": "The response ended before."} if item["type"] == "mcp_list_tools" else _INCOMPLETE
+            yield from self._finish(item | broken)
+        for item in self._turn.items if self._turn and is_void else ():
+            del self._output[item["id"]]
+
+    def _tell_changes(self, changes: list[Change]) -> Iterator[bytes]:
+        for change in changes:
+            match change.kind:
+                case "begun":
+                    yield from self._add(change.item)
+                case "more":
+                    yield self._delta(change)
+                case "whole":
+                    yield from self._whole(change.item)
+
+    def _tell_item(self, item: _Object, *, finished: bool) -> Iterator[bytes]:
+        kind, id = item["type"], item["id"]
+        if id not in self._places:
+            yield from self._add(item | _EMPTY.get(kind, {}))
+            if kind == "mcp_call":
+                if item["arguments"]:
+                    yield self._delta(Change("more", item, item["arguments"]))
+                yield from self._whole(item | _EMPTY[kind] | {"arguments": item["arguments"]})
+        if finished and id in self._unfinished:
+            yield from self._finish(item)
+
+    def _add(self, item: _Object) -> Iterator[bytes]:
+        id, kind = item["id"], item["type"]
+        place = self._places[id] = len(self._places)
+        self._output[id] = item
+        self._unfinished.append(id)
+        yield self._message("output_item.added", output_index=place, item=item)
+        if kind in _RUN:
+            yield self._message(f"{kind}.in_progress", **self._place(item))
+        if kind in _PARTS:
+            yield self._message("content_part.added", **self._place(item), part=_PARTS[kind])
+
+    def _delta(self, change: Change) -> bytes:
+        kind = change.item["type"]
+        logprobs = {"logprobs": change.logprobs} if kind == "message" else {}
+        return self._message(f"{_TEXTS[kind]}.delta", **self._place(change.item), delta=change.delta, **logprobs)
+
+    def _whole(self, item: _Object) -> Iterator[bytes]:
+        kind, place = item["type"], self._place(item)
+        self._output[item["id"]] = item
+        if kind in _PARTS:
+            part = item["content"][0]
+            logprobs = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            yield self._message(f"{_TEXTS[kind]}.done", **place, text=part["text"], **logprobs)
+            yield self._message("content_part.done", **place, part=part)
+        elif kind in _TEXTS:
+            yield self._message(f"{_TEXTS[kind]}.done", **place, arguments=item["arguments"])
+        if item.get("status") != "in_progress":
+            yield from self._finish(item)
+
+    def _finish(self, item: _Object) -> Iterator[bytes]:
+        id, kind = item["id"], item["type"]
+        self._output[id] = item
+        self._unfinished.remove(id)
+        if kind in _RUN and item.get("status") != "incomplete":
+            outcome = "completed" if item["error"] is None else "failed"
+            yield self._message(f"{kind}.{outcome}", **self._place(item))
+        yield self._message("output_item.done", output_index=self._places[id], item=item)
+
+    def _place(self, item: _Object) -> _Object:
+        place = {"item_id": item["id"], "output_index": self._places[item["id"]]}
+        return place | {"content_index": 0} if item["type"] in _PARTS else place
+
+    def _message(self, name: str, **fields: Any) -> bytes:
+        number = self._sequence
+        self._sequence += 1
+        if number <= self._starting_after:
+            return b""
+        return sse({"type": f"response.{name}", **fields, "sequence_number": number})
+
+
+def response_object(begun: Begun, turns: Sequence[Turned], ended: Ended | None) -> _Object:
+    """The response that was stored; while it runs, up to its last whole turn."""
+    job = begun.job
+    head = _head(job.id, job.body, int(job.created), job.body["model"])
+    output = [*begun.items, *(item for turn in turns for item in turn.items)]
+    usages = [turn.usage for turn in turns]
+    if ended is None:
+        return _response(head, output, usages, "in_progress")
+    error = ErrorBody(**ended.error) if ended.error else None
+    reason = _CUT.get(turns[-1].reason) if turns else None
+    return _response(head, output, usages, ended.status, error, ended.at, reason)
+
+
+def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object:
+    """What is said of the request, without its secrets."""
+    given = {name: value for name, value in body.items() if value is not None}
+    conversation = given.get("conversation")
+    tier = given.get("service_tier", "auto")
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": created,
+        "model": model,
+        **{name: given.get(name, default) for name, default in _DEFAULTS.items()},
+        "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
+        "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
+        "service_tier": "default" if tier == "auto" else tier,
+        "text": {"format": {"type": "text"}, **given.get("text", {})},
+        "tools": [_shown_tool(tool) for tool in given.get("tools", ())],
+    }
+
+
+def _shown_tool(tool: Mapping[str, Any]) -> _Object:
+    """A tool without its secrets; a function with every field that clients look for."""
+    shown = {name: value for name, value in tool.items() if name not in _SECRETS}
+    return _FUNCTION | shown if tool.get("type") == "function" else shown
+
+
+def _response(
+    head: _Object,
+    output: Items,
+    usages: Iterable[Mapping[str, int]],
+    status: str,
+    error: ErrorBody | None = None,
+    at: float | None = None,
+    reason: str | None = None,
+) -> _Object:
+    return {
+        **head,
+        "status": status,
+        "completed_at": int(at) if at is not None and status == "completed" else None,
+        "error": _error(error) if error else None,
+        "incomplete_details": {"reason": reason or "max_output_tokens"} if status == "incomplete" else None,
+        "output": output,
+        "usage": None if status in ("queued", "in_progress") else _usage(usages),
+    }
+
+
+def _usage(usages: Iterable[Mapping[str, int]]) -> _Object:
+    total = Counter[str]()
+    for usage in usages:
+        total.update(usage)
+    return {
+        "input_tokens": total["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": total["cached_tokens"], "cache_write_tokens": 0},
+        "output_tokens": total["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": total["reasoning_tokens"]},
+        "total_tokens": total["total_tokens"],
+    }
+
+
+def _error(error: ErrorBody) -> _Object:
+    code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+    return {"code": code, "message": error.message, "type": error.type, "param": error.param}

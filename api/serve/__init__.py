@@ -1,0 +1,1 @@
+"""`penstock serve`: all processes under one supervisor."""

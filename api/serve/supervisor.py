@@ -1,0 +1,186 @@
+"""`penstock serve`: the broker, a front process and the workers as children, restarted when they die, ended together.
+
+The listening socket is the supervisor's own: while a front process restarts, connections wait instead of failing.
+Children get their settings through the environment, where a broker's token is not for every eye.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import structlog
+from rich.console import Console
+
+from ...config.deployment import explicit
+from ...config.settings import Settings
+from ...config.sources import Loaded
+from ...schemas.deployment import SHARED
+from ...schemas.errors import BrokerAway, StartupError
+from ...streams.nats.broker import JetStreamBroker
+from ...streams.nats.deployment import owned
+from ...streams.nats.server import EmbeddedServer
+from .processes import LEAST_DELAY, Keeper, Part, child_environment, keep_broker
+
+log = structlog.get_logger(__name__)
+
+BROKER_DELAY = 5.0  # seconds between two attempts to connect at the most
+URL_FILE = "nats-url"  # in the state directory: how parts and clients on this machine find the broker
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises `StartupError` where the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+    return listener
+
+
+def base_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Supervisor:
+    """Runs until a signal, or until a child says that a person must mend something first."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._settings = loaded.settings
+        self._keeper = Keeper(loaded.settings.drain_timeout)
+
+    async def run(self) -> None:
+        settings, keeper = self._settings, self._keeper
+        listener = listen(settings.host, settings.port)
+        self._on_signals()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(listener.close)
+            url = settings.nats_url or await self._embedded(stack)
+            # The children take from the deployment what nobody gave; on our own broker we have seen to the rest.
+            given = explicit(self._loaded) if settings.nats_url else {}
+            environment = child_environment(settings, url, without=[name for name in SHARED if name not in given])
+            front = Part("front", ("front", "--fd", str(listener.fileno())), (listener.fileno(),))
+            workers = [Part(f"worker w{place}", ("worker", "--id", f"w{place}")) for place in range(settings.workers)]
+            # Workers outlive the front, which drains what clients still wait for.
+            front_gone = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                for worker in workers:
+                    group.create_task(keeper.keep(worker, environment, front_gone))
+                announcing = group.create_task(announce(base_url(listener), settings.workers))
+                await keeper.keep(front, environment, keeper.stopping)
+                front_gone.set()
+                announcing.cancel()
+        if keeper.fatal is not None:
+            raise keeper.fatal
+
+    def _on_signals(self) -> None:
+        def stop() -> None:
+            if self._keeper.stopping.is_set():
+                self._keeper.at_once.set()
+            else:
+                Console(stderr=True).print("stopping: running requests finish; once more to stop at once")
+                self._keeper.stopping.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+
+    async def _embedded(self, stack: contextlib.AsyncExitStack) -> str:
+        settings = self._settings
+        server = await EmbeddedServer.start(settings.state_dir, settings.nats_server, settings.nats_sync_interval)
+        stack.push_async_callback(server.stop)
+        watching = asyncio.create_task(keep_broker(server))
+        stack.callback(watching.cancel)
+        await self._set_up(server.url)
+        path = settings.state_dir / URL_FILE
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(server.url)
+        stack.callback(path.unlink, missing_ok=True)
+        return server.url
+
+    async def _set_up(self, url: str) -> None:
+        """Agree with ourselves: the flags of whoever owns the broker are the act that changes a deployment."""
+        loaded, settings = self._loaded, self._settings.model_copy(update={"nats_url": url})
+        if loaded.origins["store_limit"] == "default":
+            free = shutil.disk_usage(settings.state_dir).free * 3 // 4
+            if free < settings.store_limit:
+                log.warning("the disk has little room; the store's limit is lower", store_limit=free)
+                settings = settings.model_copy(update={"store_limit": free})
+        async with connected(settings, "serve") as broker:
+            await owned(broker, replace(loaded, settings=settings))
+
+
+async def ready(url: str, workers: int = 1) -> None:
+    """Return when a first request to `url` would be answered, and so many workers live."""
+    async with httpx.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                answer = await client.get("/health/ready")
+                if answer.status_code == 200 and answer.json()["workers"] >= workers:
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def announce(url: str, workers: int = 1) -> None:
+    """Print the one line that says so, once it is true."""
+    await ready(url, workers)
+    print(f"penstock ready {url}", flush=True)
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings, name: str, *, patient: bool = False) -> AsyncIterator[JetStreamBroker]:
+    """The broker of `broker_url`, connected under a `name` of ours.
+
+    One that is away raises `BrokerAway`; if `patient`, it is waited for, and the log says so at each attempt.
+    """
+    delay = LEAST_DELAY
+    while True:
+        try:
+            broker = await JetStreamBroker.connect(
+                broker_url(settings),
+                namespace=settings.namespace,
+                timeout=settings.nats_timeout,
+                name=f"penstock-{name}",
+                replicas=settings.nats_replicas,
+            )
+            break
+        except BrokerAway as error:
+            if not patient:
+                raise
+            log.warning("waiting for the broker", reason=str(error), delay=delay)
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, BROKER_DELAY)
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+def broker_url(settings: Settings) -> str:
+    """The broker to connect to: the one named, or that of the `penstock serve` which holds the state directory.
+
+    Raises `StartupError` where there is neither.
+    """
+    if settings.nats_url is not None:
+        return settings.nats_url
+    path: Path = settings.state_dir / URL_FILE
+    try:
+        return path.read_text()
+    except OSError:
+        raise StartupError(
+            f"no broker: no `penstock serve` runs with the state directory {settings.state_dir}; "
+            "name a NATS server with --nats-url, or that directory with --state-dir"
+        ) from None

@@ -1,0 +1,1 @@
+"""What a person uses in a terminal: chat, dead letters, the configuration."""

@@ -1,0 +1,116 @@
+"""`penstock chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from ...config.sources import load
+from .chat_client import ChatError, ask, models, server_at
+from .options import ApiKey, ServerUrl, fatal_errors
+
+PROMPT, MORE = "\001\033[1;36m\002> \001\033[0m\002", ". "
+HELP = '''/reset forgets the conversation, and Ctrl-D leaves it. Ctrl-C stops an answer, and keeps what it has said.
+Between """ a question may have several lines.'''
+
+
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="Ask this alone, and end with the answer.")] = None,
+    url: ServerUrl = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model.", show_default="the first served")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Talk to a model, of Penstock or of any server with OpenAI's API.
+
+    Without a prompt it is a conversation; /help shows what to type there.
+
+    `git diff | penstock chat "Write a commit message."` asks this once: text
+    on standard input stands behind the prompt, and the answer alone goes to
+    an output that is no terminal. The exit code is 1 where there was none,
+    and 130 after Ctrl-C.
+    """
+    with fatal_errors():
+        settings = load().settings
+    if not sys.stdin.isatty():
+        prompt = "\n\n".join(part for part in (prompt, sys.stdin.read().strip()) if part)
+    with fatal_errors(1), server_at(url, api_key, settings) as server:
+        served = models(server)
+        if not served:
+            raise ChatError(f"{server.base_url} serves no model yet; try again in a moment.")
+        if model not in (None, *served):
+            raise ChatError(f"{server.base_url} does not serve {model}, but: {', '.join(served)}.")
+        talk = Talk(server, model or next(iter(served)), system)
+        if prompt is not None:
+            talk.ask(prompt)
+        else:
+            talk.converse(settings.state_dir / "chat_history")
+
+
+class Talk:
+    """A conversation with one model."""
+
+    def __init__(self, server: httpx.Client, model: str, system: str | None) -> None:
+        self._server = server
+        self._model = model
+        self._head = [{"role": "system", "content": system}] if system else []
+        self._turns: list[dict[str, Any]] = []
+        self._console = Console()
+
+    def ask(self, text: str) -> None:
+        """Show the answer, and remember both unless nothing was said. Raises `ChatError`, and `Exit` after Ctrl-C."""
+        from .chat_screen import Answer, show  # brings Markdown, which no server needs
+
+        asked, answer = {"role": "user", "content": text}, Answer()
+        body = {"model": self._model, "messages": [*self._head, *self._turns, asked], "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        try:
+            with contextlib.closing(ask(self._server, body)) as stream:
+                show(stream, answer, self._console)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        finally:
+            if answer.text or answer.calls:
+                self._turns += [asked, answer.turn()]
+
+    def converse(self, history: Path) -> None:
+        """Ask what is typed, until that ends. `history` keeps the lines for the next time, for nobody else to read."""
+        import readline  # changes how all of the process reads lines
+
+        history.parent.mkdir(parents=True, exist_ok=True)
+        history.touch(0o600)
+        readline.read_history_file(history)
+        readline.set_history_length(1000)
+        atexit.register(readline.write_history_file, history)
+        self._note(f"{self._model} at {self._server.base_url}; /help shows what else there is, Ctrl-D leaves")
+        while True:
+            try:
+                text = input(PROMPT)
+                while text.count('"""') % 2:
+                    text += "\n" + input(MORE)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                self._note("\nCtrl-D leaves")
+                continue
+            text = text.strip().removeprefix('"""').removesuffix('"""').strip()
+            if text == "/reset":
+                self._turns.clear()
+                self._note("the conversation is forgotten")
+            elif re.fullmatch("/[a-z]*", text):
+                self._note(HELP)
+            elif text:
+                with contextlib.suppress(typer.Exit), fatal_errors():
+                    self.ask(text)
+        self._console.print()
+
+    def _note(self, text: str) -> None:
+        self._console.print(text, style="dim", highlight=False, markup=False)

@@ -1,0 +1,193 @@
+"""`penstock dead`: look at the messages that were given up, and give them another chance or drop them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...config.settings import Settings
+from ...config.sources import Loaded
+from ...schemas import codec
+from ...schemas.errors import PayloadTooLarge, StartupError
+from ...schemas.jobs import InferenceBatch, Job, ValidatedJob
+from ...streams.port import (
+    DEAD_ATTEMPTS,
+    DEAD_BODY,
+    DEAD_REASON,
+    DEAD_REQUESTS,
+    DEAD_SUBJECT,
+    DEADLINE,
+    MESSAGE_ID,
+    SCHEMA,
+    Broker,
+    Message,
+)
+from ...streams.stores.dead_letters import DeadLetters
+from ...streams.topology import Subjects
+from ..serve.supervisor import connected
+from .options import with_settings
+
+dead = typer.Typer(help="Look after the messages that could not be handled.", no_args_is_help=True)
+
+Numbers = Annotated[list[int] | None, typer.Argument(help="Numbers from `penstock dead list`.", metavar="NUMBER…")]
+All = Annotated[bool, typer.Option("--all", help="All there are.")]
+
+
+@dead.command("list")
+@with_settings
+def list_letters(
+    loaded: Loaded, as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead.")] = False
+) -> None:
+    """List the dead letters, the oldest first: the stage that gave up, why, and which requests are in them."""
+    rows = [_summary(letter) for letter in asyncio.run(_letters(loaded.settings))]
+    if as_json:
+        for row in rows:
+            typer.echo(orjson.dumps(row))
+        return
+    table = Table("number", "stage", "deliveries", "reason", "requests", box=None, pad_edge=False)
+    for row in rows:
+        shown = row | {"number": str(row["number"]), "requests": " ".join(row["requests"]) or "unreadable"}
+        table.add_row(*shown.values())
+    Console().print(table if rows else "no dead letters")
+
+
+@dead.command()
+@with_settings
+def show(loaded: Loaded, number: Annotated[int, typer.Argument(help="Number from `penstock dead list`.")]) -> None:
+    """Print one dead letter whole, as JSON: its headers, and its payload with whatever the client had written."""
+    ((letter, whole),) = asyncio.run(_whole(loaded.settings, [number]))
+    data = whole.data if whole else b""
+    try:
+        payload: Any = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        payload = data.decode(errors="replace") if whole else None  # kept no more
+    shown = {"number": letter.sequence, "headers": dict(letter.headers), "payload": payload}
+    typer.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2))
+
+
+@dead.command()
+@with_settings
+def retry(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> None:
+    """Send dead letters on their way again, as requests of new names: their clients were told that they failed.
+
+    A request goes back to the stage that gave it up, with a new deadline; its events can be read under the new name.
+    """
+
+    asyncio.run(_remove(loaded.settings, _chosen(numbers, everything), retried=True))
+
+
+@dead.command()
+@with_settings
+def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> None:
+    """Delete dead letters for good."""
+
+    typer.echo(f"dropped {asyncio.run(_remove(loaded.settings, _chosen(numbers, everything), retried=False))}")
+
+
+async def _remove(settings: Settings, numbers: list[int] | None, *, retried: bool) -> int:
+    """Delete dead letters, once they are on their way again where they are `retried`; returns how many."""
+    async with _kept(settings) as (broker, letters):
+        chosen = await _choose(letters, numbers)
+        for letter in chosen:
+            for subject, data, headers, name in (
+                _again(letter, await letters.whole(letter), settings) if retried else ()
+            ):
+                try:
+                    await broker.publish(subject, data, message_id=name, headers=headers)
+                except PayloadTooLarge as error:
+                    raise StartupError(f"dead letter {letter.sequence} cannot be sent: {error} Drop it.") from None
+                typer.echo(f"{letter.sequence}: {name}")
+            await letters.drop(letter)
+    return len(chosen)
+
+
+async def _letters(settings: Settings) -> list[Message]:
+    async with _kept(settings) as (_, letters):
+        return await letters.all()
+
+
+async def _whole(settings: Settings, numbers: list[int]) -> list[tuple[Message, Message | None]]:
+    """Each as it is in the stream and with its body, None where that is kept no more."""
+    async with _kept(settings) as (_, letters):
+        return [(letter, await letters.whole(letter)) for letter in await _choose(letters, numbers)]
+
+
+@contextlib.asynccontextmanager
+async def _kept(settings: Settings) -> AsyncIterator[tuple[Broker, DeadLetters]]:
+    async with connected(settings, "dead") as broker:
+        yield broker, await DeadLetters.of(broker, Subjects(settings.namespace))
+
+
+async def _choose(letters: DeadLetters, numbers: list[int] | None) -> list[Message]:
+    """All dead letters, or those of these numbers. Raises `StartupError` for a number that is not there."""
+    found = {letter.sequence: letter for letter in await letters.all()}
+    if numbers is None:
+        return list(found.values())
+    if missing := [str(number) for number in numbers if number not in found]:
+        raise StartupError(f"no dead letter {', '.join(missing)}; `penstock dead list` shows those there are")
+    return [found[number] for number in numbers]
+
+
+def _chosen(numbers: list[int] | None, everything: bool) -> list[int] | None:
+    if bool(numbers) == everything:
+        raise StartupError("name dead letters by their numbers, or all of them with --all")
+    return numbers if numbers else None
+
+
+def _summary(letter: Message) -> dict[str, Any]:
+    if DEAD_BODY in letter.headers:
+        requests = letter.headers.get(DEAD_REQUESTS, "").split()
+    else:
+        try:
+            requests = [str(job.id) for job in _jobs(letter) if job.id]
+        except codec.DecodeError:
+            requests = []
+    return {
+        "number": letter.sequence,
+        "stage": letter.subject.rpartition(".")[2],
+        "deliveries": letter.headers.get(DEAD_ATTEMPTS, ""),
+        "reason": letter.headers.get(DEAD_REASON, ""),
+        "requests": requests,
+    }
+
+
+def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
+    """What is in a letter. Raises `DecodeError` for what can be read by nobody."""
+    schema = letter.headers.get(SCHEMA)
+    if codec.is_schema(schema, codec.BATCH):
+        return codec.decode_model(InferenceBatch, letter.data, schema).jobs
+    if codec.is_schema(schema, codec.VALIDATED_JOB):
+        return (codec.decode_model(ValidatedJob, letter.data, schema),)
+    return (codec.decode_model(Job, letter.data, schema),)
+
+
+def _again(letter: Message, whole: Message | None, settings: Settings) -> list[tuple[str, bytes, dict[str, str], str]]:
+    """Subject, data, headers and name of each request of a letter. Raises `StartupError` for what cannot be read."""
+    if whole is None:
+        raise StartupError(f"the body of dead letter {letter.sequence} is kept no more; drop it")
+    try:
+        jobs = _jobs(whole)
+    except codec.DecodeError as error:
+        raise StartupError(f"dead letter {letter.sequence} cannot be read: {error}; drop it") from None
+    gone = (DEAD_REASON, DEAD_SUBJECT, DEAD_ATTEMPTS, DEAD_BODY, DEAD_REQUESTS, DEADLINE, MESSAGE_ID)
+    headers = {name: value for name, value in letter.headers.items() if name not in gone}
+    subject = letter.headers[DEAD_SUBJECT]
+    again = []
+    for place, job in enumerate(jobs):
+        name = f"{(job.id or 'job')[:48]}-r{letter.sequence}" + (f"-{place}" if place else "")
+        change: dict[str, object] = {"id": name}
+        if isinstance(job, ValidatedJob):
+            change["deadline"] = time.time() + settings.default_timeout
+            if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH):  # its worker may be gone
+                subject = Subjects(settings.namespace).batch(job.priority, job.tenant)
+                headers[SCHEMA] = codec.VALIDATED_JOB
+        again.append((subject, codec.encode(job.model_copy(update=change)), dict(headers), name))
+    return again

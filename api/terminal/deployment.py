@@ -1,0 +1,109 @@
+"""`penstock config`: a process's settings, and those that all parts of a deployment have agreed on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+from ...config.deployment import changes, explicit, shared_settings, shown
+from ...config.settings import Settings
+from ...config.sources import SECRET, Loaded, flag, variable
+from ...schemas.deployment import SHARED, Configuration
+from ...schemas.errors import StartupError
+from ...streams.nats.deployment import Deployment
+from ..serve.supervisor import connected
+from .options import with_settings
+
+Action = Annotated[
+    Literal["show", "agreed", "apply"],
+    typer.Argument(help="agreed: what the deployment has agreed on; apply: change that for all its parts."),
+]
+Defaults = Annotated[list[str] | None, typer.Option("--default", help="Give a setting its default again.")]
+
+
+@with_settings
+def config(
+    loaded: Loaded,
+    action: Action = "show",
+    default: Defaults = None,
+    yes: Annotated[bool, typer.Option("--yes", help="apply: do what the plan says.")] = False,
+) -> None:
+    """Print every setting's effective value and where it comes from, or what a deployment has agreed on.
+
+    `penstock config apply --queue-limit 500` prints what would change in the deployment, from which value to which, and
+    in its streams; with --yes it does so. A shorter life deletes what is older. Parts that run take over what streams
+    limit at once, and the rest when they are started again.
+    """
+    if action == "show":
+        _show(loaded)
+    else:
+        asyncio.run(_agreed(loaded) if action == "agreed" else _apply(loaded, default or [], yes))
+
+
+def _show(loaded: Loaded) -> None:
+    rows = [(name, _shown(name, value), loaded.origins[name]) for name, value in loaded.settings.model_dump().items()]
+    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    sys.stdout.writelines(f"{name:<{names}}  {value:<{values}}  {origin}\n" for name, value, origin in rows)
+    if sys.stdout.isatty():
+        sys.stdout.write(
+            f"\nSet one with its flag ({flag('max_batch_size')}), its variable ({variable('max_batch_size')}) "
+            "or its key in penstock.toml.\n"
+        )
+
+
+async def _agreed(loaded: Loaded) -> None:
+    async with connected(loaded.settings, "config") as broker:
+        configuration, revision = await Deployment(broker, loaded).agreed()
+    if not revision:
+        raise StartupError("nothing is agreed yet: start a part of the deployment, or use `penstock config apply`")
+    for name in SHARED:
+        typer.echo(f"{name:<18}  {shown(getattr(configuration, name))}")
+
+
+async def _apply(loaded: Loaded, defaults: list[str], yes: bool) -> None:
+    async with connected(loaded.settings, "config") as broker:
+        deployment = Deployment(broker, loaded)
+        before, revision = await deployment.agreed()
+        wanted = before.model_copy(update=_defaults(defaults) | explicit(loaded))
+        await deployment.check_safe(before, wanted)
+        _print_plan(before if revision else None, wanted)
+        differences = await deployment.differences(wanted)
+        for stream, limit, present, value in differences:
+            typer.echo(f"  {stream}: {limit} {present} → {value}")
+        if revision and before == wanted and not differences:
+            typer.echo("nothing to change")
+        elif yes:
+            await deployment.change(wanted)
+            typer.echo("changed")
+        else:
+            typer.echo("nothing is changed yet; add --yes to do so")
+
+
+def _print_plan(before: Configuration | None, wanted: Configuration) -> None:
+    if before is None:
+        typer.echo("nothing is agreed yet; the deployment begins with")
+        for name in SHARED:
+            typer.echo(f"{name}: {shown(getattr(wanted, name))}")
+    else:
+        for name, (old, new) in changes(before, wanted).items():
+            typer.echo(f"{name}: {shown(old)} → {shown(new)}")
+
+
+def _defaults(names: list[str]) -> dict[str, object]:
+    fields = [name.removeprefix("--").replace("-", "_") for name in names]
+    if unknown := [name for name in fields if name not in SHARED]:
+        raise StartupError(f"--default {', '.join(unknown)}: not a setting of the deployment; {', '.join(SHARED)} are")
+    return shared_settings(Settings()).model_dump(include=set(fields))
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(re.sub("=sha256:.*", "=***", part) if name in SECRET else part for part in value)
+    if value is None:
+        return ""
+    # Up to the last @, since a password may hold anything: of several servers only the last one shows.
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", str(value), flags=re.DOTALL) if name in SECRET else str(value)

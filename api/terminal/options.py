@@ -1,0 +1,108 @@
+"""Makes every setting a flag of a command, and runs commands so that what a person must mend is told, not traced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+
+from ...config.settings import Settings
+from ...config.sources import flag, load, variable
+from ...schemas.errors import ConfigurationError, Fatal
+
+ServerUrl = Annotated[str | None, typer.Option("--url", help="The server.", show_default="where `serve` listens")]
+ApiKey = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="If the server asks for one.")]
+
+# Panels of `--help`, each by the first of its settings.
+_PANELS = {"host": "Serving", "nats_url": "Broker", "pipeline": "Pipeline", "backend": "Engine"}
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command`, whose first parameter is `loaded: Loaded`, a flag for every setting and `--config`.
+
+    A parameter of the command named `model` is its MODEL argument and sets the setting. A fault of the configuration
+    ends it with exit code 2 before it runs; a `Fatal` error later ends it with the same.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    own = list(inspect.signature(command).parameters.values())[1:]
+
+    def run(**arguments: Any) -> None:
+        given = {name: arguments.pop(name) for name in _flags()}
+        if arguments.get("model") is not None:
+            given["model"] = arguments["model"]
+        with fatal_errors():
+            loaded = load(
+                {name: value for name, value in given.items() if value is not None}, config=arguments.pop("config")
+            )
+            arguments.pop("model", None)
+            command(loaded, **arguments)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    config = inspect.Parameter(
+        "config",
+        keyword,
+        default=None,
+        annotation=Annotated[
+            Path | None, typer.Option(help="TOML file of settings; ./penstock.toml by default.", show_default=False)
+        ],
+    )
+    own = [parameter.replace(kind=keyword, annotation=hints[parameter.name]) for parameter in own]
+    parameters = [*own, config, *_flags().values()]
+    # What typer reads of a command: its name, help, signature and annotations.
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+@contextlib.contextmanager
+def fatal_errors(exit_code: int = 2) -> Iterator[None]:
+    """Turns a `Fatal` into its message on standard error, a line a fault, and an exit code."""
+    error: BaseException | None = None
+    try:
+        yield
+    except* Fatal as group:
+        error = group
+    while isinstance(error, BaseExceptionGroup):  # of tasks
+        error = error.exceptions[0]
+    if error is None:
+        return
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for fault in error.faults if isinstance(error, ConfigurationError) else [str(error)]:
+        console.print(f"[bold red]error:[/] {_escaped(fault)}")
+    raise typer.Exit(exit_code)
+
+
+@functools.cache
+def _flags() -> dict[str, inspect.Parameter]:
+    """A keyword for each setting. They come in as text: pydantic reads them, and names every fault at once."""
+    flags = {}
+    panel = ""
+    for name, field in Settings.model_fields.items():
+        panel = _PANELS.get(name, panel)
+        if name == "model":  # an argument
+            continue
+        default = field.get_default(call_default_factory=True)
+        text = ",".join(default) if isinstance(default, tuple) else str(default)
+        option = typer.Option(
+            flag(name),
+            help=_escaped(f"{field.description} [{text}]" if default is not None else str(field.description)),
+            metavar=name.split("_")[-1].upper(),
+            envvar=None,
+            show_default=False,
+            rich_help_panel=f"{panel} (also {variable('name').replace('NAME', '…')} and TOML)",
+        )
+        flags[name] = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+        )
+    return flags
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")

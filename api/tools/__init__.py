@@ -1,0 +1,1 @@
+"""Tools that requests may use: MCP servers and Python functions."""

@@ -1,0 +1,135 @@
+"""MCP servers by name, from the file that MCP's clients share:
+
+    {"mcpServers": {
+        "search": {"url": "https://example.com/mcp", "headers": {"Authorization": "Bearer ${TOKEN}"}, "timeout": 30},
+        "time": {"command": "mcp-server-time", "args": ["--local-timezone", "${TZ:-UTC}"], "env": {}}}}
+
+`${NAME}` and `${NAME:-default}` in any text are taken from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import httpx2
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from ...schemas.errors import ConfigurationError
+
+TIMEOUT = 30.0  # seconds, for connecting, listing and calling each
+FUNCTIONS = "functions"  # what a source is labelled whose tools are Python functions
+
+_variable = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_is_name = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}").fullmatch
+_plain = re.compile(r"[!-~]+").fullmatch
+
+
+def parse_url(text: str) -> httpx2.URL:
+    """Raises `ValueError`, in words that do not repeat the URL, unless a request can be sent there as it stands."""
+    if not _plain(text) or "\\" in text:
+        raise ValueError("a URL holds neither spaces, backslashes nor characters beyond ASCII")
+    try:
+        url = httpx2.URL(text)
+    except httpx2.InvalidURL:
+        raise ValueError("not a URL") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError("a URL begins with http:// or https:// and a host")
+    if url.userinfo or "@" in text.split("//", 1)[1].split("/", 1)[0]:
+        raise ValueError("a URL holds no user name or password; send them as a header")
+    if "#" in text:
+        raise ValueError("a URL of a server has no fragment")
+    return url
+
+
+def _checked_url(text: str) -> str:
+    parse_url(text)
+    return text
+
+
+class _Server(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    timeout: Annotated[float, Field(gt=0, le=3600)] = TIMEOUT
+
+
+class HttpServer(_Server):
+    """A server that is reached by streamable HTTP. `timeout` is in seconds."""
+
+    type: Literal["http", "streamable-http", "streamableHttp"] = "http"
+    url: Annotated[str, AfterValidator(_checked_url), Field(repr=False)]
+    headers: Annotated[dict[str, str], Field(repr=False)] = {}
+
+
+class StdioServer(_Server):
+    """A server that is started as a child of this process, for the library. `env` is added to a minimal environment."""
+
+    type: Literal["stdio"] = "stdio"
+    command: Annotated[str, Field(min_length=1)]
+    args: Annotated[list[str], Field(repr=False)] = []
+    env: Annotated[dict[str, str], Field(repr=False)] = {}
+
+
+ServerConfig = HttpServer | StdioServer
+
+
+def load_servers(
+    path: Path, *, stdio: bool = True, environment: Mapping[str, str] = os.environ
+) -> dict[str, ServerConfig]:
+    """Read the file. Without `stdio` a server that would be started here is a fault.
+
+    Raises `ConfigurationError` with every fault.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError([f"{path} cannot be read as JSON: {error}"]) from None
+    entries = content.get("mcpServers") if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        raise ConfigurationError([f'{path} must hold an object {{"mcpServers": {{…}}}}'])
+    faults = [f"{path}: {key} is not a known key" for key in content if key != "mcpServers"]
+    servers: dict[str, ServerConfig] = {}
+    for name, entry in entries.items():
+
+        def fault(text: str, name: str = name) -> None:
+            faults.append(f"{path}: {name}{text}")
+
+        if not _is_name(name) or name == FUNCTIONS:
+            fault(f": a name has up to 64 letters, digits, - and _, begins with a letter and is not {FUNCTIONS}")
+        known = len(faults)
+        values = _expanded(entry, environment, fault, "")
+        if not isinstance(values, dict) or ("url" in values) == ("command" in values):
+            fault(" must have either a url or a command")
+        elif "command" in values and not stdio:
+            fault(" has a command: stdio servers are for the library; give a url")
+        elif known == len(faults):
+            try:
+                servers[name] = (StdioServer if "command" in values else HttpServer).model_validate(values)
+            except ValidationError as error:
+                for each in error.errors(include_url=False, include_input=False, include_context=False):
+                    fault(f".{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}")
+    if faults:
+        raise ConfigurationError(faults)
+    return servers
+
+
+def _expanded(value: Any, environment: Mapping[str, str], fault: Callable[[str], None], path: str) -> Any:
+    match value:
+        case str():
+
+            def replaced(found: re.Match[str]) -> str:
+                if (text := environment.get(found[1]) or found[2]) is None:
+                    fault(f"{path}: the environment has no variable {found[1]}")
+                return text or ""
+
+            return _variable.sub(replaced, value)
+        case list():
+            return [_expanded(each, environment, fault, f"{path}.{index}") for index, each in enumerate(value)]
+        case dict():
+            return {key: _expanded(each, environment, fault, f"{path}.{key}") for key, each in value.items()}
+        case _:
+            return value

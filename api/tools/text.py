@@ -1,0 +1,89 @@
+"""MCP's tools and results in OpenAI's words, and a result in words for a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import mcp_types as mcp
+
+from ...schemas.loops import ToolResult
+
+MAX_TEXT = 256 * 1024  # bytes of UTF-8
+
+
+def openai_tools(tools: Iterable[mcp.Tool]) -> list[dict[str, Any]]:
+    """The value of `tools` in a chat request."""
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in tools
+    ]
+
+
+def mcp_tool(tool: Mapping[str, Any]) -> mcp.Tool:
+    """One of a chat request's tools, as an MCP server would list it."""
+    function = tool["function"]
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    return mcp.Tool(name=function["name"], description=function.get("description"), input_schema=schema)
+
+
+def tool_message(call_id: str, result: ToolResult) -> dict[str, Any]:
+    """The message that answers a model's tool call."""
+    return {"role": "tool", "tool_call_id": call_id, "content": result.text}
+
+
+def tool_result(message: Mapping[str, Any]) -> mcp.CallToolResult:
+    """A tool message of a chat, as an MCP server would answer."""
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return mcp.CallToolResult(content=[mcp.TextContent(text=text) for text in texts])
+
+
+def result_text(result: mcp.CallToolResult) -> str:
+    """All that a result says. Structured content is added as JSON unless the texts have it already; what is not text is
+    described."""
+    texts = [part.text for part in result.content if isinstance(part, mcp.TextContent)]
+    parts = [_part(part) for part in result.content]
+    structured = result.structured_content
+    if structured is not None:
+        # A server that turns a function's value into an object does so with this single key.
+        value = structured["result"] if isinstance(structured, dict) and [*structured] == ["result"] else structured
+        read = [_read(text) for text in texts]
+        said = [*read[:1], read, texts, "\n".join(texts)] if texts else []
+        if value not in said and structured not in said:
+            parts.append(json.dumps(structured, ensure_ascii=False))
+    return "\n".join(parts)
+
+
+def cut(text: str) -> str:
+    """Not more than `MAX_TEXT`, and a sentence that says so where something is missing."""
+    encoded = text.encode(errors="replace")  # half a surrogate pair cannot be sent on
+    if len(encoded) <= MAX_TEXT:
+        return encoded.decode()
+    kept = encoded[:MAX_TEXT].decode(errors="ignore")
+    return f"{kept}\n[The result was cut here: these are the first {MAX_TEXT} of {len(encoded)} bytes.]"
+
+
+def _part(part: mcp.ContentBlock) -> str:
+    match part:
+        case mcp.TextContent():
+            return part.text
+        case mcp.ImageContent() | mcp.AudioContent():
+            return f"[{part.type} of type {part.mime_type}, not shown]"
+        case mcp.ResourceLink():
+            return " ".join(filter(None, ["[resource", part.name, part.uri, part.mime_type, part.description])) + "]"
+        case mcp.EmbeddedResource(resource=mcp.TextResourceContents() as resource):
+            return f"[resource {resource.uri}]\n{resource.text}"
+        case mcp.EmbeddedResource(resource=resource):
+            return f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

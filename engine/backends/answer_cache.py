@@ -1,0 +1,125 @@
+"""A memory of greedy answers: whoever asks the same again, with temperature 0, gets the tokens without the model.
+
+Wraps a backend and is one. Tenants do not share answers, as they do not share prefixes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import OrderedDict
+from hashlib import blake2b
+from pathlib import Path
+
+from ...schemas.events import Delta
+from ..backend import Backend, Capabilities
+from ..models import ModelInfo
+from ..output import CacheStats
+from ..sequence import Sequence
+from ..text.tokenizer_port import TokenizerLike
+
+_SHARE_OF_RAM = 0.05
+_ENTRY_BYTES = 300  # of an entry without its tokens: key, list and places in the dictionary
+_TOKEN_BYTES = 40  # a list's reference and the integer behind it
+
+
+class AnswerCache:
+    """Least recently used answers go first once all take `memory` bytes: by default a twentieth of the RAM."""
+
+    def __init__(self, backend: Backend, memory: int | None = None) -> None:
+        self._backend = backend
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._memory = int(total * _SHARE_OF_RAM) if memory is None else memory
+        self._used = 0
+        self._answers: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._replays: dict[Sequence, list[int]] = {}
+        self._recording: dict[Sequence, bytes] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._backend.capabilities
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._backend.info
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        return self._backend.tokenizer
+
+    @property
+    def num_running(self) -> int:
+        return self._backend.num_running + len(self._replays)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._backend.num_waiting
+
+    def add(self, sequence: Sequence) -> None:
+        key = _key(sequence)
+        if key is not None and key in self._answers:
+            self._answers.move_to_end(key)
+            self._replays[sequence] = self._answers[key]
+            sequence.cached_tokens = len(sequence.prompt)
+            return
+        self._backend.add(sequence)
+        if key is not None:
+            self._recording[sequence] = key
+
+    def remove(self, sequence: Sequence) -> None:
+        self._replays.pop(sequence, None)
+        self._recording.pop(sequence, None)
+        self._backend.remove(sequence)
+
+    def step(self) -> list[Delta]:
+        deltas = []
+        replays, self._replays = self._replays, {}
+        for sequence, tokens in replays.items():
+            for token in tokens[sequence.index :]:
+                if (delta := sequence.append(token)) is not None:
+                    deltas.append(delta)
+        if self._backend.delay() <= 0:
+            deltas += self._backend.step()
+            for sequence in [sequence for sequence in self._recording if sequence.finish is not None]:
+                self._store(self._recording.pop(sequence), sequence)
+        return deltas
+
+    def delay(self) -> float:
+        return 0.0 if self._replays else self._backend.delay()
+
+    def cache_stats(self) -> CacheStats | None:
+        return self._backend.cache_stats()
+
+    def save_prefixes(self, path: Path) -> int:
+        return self._backend.save_prefixes(path)
+
+    def load_prefixes(self, path: Path) -> int:
+        return self._backend.load_prefixes(path)
+
+    def close(self) -> None:
+        self._answers.clear()
+        self._backend.close()
+
+    def _store(self, key: bytes, sequence: Sequence) -> None:
+        if sequence.finish in ("error", "cancelled") or key in self._answers:
+            return
+        self._answers[key] = list(sequence.tokens)
+        self._used += _size(sequence.tokens)
+        while self._used > self._memory:
+            _, oldest = self._answers.popitem(last=False)
+            self._used -= _size(oldest)
+
+
+def _size(tokens: list[int]) -> int:
+    return _ENTRY_BYTES + _TOKEN_BYTES * len(tokens)
+
+
+def _key(sequence: Sequence) -> bytes | None:
+    """What decides the answer; None where chance does, or where more than tokens is asked for."""
+    params = sequence.request.params
+    if params.temperature > 0 or params.logprobs is not None:
+        return None
+    asked = params.model_dump_json(exclude={"seed", "n"})
+    prompt = struct.pack(f"<{len(sequence.prompt)}q", *sequence.prompt)
+    salt = sequence.request.cache_salt.encode()
+    return blake2b(struct.pack("<q", len(salt)) + salt + prompt + asked.encode(), digest_size=16).digest()

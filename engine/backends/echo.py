@@ -1,0 +1,152 @@
+"""A backend without a model: it answers with the prompt. For measuring the pipeline around it, and for tests.
+
+Its distribution is certain: the next token is the prompt's next token (special ones left out) with probability 1, so
+temperature, penalties and the like change nothing. After the prompt comes the end token; with `ignore_eos`, or before
+`min_tokens`, the prompt again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from ...schemas.errors import ConfigurationError
+from ...schemas.events import Delta
+from ...schemas.params import GenerationParams
+from ..backend import Capabilities, NoPrefixes, ProgressCallback
+from ..config import EngineConfig
+from ..models import ModelInfo, read_model_info
+from ..sequence import ChosenLogprob, Sequence
+from ..sizing import sized
+from ..text.tokenizer import load_tokenizer
+
+_CONTEXT_LENGTH = 131_072
+_TICK = 0.001  # seconds; more than one wake-up in a millisecond buys nothing
+_CERTAIN = ChosenLogprob(0.0)
+
+
+@dataclass(slots=True)
+class _Row:
+    sequence: Sequence
+    cycle: tuple[int, ...]
+    started: float  # on the backend's clock
+    first: int  # index of the first token that this row makes
+
+
+class EchoBackend(NoPrefixes):
+    """Needs no files, unless `model` is a directory: then its tokenizer and its context length are used."""
+
+    capabilities = Capabilities(
+        formats=(), devices=("cpu",), parameters=frozenset(GenerationParams.model_fields) - {"grammar"}
+    )
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ProgressCallback | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config.refuse("quantization", "attention", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size")
+        config = sized(config)
+        if config.device not in ("auto", "cpu"):
+            raise ConfigurationError([f"device={config.device!r}: the backend 'echo' runs on the CPU alone"])
+        self.tokenizer = load_tokenizer(config.model, "echo")
+        directory = Path(config.model).expanduser()
+        self.info = (
+            read_model_info(directory, config.model, config.max_sequence_length)
+            if directory.is_dir()
+            else ModelInfo(
+                source=config.model,
+                architecture="Echo",
+                context_length=config.max_sequence_length or _CONTEXT_LENGTH,
+                vocabulary_size=self.tokenizer.vocabulary_size,
+                eos_token_ids=self.tokenizer.eos_token_ids,
+                parameters=0,
+            )
+        )
+        self._rate = config.echo_rate
+        self._max_batch_size = config.max_batch_size
+        self._reserved = min(config.reserved_batch_size, config.max_batch_size - 1)
+        self._clock = clock
+        self._waiting: dict[Sequence, None] = {}  # in order of arrival
+        self._running: dict[Sequence, _Row] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        self._waiting.pop(sequence, None)
+        self._running.pop(sequence, None)
+
+    def step(self) -> list[Delta]:
+        self._admit()
+        deltas = []
+        now = self._clock() if self._rate else 0.0
+        for row in list(self._running.values()):
+            sequence = row.sequence
+            if self._rate and now < self._due(row):
+                continue
+            try:
+                delta = sequence.append(
+                    self._next_token(row), None if sequence.request.params.logprobs is None else _CERTAIN
+                )
+            except Exception as error:
+                delta = sequence.fail(error)
+            if delta is not None:
+                deltas.append(delta)
+            if sequence.finish is not None:
+                del self._running[sequence]
+        return deltas
+
+    def delay(self) -> float:
+        if self._next_waiting() is not None:
+            return 0.0
+        if not self._running:
+            return inf
+        if not self._rate:
+            return 0.0
+        wait = min(map(self._due, self._running.values())) - self._clock()
+        return max(wait, _TICK) if wait > 0 else 0.0
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+
+    def _admit(self) -> None:
+        while (sequence := self._next_waiting()) is not None:
+            del self._waiting[sequence]
+            if not sequence.is_scored:
+                sequence.score(1, [_CERTAIN] * (len(sequence.prompt) - 1))
+            cycle = tuple(token for token in sequence.prompt if token not in self.tokenizer.special_token_ids)
+            sequence.is_waiting = False
+            self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first that may run beside the others; some places are for urgent ones alone."""
+        free = self._max_batch_size - len(self._running)
+        if free > self._reserved:
+            return next(iter(self._waiting), None)
+        return next((one for one in self._waiting if one.request.priority == 0), None) if free > 0 else None
+
+    def _due(self, row: _Row) -> float:
+        """When the row's next token is due, on the backend's clock."""
+        return row.started + (row.sequence.index - row.first) / self._rate
+
+    def _next_token(self, row: _Row) -> int:
+        index = row.sequence.index
+        params = row.sequence.request.params
+        end = self.tokenizer.eos_token_ids
+        if index < len(row.cycle) or index < params.min_tokens or params.ignore_eos or not end:
+            return row.cycle[index % len(row.cycle)]
+        return end[0]

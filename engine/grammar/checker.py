@@ -1,0 +1,196 @@
+"""Whether a grammar compiles, found out in a child process that may be killed: some take for ever, or all memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ...schemas.errors import InvalidRequest, ModelLoadError, Overloaded, PenstockError
+from ...schemas.params import Grammar
+from ..text.tokenizer import load_tokenizer
+from .matcher import GrammarCompiler
+
+_MEMORY = 2 << 30  # bytes that compiling may take in addition to what the child has loaded
+_START_LIMIT = 300.0  # seconds for the child to import its libraries and load a tokenizer
+_MOST_WAITING = 16  # grammars, each checked after the other
+_VERDICTS = 4096
+_LONGEST_LINE = 64 << 20  # bytes
+
+
+class _Job(NamedTuple):
+    source: str
+    backend: str
+    kind: str
+    text: str
+
+
+class GrammarChecker:
+    """Compiles grammars one after another in a child, which starts at the first and is replaced when it dies.
+
+    Belongs to one event loop; `close` it there.
+    """
+
+    def __init__(self, *, time_limit: float = 5.0) -> None:
+        """`time_limit` in seconds is what one compilation may take, counted from where it begins."""
+        self._time_limit = time_limit
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # why not; empty for a grammar that compiles
+        self._pending: dict[bytes, asyncio.Task[str]] = {}
+        self._turn = asyncio.Lock()
+        self._child: Process | None = None  # set by whoever has `_turn`
+
+    async def check(self, grammar: Grammar, source: str, backend: str, *, param: str) -> None:
+        """Return if the model `source` can be held to `grammar`.
+
+        Raises `InvalidRequest` with `param` and xgrammar's reason, or since it takes too long; `Overloaded`, where many
+        wait already; `ModelLoadError`.
+        """
+        job = _Job(source, backend, grammar.kind, grammar.text)
+        key = sha256(json.dumps(job).encode()).digest()  # a grammar may have megabytes
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+        else:
+            if key not in self._pending:
+                if len(self._pending) >= _MOST_WAITING:
+                    raise Overloaded("Too many grammars wait to be checked.", retry_after=self._time_limit)
+                task = self._pending[key] = asyncio.create_task(self._judge(job))
+                task.add_done_callback(lambda _: self._pending.pop(key))
+            # Whoever asked may leave; the child's answer has to be read all the same.
+            self._remember(key, await asyncio.shield(self._pending[key]))
+        if fault := self._verdicts[key]:
+            raise InvalidRequest(fault, code="invalid_grammar", param=param)
+
+    async def close(self) -> None:
+        """End the child, and with it what it compiles."""
+        tasks = list(self._pending.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end()
+
+    def _remember(self, key: bytes, fault: str) -> None:
+        self._verdicts[key] = fault
+        if len(self._verdicts) > _VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    async def _judge(self, job: _Job) -> str:
+        async with self._turn:
+            for attempt in (1, 2):
+                child = self._child = self._child or await self._start()
+                begun = False
+                try:
+                    await self._exchange(child, job)
+                    begun = True
+                    async with asyncio.timeout(self._time_limit):
+                        return str((await self._read(child))["fault"])
+                except TimeoutError:
+                    await self._end()
+                    return f"the grammar takes longer than {self._time_limit:g} s to compile"
+                except (EOFError, ConnectionError):
+                    await self._end()
+                    if begun:
+                        return "the grammar cannot be compiled: it takes too much memory, or the compiler gives up"
+                    if attempt == 2:
+                        raise ModelLoadError("the process that checks grammars does not start") from None
+                except BaseException:
+                    await self._end()
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _exchange(self, child: Process, job: _Job) -> None:
+        """Hand the job over, and wait until the child has loaded what it needs for it."""
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(job).encode() + b"\n")
+        await child.stdin.drain()
+        async with asyncio.timeout(_START_LIMIT):
+            loaded = await self._read(child)
+        if "error" in loaded:
+            raise ModelLoadError(loaded["error"])
+
+    async def _read(self, child: Process) -> dict[str, str]:
+        assert child.stdout is not None
+        line = await child.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+    async def _start(self) -> Process:
+        # What the compiler writes to stderr may quote a client's grammar, which no log is to have.
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __spec__.name, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_LONGEST_LINE
+        )
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+
+
+def main(jobs: IO[str], answers: IO[str]) -> None:
+    """The child: a line for each job once it is loaded, and one with what is wrong with its grammar."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def receive() -> None:
+        for line in jobs:
+            waiting.put(line)
+        os._exit(0)  # the parent is gone, whatever is being compiled
+
+    def tell(answer: dict[str, str]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    threading.Thread(target=receive, daemon=True).start()
+    compilers = lru_cache(maxsize=8)(_load)
+    while True:
+        source, backend, kind, text = json.loads(waiting.get())
+        try:
+            compiler = compilers(source, backend)
+        except PenstockError as error:
+            tell({"error": str(error)})
+            continue
+        tell({})
+        fault = ""
+        try:
+            compiler.compile(Grammar(kind=kind, text=text))
+        except InvalidRequest as error:
+            fault = str(error)
+        tell({"fault": fault})
+
+
+def _load(source: str, backend: str) -> GrammarCompiler:
+    _limit_memory(None)
+    compiler = GrammarCompiler(load_tokenizer(source, backend), cache_bytes=0)
+    compiler.load()
+    _limit_memory(_MEMORY)
+    return compiler
+
+
+def _limit_memory(more: int | None) -> None:
+    """Allow this process so many bytes more than it has, or as many as it could have at first."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (most if more is None else size + more, most))
+
+
+if __name__ == "__main__":
+    # Libraries may print; what they print is no answer.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as own:
+        os.dup2(2, 1)
+        main(sys.stdin, own)

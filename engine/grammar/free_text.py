@@ -1,0 +1,150 @@
+"""Where in a grammar text is free: the next word of it changes nothing about what may follow.
+
+That is within the strings of a JSON document, and in text around tool calls and their arguments. Only grammars are
+looked at of which it is certain that an answer has one reading at any place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ...schemas.params import Grammar
+from .schema_facts import target, type_of
+from .schema_keywords import TYPES
+
+_LONGEST = 16 << 10  # characters; a grammar of more is not looked at
+_KEYWORDS = {  # that count nothing within a string
+    *("$defs", "$ref", "type", "enum", "anyOf", "properties", "required", "additionalProperties"),
+    *("items", "prefixItems", "minItems", "maxItems", "multipleOf"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
+
+
+class FreeText(NamedTuple):
+    """What may end free text, or a string, begins with one of `openers`; `literals` are all fixed parts of calls."""
+
+    openers: frozenset[str]
+    literals: tuple[str, ...]
+
+
+def free_text(grammar: Grammar) -> FreeText | None:
+    """None for what is not certain to have one reading."""
+    return _free_text(grammar) if len(grammar.text) <= _LONGEST else None
+
+
+@lru_cache(maxsize=256)
+def _free_text(grammar: Grammar) -> FreeText | None:
+    try:
+        if grammar.kind == "json_schema" and _is_plain(json.loads(grammar.text)):
+            return FreeText(frozenset('"\\'), ())
+        if grammar.kind == "structural_tag":
+            literals = tuple(_literals(json.loads(grammar.text)["format"]))
+            if not any(one[:1].isalnum() or one[:1] in ("", " ") for one in literals):
+                return FreeText(frozenset('"\\').union(one[0] for one in literals), literals)
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        pass  # ambiguous, or nothing that we would write: xgrammar reads more
+    return None
+
+
+class _Ambiguous(ValueError):
+    """A grammar of which it is not certain that it has one reading."""
+
+
+def _literals(part: Mapping[str, Any]) -> Iterator[str]:
+    """What is fixed of calls alone, of one behind text, or of any number in it. Raises `_Ambiguous`."""
+    match part:
+        case {"type": "sequence", "elements": [{"type": "star", "content": inner}, text]}:
+            yield from _text_and_calls(inner, text)
+        case {"type": "or", "elements": [text, inner]}:
+            yield from _text_and_calls(inner, text)
+        case _:
+            yield from _calls(part)
+
+
+def _text_and_calls(part: Mapping[str, Any], text: Any) -> Iterator[str]:
+    """Of calls behind text that cannot hold what begins one."""
+    match part:
+        case {"type": "sequence", "elements": [{"type": "any_text", "excludes": markers} as first, calls]}:
+            if first != text or not all(one.startswith(tuple(markers)) for one in _beginnings(calls)):
+                raise _Ambiguous
+            yield from (*markers, *_calls(calls))
+        case _:
+            raise _Ambiguous
+
+
+def _beginnings(calls: Mapping[str, Any]) -> list[str]:
+    match calls:
+        case {"type": "sequence", "elements": [first, *_]}:
+            return _beginnings(first)
+        case {"type": "const_string", "value": value}:
+            return [value]
+    return [tag["begin"] for tag in calls["tags"]]
+
+
+def _calls(part: Mapping[str, Any]) -> Iterator[str]:
+    """Of calls with JSON for arguments, in fixed text that tells them apart."""
+    if part["type"] == "sequence":
+        fixed = [element["value"] for element in part["elements"] if element["type"] == "const_string"]
+        if len(fixed) < len(part["elements"]) - 1:
+            raise _Ambiguous
+        yield from fixed
+        for element in part["elements"]:
+            if element["type"] != "const_string":
+                yield from _calls(element)
+        return
+    if part["type"] != "tags_with_separator":
+        raise _Ambiguous
+    begins = sorted(_beginnings(part))
+    if any(later.startswith(one) for one, later in pairwise(begins)):
+        raise _Ambiguous
+    if part["separator"]:
+        yield part["separator"]
+    for tag in part["tags"]:
+        content = tag["content"]
+        if content["type"] != "json_schema" or content["style"] != "json" or not _is_plain(content["json_schema"]):
+            raise _Ambiguous
+        yield from (tag["begin"], tag["end"])
+
+
+def _is_plain(root: Any) -> bool:
+    """Whether the first character of a value tells which alternative it is, and all strings are fixed or free."""
+    if not isinstance(root, Mapping):
+        return root is True
+    definitions = root.get("$defs", {})
+    return all(_is_plain_node(node, definitions) for node in (root, *definitions.values()))
+
+
+def _is_plain_node(node: Any, definitions: Mapping[str, Any]) -> bool:
+    if isinstance(node, bool):
+        return True
+    if node.keys() - _KEYWORDS or ("$ref" in node and target(node) not in definitions):
+        return False
+    if "properties" in node and node.get("additionalProperties") is not False:  # a free name may begin like a fixed one
+        return False
+    branches = node.get("anyOf", ())
+    inner = [*branches, *node.get("properties", {}).values(), *node.get("prefixItems", ())]
+    inner += [node[name] for name in ("items", "additionalProperties") if name in node]
+    if not all(_is_plain_node(one, definitions) for one in inner):
+        return False
+    begun = [kind for branch in branches for kind in _types(branch, definitions, set())]
+    return len(begun) == len(set(begun))
+
+
+def _types(node: Any, definitions: Mapping[str, Any], seen: set[str]) -> set[str]:
+    """Those of a node's values; definitions that were `seen` already add none."""
+    if "$ref" in node:
+        name = target(node)
+        if name in seen:
+            return set()
+        seen.add(name)
+        return _types(definitions[name], definitions, seen)
+    if "anyOf" in node:
+        return {kind for branch in node["anyOf"] for kind in _types(branch, definitions, seen)}
+    if "enum" in node:
+        return {type_of(value) for value in node["enum"]}
+    asked = node.get("type", TYPES)
+    return {asked} if isinstance(asked, str) else {*asked}

@@ -1,0 +1,350 @@
+"""A user's JSON Schema made into one that xgrammar holds to, or refused with the path of the fault.
+
+xgrammar 0.2.8 passes over in silence what it does not enforce: keywords beside `$ref`, `enum` or `anyOf`, those of a
+node without `type`, `required` names without a property, lengths beside a `pattern`, half of `multipleOf`, and more.
+What leaves this module says everything in the way that is enforced. An answer may be narrower than the schema, never
+wider: properties come in the order given, other properties only where `additionalProperties` allows them (a bare object
+may have any), a `pattern` has to match the whole string, and years have four digits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import ceil, floor, inf, isfinite
+from typing import Any
+from urllib.parse import unquote
+
+from ...schemas.params import Grammar
+from .patterns import check_pattern, key_pattern
+from .schema_facts import MOST_COMPARISONS, disjoint, ends, type_of
+from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
+
+MAX_NODES = 10_000
+MAX_DEPTH = 128  # of objects and lists within each other
+
+_INT64 = 2**63
+_MOST_MULTIPLE = 1024  # above which xgrammar gives up
+
+_TIGHTER = {"max": min, "min": max, "exclusiveMax": min, "exclusiveMin": max}
+
+_DATE = (
+    r"(?:[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"
+    r"02-(?:0[1-9]|1\d|2[0-8]))|(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6}){0,1}(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d|\d)"
+_WORD, _LABEL = r"[A-Za-z0-9_+-]{1,20}", r"[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,1}"
+# xgrammar's own dates have a 30 February, its times a 60th second, its addresses leading zeros or no bounds.
+_FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
+    "email": rf"^{_WORD}(?:\.{_WORD}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}$",
+}
+_FORMATS = frozenset({"uuid", "ipv6", "hostname", "uri", "uri-reference", "uri-template", "duration"})
+
+
+def json_schema_grammar(schema: Mapping[str, Any], *, path: str, strict: bool = False) -> Grammar:
+    """The grammar of the JSON documents that `schema` describes; `path` is where the request has it.
+
+    With `strict` every object names all its properties as required and allows no others, as OpenAI's does.
+    Raises `InvalidRequest`, its `param` the path of what is malformed, too large or cannot be enforced.
+    """
+    _check_size(schema, path)
+    try:
+        normalised = _Normaliser(schema, path, strict).run()
+    except RecursionError:
+        raise fault(path, "its references go round in a circle") from None
+    except (ValueError, OverflowError):
+        raise fault(path, "a number or a name in it is too long") from None
+    return Grammar(kind="json_schema", text=json.dumps(normalised))
+
+
+def any_json_object() -> Grammar:
+    return Grammar(kind="json_schema", text='{"type": "object"}')
+
+
+def choice_grammar(choices: Sequence[str], *, path: str = "guided_choice") -> Grammar:
+    """One of these texts. Raises `InvalidRequest`."""
+    if not choices or not all(choices):
+        raise fault(path, "give at least one choice, and none that is empty")
+    return Grammar(kind="ebnf", text="root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices))
+
+
+def regex_grammar(pattern: str, *, path: str = "guided_regex") -> Grammar:
+    """A text that matches from its beginning to its end. Raises `InvalidRequest`."""
+    return Grammar(kind="regex", text=check_pattern(pattern, path))
+
+
+def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
+    """What GBNF allows from the rule `root` on. Raises `InvalidRequest`."""
+    if "root" not in text or "::=" not in text:
+        raise fault(path, "a grammar in GBNF has rules `name ::= …`, one of them named root")
+    return Grammar(kind="ebnf", text=text)
+
+
+class _Normaliser:
+    """One schema on its way to xgrammar."""
+
+    def __init__(self, root: Mapping[str, Any], path: str, strict: bool) -> None:
+        self._root = root
+        self._path = path
+        self._strict = strict
+        self._names: dict[str, str] = {}  # what `$ref` names in the result, by pointer
+        self._definitions: dict[str, Any] = {}  # the same normalised, by name in the result
+        self._exclusive: list[tuple[list[Any], str]] = []  # branches of which one alone may match, and where they stand
+        self._count = 0
+
+    def run(self) -> dict[str, Any]:
+        root, budget = self._node(self._root, self._path), [MOST_COMPARISONS]
+        for branches, path in self._exclusive:
+            if not all(disjoint(one, two, self._definitions, budget) for one, two in combinations(branches, 2)):
+                raise fault(path, "the branches may overlap, so that one alone cannot be enforced; use anyOf")
+        finite: set[str] = set()
+        while grown := {name for name, node in self._definitions.items() if ends(node, finite)} - finite:
+            finite |= grown
+        if not ends(root, finite) or len(finite) < len(self._definitions):
+            raise fault(self._path, "a reference to itself leaves it no finite value")
+        return root | {"$defs": self._definitions} if self._definitions else root
+
+    def _node(self, schema: Any, path: str) -> dict[str, Any]:
+        self._count += 1
+        if self._count > MAX_NODES:
+            raise fault(self._path, f"has more than {MAX_NODES} nodes, references followed")
+        if schema is True:
+            return {}
+        if schema is False:
+            raise fault(path, "false allows no value")
+        check_node(schema, path, self._strict)
+        rest = {name: value for name, value in schema.items() if not is_annotation(name)}
+        if list(rest) == ["$ref"]:
+            return {"$ref": f"#/$defs/{self._define(rest['$ref'], path)}"}
+        if "$ref" in rest:
+            pointer = rest.pop("$ref")
+            return self._node(self._merge(rest, self._resolve(pointer, path), path), path)
+        if "allOf" in rest:
+            parts = rest.pop("allOf")
+            if not rest and len(parts) == 1:
+                return self._node(parts[0], f"{path}.allOf[0]")
+            for place, part in enumerate(parts):
+                rest = self._merge(rest, part, f"{path}.allOf[{place}]")
+            return self._node(rest, path)
+        for name in ("anyOf", "oneOf"):
+            if name in rest:
+                branches = rest.pop(name)
+                where = [f"{path}.{name}[{place}]" for place in range(len(branches))]
+                nodes = [
+                    self._node(self._merge(rest, branch, at) if rest else branch, at)
+                    for branch, at in zip(branches, where, strict=True)
+                ]
+                if name == "oneOf":
+                    self._exclusive.append((nodes, f"{path}.oneOf"))
+                return nodes[0] if len(nodes) == 1 else {"anyOf": nodes}
+        if "enum" in rest or "const" in rest:
+            return {"enum": self._values(rest, path)}
+        asked = rest.get("type") or [*dict.fromkeys(TYPED[name][0] for name in rest)]
+        types = [asked] if isinstance(asked, str) else asked
+        typed = [self._typed(kind, rest, path) for kind in types if kind != "integer" or "number" not in types]
+        return {} if not typed else typed[0] if len(typed) == 1 else {"anyOf": typed}
+
+    def _define(self, pointer: str, path: str) -> str:
+        if pointer not in self._names:
+            target = self._resolve(pointer, path)
+            name = self._names[pointer] = f"d{len(self._names)}"
+            self._definitions[name] = self._node(target, self._path + pointer[1:].replace("/", "."))
+        return self._names[pointer]
+
+    def _resolve(self, pointer: str, path: str) -> Any:
+        target: Any = self._root
+        if pointer != "#" and not pointer.startswith("#/"):
+            raise fault(f"{path}.$ref", "only references within the schema are followed: #/…")
+        for part in pointer.split("/")[1:]:
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+                target = target[int(key)]
+            elif isinstance(target, Mapping) and key in target:
+                target = target[key]
+            else:
+                raise fault(f"{path}.$ref", f"{pointer} leads nowhere")
+        return target
+
+    def _merge(self, one: Mapping[str, Any], two: Any, path: str) -> dict[str, Any]:
+        """A schema of what both allow."""
+        if two is True:
+            return dict(one)
+        if two is False:
+            raise fault(path, "false allows no value")
+        check_node(two, path, self._strict)
+        if "$ref" in two and "$ref" in one:
+            rest = {name: value for name, value in two.items() if name != "$ref"}
+            two = self._merge(rest, self._resolve(two["$ref"], path), path)
+        mine, yours = (set(side.get("properties", ())) for side in (one, two))
+        for side, others in ((one, yours - mine), (two, mine - yours)):
+            closed = side.get("additionalProperties", side.get("unevaluatedProperties", True)) is not True
+            if others and (closed or "patternProperties" in side or "propertyNames" in side):
+                raise fault(path, f"cannot be combined: one part does not know {min(others)!r} of another")
+        merged = dict(one)
+        for name, value in two.items():
+            if is_annotation(name) or name not in merged or merged[name] == value:
+                merged.setdefault(name, value)
+            elif name == "type":
+                kinds, others = (set([kind] if isinstance(kind, str) else kind) for kind in (merged[name], value))
+                common = (kinds & others) | ({"integer"} if {"integer", "number"} <= kinds | others else set())
+                merged[name] = [kind for kind in TYPES if kind in common]
+                if not common:
+                    raise fault(path, "types exclude each other")
+            elif name == "required":
+                merged[name] = [*dict.fromkeys([*merged[name], *value])]
+            elif name == "properties":
+                both = {key: {"allOf": [merged[name][key], value[key]]} for key in value if key in merged[name]}
+                merged[name] = {**merged[name], **value, **both}
+            elif tighter := next((by for start, by in _TIGHTER.items() if name.startswith(start)), None):
+                merged[name] = tighter(merged[name], value)
+            else:
+                raise fault(f"{path}.{name}", f"two of {name} cannot be combined", "unsupported_schema")
+        return merged
+
+    def _values(self, rest: dict[str, Any], path: str) -> list[Any]:
+        """The values of `enum` and `const` that are of the node's types."""
+        if others := sorted(rest.keys() - {"enum", "const", "type"}):
+            raise fault(f"{path}.{others[0]}", "cannot be enforced beside enum or const", "unsupported_schema")
+        asked = rest.get("type", TYPES)
+        kinds = {asked} if isinstance(asked, str) else set(asked)
+        values = [
+            value
+            for value in rest.get("enum", [rest.get("const")])
+            if (type_of(value) in kinds or (type_of(value) == "integer" and "number" in kinds))
+            and ("const" not in rest or (value == rest["const"] and type_of(value) == type_of(rest["const"])))
+        ]
+        if not values:
+            raise fault(path, "allows no value: types, enum and const exclude each other")
+        if any(type(value) is int and not -_INT64 <= value < _INT64 for value, _ in walk(values)):
+            raise fault(path, "whole numbers have at most 64 bits")
+        return values
+
+    def _typed(self, kind: str, rest: dict[str, Any], path: str) -> dict[str, Any]:
+        own = "number" if kind == "integer" else kind
+        rest = {name: value for name, value in rest.items() if name != "type" and TYPED[name][0] == own}
+        for least, most in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
+            if rest.get(least, 0) > rest.get(most, inf):
+                raise fault(f"{path}.{least}", f"is above {most}")
+        match kind:
+            case "string":
+                return {"type": kind} | self._string(rest, path)
+            case "number" | "integer":
+                return {"type": kind} | self._number(kind, rest, path)
+            case "array":
+                return {"type": kind} | self._array(rest, path)
+            case "object":
+                return {"type": kind} | self._object(rest, path)
+        return {"type": kind}
+
+    def _string(self, rest: dict[str, Any], path: str) -> dict[str, Any]:
+        main = next((name for name in ("pattern", "format") if name in rest), None)
+        if main is None:
+            return rest
+        if others := [name for name in rest if name != main and (name, rest[name]) != ("minLength", 0)]:
+            raise fault(f"{path}.{others[0]}", f"cannot be enforced beside {main}", "unsupported_schema")
+        if main == "pattern":
+            return {main: check_pattern(rest[main], f"{path}.{main}", in_json=True)}
+        name = rest[main]
+        if name in _FORMAT_PATTERNS:
+            return {"pattern": _FORMAT_PATTERNS[name]}
+        if name not in _FORMATS:
+            known = ", ".join(sorted(_FORMATS | _FORMAT_PATTERNS.keys()))
+            raise fault(f"{path}.{main}", f"{name!r} cannot be enforced; these can: {known}", "unsupported_schema")
+        return {main: name}
+
+    def _number(self, kind: str, rest: dict[str, Any], path: str) -> dict[str, Any]:
+        low, above = rest.get("minimum", -inf), rest.get("exclusiveMinimum", -inf)
+        high, below = rest.get("maximum", inf), rest.get("exclusiveMaximum", inf)
+        step = rest.get("multipleOf")
+        if kind == "integer":
+            lows = [ceil(low)] if isfinite(low) else []
+            lows += [floor(above) + 1] if isfinite(above) else []
+            highs = [floor(high)] if isfinite(high) else []
+            highs += [ceil(below) - 1] if isfinite(below) else []
+            step_alone = {} if step is None else {"multipleOf": step}
+            rest = step_alone | ({"minimum": max(*lows, -_INT64)} if lows else {})
+            rest |= {"maximum": min(*highs, _INT64 - 1)} if highs else {}
+            low, above, high, below = rest.get("minimum", -inf), -inf, rest.get("maximum", inf), inf
+            if low >= _INT64 or high < -_INT64:
+                raise fault(path, "whole numbers have at most 64 bits")
+        if low > high or low >= below or above >= min(high, below):
+            raise fault(path, "allows no number between its bounds")
+        if step is not None:
+            if (
+                kind == "number"
+                or rest.keys() - {"multipleOf"}
+                or step != floor(step)
+                or not 1 <= step <= _MOST_MULTIPLE
+            ):
+                raise fault(
+                    f"{path}.multipleOf",
+                    f"only whole numbers from 1 to {_MOST_MULTIPLE}, of an integer without bounds, can be enforced",
+                    "unsupported_schema",
+                )
+            rest = {"multipleOf": int(step)}
+        return rest
+
+    def _array(self, rest: dict[str, Any], path: str) -> dict[str, Any]:
+        if rest.pop("uniqueItems", False):
+            raise fault(f"{path}.uniqueItems", "uniqueItems is not supported", "unsupported_schema")
+        prefix = rest.pop("prefixItems", [])[: rest.get("maxItems")]
+        free = max(rest.get("minItems", 0) - len(prefix), 0)
+        items = rest.pop("items", not prefix or free > 0)
+        if items is False and free:
+            raise fault(f"{path}.minItems", "is above what items allows")
+        if prefix:
+            rest["prefixItems"] = [self._node(one, f"{path}.prefixItems[{place}]") for place, one in enumerate(prefix)]
+        rest["items"] = items if items is False else self._node(items, f"{path}.items")
+        return rest
+
+    def _object(self, rest: dict[str, Any], path: str) -> dict[str, Any]:
+        properties = dict(rest.get("properties", {}))
+        more = rest.get("additionalProperties", rest.get("unevaluatedProperties", "properties" not in rest))
+        closed = bool(rest.keys() & {"additionalProperties", "unevaluatedProperties"})
+        required = [*dict.fromkeys(rest.get("required", ()))]
+        for name in required:
+            if properties.setdefault(name, more if more is not False or closed else True) is False:
+                raise fault(f"{path}.required", f"{name!r} is not among the properties, nor allowed besides them")
+        if rest.get("minProperties", 0) > len(required) + 1 and more is not False:
+            raise fault(f"{path}.minProperties", "cannot be enforced where names are free", "unsupported_schema")
+        node = {name: value for name, value in rest.items() if name in ("minProperties", "maxProperties")}
+        for name in ("patternProperties", "propertyNames"):
+            if name not in rest:
+                continue
+            if properties or len(rest.keys() & {"patternProperties", "propertyNames"}) > 1:
+                raise fault(f"{path}.{name}", "cannot be enforced beside other names", "unsupported_schema")
+            if name == "propertyNames":
+                names = self._node(self._merge({"type": "string"}, rest[name], f"{path}.{name}"), f"{path}.{name}")
+                return node | {name: names, "additionalProperties": self._additional(more, path)}
+            if len(rest[name]) != 1 or rest.get("additionalProperties"):
+                raise fault(f"{path}.{name}", "only one pattern alone can be enforced", "unsupported_schema")
+            ((pattern, value),) = rest[name].items()
+            where = f"{path}.{name}.{pattern}"
+            pattern = check_pattern(pattern, where, in_json=True)
+            return node | {name: {pattern: self._node(value, where)}, "additionalProperties": False}
+        declared = {name: value for name, value in properties.items() if value is not False}
+        if not properties:
+            return node | {"additionalProperties": self._additional(more, path)}
+        node["properties"] = {name: self._node(value, f"{path}.properties.{name}") for name, value in declared.items()}
+        node["required"] = required
+        if more is not False:
+            # xgrammar's own exclusion of the names above can be got round with an escape.
+            node["patternProperties"] = {key_pattern(properties): self._additional(more, path)}
+        return node | {"additionalProperties": False}
+
+    def _additional(self, more: Any, path: str) -> Any:
+        return more if more is False else self._node(more, f"{path}.additionalProperties")
+
+
+def _check_size(schema: Any, path: str) -> None:
+    for count, (_, depth) in enumerate(walk(schema), 1):
+        if count > MAX_NODES:
+            raise fault(path, f"has more than {MAX_NODES} nodes")
+        if depth > MAX_DEPTH:
+            raise fault(path, f"is nested deeper than {MAX_DEPTH} levels")

@@ -1,0 +1,162 @@
+"""What an answer may look like where tools or a response format are asked for, as xgrammar reads it.
+
+A grammar writes calls exactly as the model's own format has them, so that its training and the parser agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ...schemas.errors import InvalidRequest
+from ...schemas.jobs import Form
+from ...schemas.params import Grammar
+from ..text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, Layout, ToolFormat, format_of
+
+Format = dict[str, Any]
+"""A part of a structural tag, https://xgrammar.mlc.ai/docs/structural_tag."""
+
+MAX_WHITESPACE = 2  # characters in a row: without a bound a small model pads its JSON for ever
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_ANY_TEXT: Format = {"type": "any_text"}
+
+
+def answer_grammar(
+    form: Form,
+    *,
+    tool_choice: str,
+    named: str | None,
+    parallel: bool,
+    schemas: Mapping[str, Mapping[str, Any]],
+    response: Grammar | None,
+) -> Grammar | None:
+    """The grammar of an answer that may begin with a thought; None where nothing is constrained.
+
+    `tool_choice` is "auto" (any text, but only well-formed calls of `form.tools`; or `response`, if given), "required"
+    (calls and nothing else), "named" (one call of the tool `named`) or "none". Without `parallel` there is at most one
+    call. Arguments follow the schema that `schemas` has for the tool, and are any JSON object without.
+    Raises `InvalidRequest` where a call is asked of a model that has no format for it.
+    """
+    must = tool_choice in ("required", "named")
+    if must and (form.tool_format is None or not form.tools):
+        raise InvalidRequest("this model's chat template has no tool calls to ask for", param="tool_choice")
+    names = [named] if named else list(form.tools)
+    if form.tool_format is None or tool_choice == "none":
+        names = []
+    tools = format_of(form)
+    is_harmony = tools is TOOL_FORMATS["harmony"]
+    if not names and (response is None or (form.reasoning_format is None and not is_harmony)):
+        return response
+    several = parallel and not named
+    calls = [_section(tools.layout, names, schemas, several)] if tools and names else []
+    said = [_embedded(response)] if response and not must else []
+    if is_harmony:
+        answer = _harmony(form, calls, said, must)
+    elif tools and names and not must and not said:
+        answer = _free(tools, names, calls[0], several)
+    else:
+        answer = _one_of([*said, *calls])
+    if form.reasoning_format is not None and not is_harmony:
+        begin, end = REASONING_FORMATS[form.reasoning_format]
+        thought = _enclosed("" if form.thinking else begin, _ANY_TEXT, end)
+        gap: list[Format] = [{"type": "regex", "pattern": r"\n{0,2}"}] if must or said else []
+        answer = _sequence([thought if form.thinking else _optional(thought), *gap, answer])
+    return Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": answer}))
+
+
+def _harmony(form: Form, calls: list[Format], said: list[Format], must: bool) -> Format:
+    """Messages: thoughts, and text before a call if there may be any; then calls or the final answer."""
+    following = "<|end|><|start|>assistant"
+    begins = ["<|channel|>analysis<|message|>", *([] if must or not calls else ["<|channel|>commentary<|message|>"])]
+    before = _star(_one_of([_enclosed(begin, _ANY_TEXT, following) for begin in begins]))
+    text = [*said, _ANY_TEXT | {"excludes": ["<|channel|>", "<|start|>", "<|end|>"]}][0]
+    final = [] if must else [_sequence([_const("<|channel|>final<|message|>"), text])]
+    opened = [_enclosed("", _ANY_TEXT, following)] if form.thinking else []
+    return _sequence([*opened, before, _one_of([*calls, *final])])
+
+
+def _free(tools: ToolFormat, names: list[str], section: Format, several: bool) -> Format:
+    """Any text, in which every call of a known tool is well formed."""
+    opening = tools.layout.begin + tools.layout.open
+    markers = [marker for marker in tools.markers if opening.startswith(marker)]
+    text = _ANY_TEXT | {"excludes": markers or [f"{opening}{name}{tools.layout.middle[:1]}" for name in names]}
+    called = _sequence([text, section])
+    return _sequence([_star(called), text]) if several else _one_of([text, called])
+
+
+def _section(layout: Layout, names: list[str], schemas: Mapping[str, Mapping[str, Any]], several: bool) -> Format:
+    """Calls and nothing else."""
+    tags = []
+    for name in names:
+        schema = _ANY_OBJECT | dict(schemas.get(name, ()))
+        arguments = _keywords(schema) if layout.style == "python" else _json(schema, layout.style)
+        tags.append(_enclosed(f"{layout.open}{name}{layout.middle}", arguments, layout.close))
+    some = {"separator": layout.separator, "at_least_one": True, "stop_after_first": not several}
+    calls = {"type": "tags_with_separator", "tags": tags} | some
+    return _sequence([_const(layout.begin), calls, _const(layout.end)])
+
+
+def _keywords(schema: dict[str, Any]) -> Format:
+    """Keyword arguments, JSON literals, in the schema's order; any if it names none."""
+    properties: dict[str, Any] = schema.get("properties", {})
+    shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    required = schema.get("required", ())
+    pairs = [
+        (name, _sequence([_const(f"{name}="), _json(part | shared if isinstance(part, dict) else part)]))
+        for name, part in properties.items()
+    ]
+    if not pairs and schema != _ANY_OBJECT:
+        return _const("")
+    if not pairs:
+        pair = _sequence([{"type": "regex", "pattern": r"[a-zA-Z_][a-zA-Z0-9_]{0,63}="}, _json(True)])
+        return _optional(_sequence([pair, _star(_sequence([_const(", "), pair]))]))
+    choices: list[Format] = []
+    for place, (name, pair) in enumerate(pairs):
+        tail = [(late, _sequence([_const(", "), text])) for late, text in pairs[place + 1 :]]
+        choices.append(_sequence([pair, *(text if late in required else _optional(text) for late, text in tail)]))
+        if name in required:
+            return _one_of(choices)
+    return _optional(_one_of(choices))
+
+
+def _embedded(response: Grammar) -> Format:
+    """A grammar as part of another."""
+    match response.kind:
+        case "json_schema":
+            return _json(json.loads(response.text))
+        case "regex":
+            return {"type": "regex", "pattern": response.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": response.text}
+        case "structural_tag":
+            inner: Format = json.loads(response.text)["format"]
+            return inner
+
+
+def _json(schema: dict[str, Any] | bool, style: str = "json") -> Format:
+    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def _enclosed(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _sequence(elements: list[Format]) -> Format:
+    return {"type": "sequence", "elements": [part for part in elements if part != _const("")]}
+
+
+def _one_of(elements: list[Format]) -> Format:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
+
+
+def _star(content: Format) -> Format:
+    return {"type": "star", "content": content}
+
+
+def _const(value: str) -> Format:
+    return {"type": "const_string", "value": value}

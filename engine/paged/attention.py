@@ -1,0 +1,192 @@
+"""Attention over block-paged keys and values, written with matrix products: for CPUs, and whatever has no kernel.
+
+A step is one packed row of tokens: first the decoding rows, one token each, longest context first; then the prefills.
+Heads that share keys and values are rows of one matrix, so G query heads cost one reading of them. oneDNN's batched
+product is 2.5 times as fast here as torch's flash kernel for CPUs (bf16, 256 queries, 8,192 keys: 20 ms against 50).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..transfer import upload
+from .kv_cache import LayerSpec, SlicedPool
+from .packing import Group, Ints, Packed
+
+_TILE = 128
+"""Queries of a prefill computed at a time: large enough for the products, small enough to leave out what is masked."""
+
+
+class Rules(NamedTuple):
+    """How one layer attends, beyond its window: `softcap` bounds the scores, `sinks` [Hq] join the softmax."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Bucket(NamedTuple):
+    """Decoding rows `start`…`stop`, attended together, padded to the longest. Their blocks lie at `rows`, see
+    `SlicedPool.gather`; `mask` [B, 1, L] is added to the scores."""
+
+    start: int
+    stop: int
+    rows: Tensor
+    mask: Tensor
+
+
+class Prefill(NamedTuple):
+    """Tokens `start`…`stop` of the packed row; the first of them sits at key `num_cached` of the blocks at `rows`."""
+
+    start: int
+    stop: int
+    num_cached: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One step as the layers of one group see it. `slots` [T] is where the new keys and values go."""
+
+    window: int | None
+    slots: Tensor
+    buckets: tuple[Bucket, ...]
+    prefills: tuple[Prefill, ...]
+
+
+class MatmulAttention:
+    """Attention of this kind on one device, over pools of one dtype."""
+
+    def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.block_size, self._dtype, self._device = block_size, dtype, device
+
+    def pool(self, spec: LayerSpec, num_blocks: int) -> SlicedPool:
+        return SlicedPool(spec, num_blocks, self.block_size, self._dtype, self._device)
+
+    def attend(self, step: GroupStep, pool: SlicedPool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
+        """Store this step's keys and values, then attend. [Hq, T, D], [2 H, T, D] → [T, Hq · D]."""
+        pool.write(step.slots, keys_values)
+        heads, num_tokens, size = keys_values.shape
+        query = query.reshape(heads // 2, -1, num_tokens, size)  # [H, G, T, D]
+        parts = [_decode(bucket, pool, query, rules) for bucket in step.buckets]
+        parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> GroupStep:
+        ends = np.array([segment.end for segment in packed.segments])
+        widths = -(-ends // self.block_size)
+        num_decoding = sum(len(segment.tokens) == 1 for segment in packed.segments)
+        buckets = []
+        start = 0
+        while start < num_decoding:
+            stop = start + 1
+            while stop < num_decoding and 2 * widths[stop] > widths[start]:
+                stop += 1
+            buckets.append(self._bucket(start, ends[start:stop], tables[start:stop], group))
+            start = stop
+        prefills = []
+        for row, segment in enumerate(packed.segments[num_decoding:], num_decoding):
+            stop = start + len(segment.tokens)
+            skipped = 0 if group.window is None else max(0, segment.start + 1 - group.window) // self.block_size
+            rows = self._rows(tables[row : row + 1, skipped : widths[row]], group)
+            prefills.append(Prefill(start, stop, segment.start - skipped * self.block_size, rows))
+            start = stop
+        return GroupStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))
+
+    def _bucket(self, start: int, lengths: Ints, tables: Ints, group: Group) -> Bucket:
+        size = self.block_size
+        firsts = np.zeros_like(lengths) if group.window is None else np.maximum(lengths - group.window, 0)
+        skipped = firsts // size
+        width = int((-(-lengths // size) - skipped).max())
+        places = skipped[:, None] + np.arange(width)  # a row that ends earlier is padded, at worst with its own blocks
+        blocks = np.take_along_axis(tables, np.minimum(places, tables.shape[1] - 1), 1)
+        columns = np.arange(width * size) + skipped[:, None] * size
+        hidden = (columns < firsts[:, None]) | (columns >= lengths[:, None])  # [B, L]
+        mask = torch.zeros((len(lengths), 1, width * size), dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._tensor(hidden[:, None]), -torch.inf)
+        return Bucket(start, start + len(lengths), self._rows(blocks, group), mask)
+
+    def _rows(self, blocks: Ints, group: Group) -> Tensor:
+        """Where blocks [B, N] lie in a pool sliced by head, [2 · B · H · N]."""
+        heads = np.arange(2 * group.num_heads).reshape(2, 1, -1, 1) * group.num_blocks
+        return self._tensor((blocks[:, None, :] + heads).reshape(-1))
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return upload(torch.from_numpy(array), self._device)
+
+
+def _decode(bucket: Bucket, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:
+    heads, group, _, size = query.shape
+    batch = bucket.stop - bucket.start
+    rows = query[:, :, bucket.start : bucket.stop].permute(2, 0, 1, 3).reshape(batch * heads, group, size)
+    keys, values = pool.gather(bucket.rows, batch * heads)  # [B · H, L, D]
+    scores = _scores(rows, keys, rules)
+    scores.view(batch, heads * group, -1).add_(bucket.mask)
+    return torch.bmm(_softmax(scores, rules, heads), values).view(batch, -1)
+
+
+def _prefill(prefill: Prefill, window: int | None, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:
+    heads, group, _, size = query.shape
+    start, stop, cached, _ = prefill
+    keys, values = pool.gather(prefill.rows, heads)  # [H, L, D]
+    parts = []
+    for first in range(start, stop, _TILE):
+        last = min(first + _TILE, stop)
+        count, end = last - first, cached + last - start  # keys before `end` are seen by the tile's last query
+        begin = 0 if window is None else max(0, end - count - window + 1)
+        rows = query[:, :, first:last].reshape(heads, group * count, size)
+        scores = _scores(rows, keys[:, begin:end], rules)  # [H, G · count, end - begin]
+        seen = scores.view(heads, group, count, end - begin)
+        seen[..., -count:].add_(_later(count, scores))
+        if window is not None and (outside := end - begin - window) > 0:
+            seen[..., :outside].add_(_earlier(count, outside, scores))
+        mixed = torch.bmm(_softmax(scores, rules, heads), values[:, begin:end])
+        parts.append(mixed.view(heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, -1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _scores(rows: Tensor, keys: Tensor, rules: Rules) -> Tensor:
+    """[N, R, D], [N, L, D] → [N, R, L]"""
+    scores = torch.bmm(rows * rules.scaling, keys.transpose(1, 2))
+    return scores if rules.softcap is None else scores.div_(rules.softcap).tanh_().mul_(rules.softcap)
+
+
+def _softmax(scores: Tensor, rules: Rules, heads: int) -> Tensor:
+    if rules.sinks is None:
+        return scores.softmax(-1)
+    batch, rows, _ = scores.shape
+    sinks = rules.sinks.to(scores.dtype).view(1, heads, -1, 1)
+    sinks = sinks.expand(batch // heads, -1, -1, rows * heads // len(rules.sinks)).reshape(batch, rows, 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+
+
+def _later(count: int, like: Tensor) -> Tensor:
+    """Minus infinity where key c is newer than query i, [count, count]."""
+    return _masks(count, count, like.dtype, like.device, 1)
+
+
+def _earlier(count: int, outside: int, like: Tensor) -> Tensor:
+    """Minus infinity where key c has left the window of query i; the last of `count` queries sees none of these."""
+    return _masks(count, outside, like.dtype, like.device, 0)
+
+
+@lru_cache(maxsize=32)
+def _masks(rows: int, columns: int, dtype: torch.dtype, device: torch.device, above: int) -> Tensor:
+    mask = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device)
+    return mask.triu_(1) if above else mask.tril_(columns - rows)
+
+
+def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+    """Causal attention of one sequence from its beginning, with no pool and no window: [H, T, D] → [T, Hq · Dv]."""
+    heads, count, size = key.shape
+    rows = query.reshape(heads, -1, size)
+    scores = _scores(rows, key, rules)
+    scores.view(heads, -1, count, count).add_(_later(count, scores))
+    mixed = torch.bmm(_softmax(scores, rules, heads), value)
+    return mixed.view(heads, -1, count, value.shape[-1]).permute(2, 0, 1, 3).reshape(count, -1)

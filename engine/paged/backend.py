@@ -1,0 +1,334 @@
+"""The default backend: continuous batching over block-paged keys and values, with a cache of prefixes.
+
+One verb: `step` schedules, runs and commits. The scheduler knows no tensor, the runner no request; they meet here.
+
+On CUDA a step is launched ahead, before anybody has read what the last one chose: the device hands those tokens on to
+itself, and they are read while it computes. A row that turns out to have ended then has computed one token for nobody.
+Where a choice needs more than the device knows of the tokens before (penalties, grammars), they are read first.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoConfig
+
+from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
+from ...schemas.events import Delta
+from ..backend import Capabilities, ProgressCallback
+from ..config import EngineConfig
+from ..cpu.library import Kernels, NoKernels, load_kernels
+from ..loading import load_causal_lm, resolve_device
+from ..models import ModelInfo, read_model_info, resolve_model
+from ..output import CacheStats
+from ..sampler import Chosen, Known, choose, needs_tokens
+from ..sequence import Sequence
+from ..sizing import SizedConfig, sized
+from ..text.tokenizer import Tokenizer
+from ..weights import count_parameters
+from .attention_hook import ATTENTION
+from .blocks import KVBlocks
+from .kv_plan import check_memory, plan_blocks
+from .prefixes import load_prefixes, save_prefixes
+from .quantize import linear_maker, of_head
+from .rows import Row, Scheduled
+from .runner import Runner
+from .scheduler import Scheduler
+from .segments import split_scores, to_segment
+
+_log = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 16
+_CHUNK = {"cpu": 256}  # larger products are no faster there, and streams wait for each
+_LARGE_CHUNK = 2048
+_EVICT_FROM = 0.80  # of the cache held: prefixes that nobody holds go before a step has to wait for their blocks
+
+
+class _Unread(NamedTuple):
+    """What one step chose, a token for each of `rows`; they count it as pending."""
+
+    rows: list[Row]
+    chosen: Chosen | Known
+
+
+class PagedBackend:
+    """`kv_cache_memory` is a limit: what does not fit waits, and what no longer fits is computed again later."""
+
+    capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
+
+    def __init__(
+        self, config: EngineConfig, progress: ProgressCallback | None = None, *, ahead: bool | None = None
+    ) -> None:
+        """`ahead`: launch steps ahead; by default where the device computes beside us, which is CUDA.
+
+        Raises `ConfigurationError` and `ModelLoadError`.
+        """
+        config.refuse("echo_rate")
+        config = sized(config)
+        if config.attention not in ("auto", "paged"):
+            raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' brings its own; use auto"])
+        if (config.prefill_chunk_size or config.max_batch_size) < config.max_batch_size:
+            raise ConfigurationError(
+                [
+                    f"prefill_chunk_size={config.prefill_chunk_size}: a step computes so many tokens, fewer than "
+                    f"max_batch_size={config.max_batch_size}, of which each decoding request needs one"
+                ]
+            )
+        device = resolve_device(config.device)
+        if config.enable_cuda_graph and device.type != "cuda":
+            raise ConfigurationError([f"enable_cuda_graph: there are no CUDA graphs on {device}; leave it out"])
+        self._slow_paths: list[str] = []
+        self._kernels = kernels = self._load_kernels(config) if device.type == "cpu" else None
+        make_linear = linear_maker(config.quantization, device, kernels)
+        make_head = linear_maker(of_head(config.quantization), device, kernels)
+        directory = resolve_model(config.model)
+        info = read_model_info(directory, config.model, config.max_sequence_length)
+        info = replace(info, context_length=self._steady_length(config, directory, info.context_length))
+        parameters = count_parameters(directory)
+        self.tokenizer = Tokenizer(directory)
+        check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
+        model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
+        self._runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels, make_head)
+        if self._runner.uncompiled:
+            self._slow_paths.append(f"decoding is not compiled: {self._runner.uncompiled}")
+        chunked = config.enable_chunked_prefill is not False
+        chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
+        longest = min(chunk, info.context_length) if chunked else info.context_length
+        groups = plan_blocks(
+            config.kv_cache_memory,
+            self._runner.groups,
+            self._runner.specs,
+            token_block=self._runner.block_size,
+            number_size=self._runner.dtype.itemsize,
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=longest,
+        )
+        self._runner.allocate([group.num_blocks for group in groups])
+        self.blocks = KVBlocks(self._runner.block_size, groups, longest)
+        self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked, config.reserved_batch_size)
+        self._ahead = device.type == "cuda" if ahead is None else ahead
+        self._unread: _Unread | None = None  # set by `step`
+        self._kv_cache_memory = config.kv_cache_memory
+        context = self._context(config, info.context_length)
+        if self._runner.on_triton and config.enable_cuda_graph is not False:
+            self._record_graphs(config, context)
+        elif config.enable_cuda_graph:
+            raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
+        elif device.type == "cuda":
+            reason = "switched off" if self._runner.on_triton else "Triton is not there; install it"
+            self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {reason}")
+        for reason in self._slow_paths:
+            _log.warning("%s: %s", config.model, reason)
+        slow_paths = tuple(self._slow_paths)
+        self.info = replace(info, parameters=parameters, context_length=context, slow_paths=slow_paths)
+
+    def _load_kernels(self, config: EngineConfig) -> Kernels | None:
+        if config.compile_kernels:
+            try:
+                return load_kernels()
+            except NoKernels as error:
+                reason = str(error)
+        else:
+            reason = "switched off"
+        self._slow_paths.append(f"decoding is not compiled: {reason}")
+        return None
+
+    def _record_graphs(self, config: SizedConfig, context_length: int) -> None:
+        try:
+            self._runner.record_graphs(context_length, config.max_batch_size)
+        except RuntimeError as error:
+            if config.enable_cuda_graph:
+                raise ModelLoadError(
+                    f"{config.model} cannot be recorded as CUDA graphs ({error}); leave enable_cuda_graph out"
+                ) from error
+            self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {error}")
+
+    @staticmethod
+    def _steady_length(config: EngineConfig, directory: Path, length: int) -> int:
+        """The context within which a token's rotation depends on its place alone.
+
+        Some models rotate all tokens of a longer sequence differently: keys in the cache would change their meaning.
+        """
+        steady = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+        rope = getattr(steady, "rope_parameters", None) or {}
+        if rope.get("rope_type") not in ("longrope", "dynamic"):
+            return length
+        original = rope.get("original_max_position_embeddings") or steady.max_position_embeddings
+        if length <= original:
+            return length
+        if config.max_sequence_length is not None:
+            raise ConfigurationError(
+                [
+                    f"max_sequence_length={length}: beyond {original} tokens this model turns all of its keys anew, "
+                    f"which a cache of keys cannot follow; ask for at most {original}, or use --backend hf"
+                ]
+            )
+        _log.warning("the context is cut from %d to %d tokens: beyond, only --backend hf is right", length, original)
+        return int(original)
+
+    def _context(self, config: SizedConfig, length: int) -> int:
+        """The model's context, or what one request can have of it within the budget."""
+        capacity = self.blocks.capacity
+        if length <= capacity:
+            return length
+        if config.max_sequence_length is not None:
+            raise ConfigurationError(
+                [
+                    f"kv_cache_memory={config.kv_cache_memory}: holds {capacity} tokens of one request, fewer than "
+                    f"max_sequence_length={length}; it would take about {config.kv_cache_memory * length // capacity}"
+                ]
+            )
+        _log.warning("the context is cut from %d to %d tokens by kv_cache_memory", length, capacity)
+        return capacity
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    def cache_stats(self) -> CacheStats:
+        stats = self.blocks.stats()
+        return CacheStats(
+            memory=self._kv_cache_memory,
+            num_tokens=max(pool.num_blocks for pool in self.blocks.pools) * self._runner.block_size,
+            usage=self.blocks.usage,
+            num_blocks=stats.num_blocks,
+            num_cached_blocks=stats.num_cached,
+            num_queried_tokens=stats.queries,
+            num_hit_tokens=stats.hits,
+            num_evictions=stats.evictions,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decoding step of one row reads."""
+        return self._runner.weight_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._runner.dtype.itemsize * sum(spec.numbers for spec in self._runner.specs)
+
+    def flops(self, num_tokens: int, num_logits: int, num_attended: int) -> int:
+        """Floating-point operations of a step: `num_attended` keys in all are seen by its tokens' queries."""
+        runner = self._runner
+        products = num_tokens * (runner.num_weights - runner.num_head_weights) + num_logits * runner.num_head_weights
+        return 2 * products + num_attended * runner.attention_flops
+
+    def add(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+
+    def save_prefixes(self, path: Path) -> int:
+        return save_prefixes(path, self.blocks, self._runner, self.info.source)
+
+    @torch.inference_mode()
+    def load_prefixes(self, path: Path) -> int:
+        return load_prefixes(path, self.blocks, self._runner, self.info.source)
+
+    def delay(self) -> float:
+        return 0.0 if self.num_running or self.num_waiting else inf
+
+    def close(self) -> None:
+        del self._runner
+        gc.collect()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where blocks, tables and rows do not account for each other."""
+        self._scheduler.check_integrity()
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        scheduled = self._scheduler.schedule()
+        before, self._unread = self._unread, None
+        if not scheduled:
+            return self._read(before)
+        try:
+            now = self._launch(scheduled, before)
+        except Exception as error:
+            return self._read(before) + self._isolate(scheduled, error)
+        self._commit(scheduled, now)
+        deltas = self._read(before)
+        if self._ahead and not any(needs_tokens(row.sequence) for row in now.rows):
+            self._unread = now
+            return deltas
+        return deltas + self._read(now)
+
+    def _launch(self, scheduled: list[Scheduled], before: _Unread | None = None) -> _Unread:
+        """Compute and choose; the pending tokens are those of `before`."""
+        places = {row: place for place, row in enumerate(before.rows)} if before else {}
+        segments = [to_segment(one, places.get(one.row)) for one in scheduled]
+        chosen = before.chosen.tokens if before and before.rows else None
+        logits, sampled, best = self._runner.forward(segments, chosen)
+        if any(segment.scores for segment in segments):
+            logits, sampled = split_scores(scheduled, logits, sampled)
+        rows = [scheduled[index].row for index in sampled]
+        return _Unread(rows, choose(logits, [row.sequence for row in rows], self._kernels, best))
+
+    def _commit(self, scheduled: list[Scheduled], now: _Unread) -> None:
+        self._scheduler.commit(scheduled)
+        if self.blocks.usage >= _EVICT_FROM:
+            self.blocks.evict()
+        for row in now.rows:
+            row.sequence.pending += 1
+
+    def _read(self, unread: _Unread | None) -> list[Delta]:
+        deltas: list[Delta] = []
+        for row, result in zip(unread.rows, unread.chosen.read(), strict=True) if unread else ():
+            sequence = row.sequence
+            sequence.pending -= 1
+            if sequence not in self._scheduler:  # cancelled since
+                continue
+            if isinstance(result, Refusal):  # its keys and values may be no numbers
+                self._runner.clear(self._scheduler.discard(sequence))
+                if sequence.finish is None:
+                    deltas.append(sequence.fail(result))
+                continue
+            if sequence.finish is None:
+                try:
+                    delta = sequence.append(*result)
+                except Exception as error:
+                    delta = sequence.fail(error)
+                if delta is not None:
+                    deltas.append(delta)
+            if sequence.finish is not None and not sequence.pending:  # else what it writes now is not looked at yet
+                self._scheduler.remove(sequence)
+        return deltas
+
+    def _isolate(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
+        """A pass over several failed: run each alone, so that only those end whose fault it is."""
+        if len(scheduled) > 1:
+            _log.warning("a step of %d failed (%r); its rows run one by one", len(scheduled), error)
+        deltas = []
+        for one in scheduled:
+            if one.row.sequence not in self._scheduler:  # its last token was read since
+                continue
+            try:
+                if len(scheduled) == 1:
+                    raise error
+                now = self._launch([one])
+            except Exception as own:
+                self._scheduler.remove(one.row.sequence)
+                deltas.append(one.row.sequence.fail(own))
+                continue
+            self._commit([one], now)
+            deltas += self._read(now)
+        return deltas
+
+
+def _number_size(config: EngineConfig, info: ModelInfo) -> int:
+    """Bytes of a weight while the model loads."""
+    name = config.dtype if config.dtype != "auto" else info.dtype or "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype.itemsize

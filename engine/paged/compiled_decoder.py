@@ -1,0 +1,180 @@
+"""The plain decoder in one compiled call, for steps of few tokens; it shares weights and pools with `Decoder`.
+
+Decoding one row is the reading of the weights, and what torch does between its products costs a quarter of the time.
+One call does all layers, so that nothing of Python is left in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..cpu.library import MOST_ROWS, Kernels, Product
+from .attention import Rules
+from .decoder import Decoder
+from .kv_cache import Pool
+from .packing import Computed, Group, Segment
+
+_MOST_KEYS = 1024
+"""Of prefills: the kernel attends token by token, and behind more keys matrix products are faster. Measured for
+Qwen2-0.5B: 64, 128 and 256 tokens take 90, 173 and 350 ms behind 1,024 keys, and with `Decoder` 98, 174 and 327."""
+
+_FIRST_POSITIONS = 1024  # whose rotations are computed at first; twice as many whenever a step goes beyond
+
+_INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
+        *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
+        ("pool", _POINTER),
+        *((name, _INT) for name in ("num_blocks", "window", "group")),
+        *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
+        *((name, _INT) for name in ("embedding", "queries", "keys", "size", "num_groups", "block_size")),
+        *((name, _POINTER) for name in ("embeddings", "cosines", "sines")),
+        ("layers", _POINTER),
+        ("norm", _POINTER),
+        ("head", Product),
+        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
+        ("epsilon", _FLOAT),
+    ]
+
+
+class NativeDecoder:
+    """`attach` must be called before the first step."""
+
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, products: Sequence[Product], dtype: torch.dtype, context_length: int
+    ) -> None:
+        """`products` are those of `decoder`, five of each layer and the head's."""
+        self._decoder, self._kernels, self._products, self._dtype = decoder, kernels, products, dtype
+        self._tensors: list[Tensor] = []  # whose addresses the structures hold, beside the products' own
+        self._pools: Sequence[Pool] = ()
+        self._context_length = context_length
+        self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # fresh memory would cost a step 0.1 ms
+        self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
+        self._angles, self._num_angles = torch.empty(0), 0  # cosines and sines [2, P, D], P; grown by `_reach`
+        first, (_, output, gate, _, down), head = decoder.layers[0], products[:5], products[-1]
+        self._layers = (_Layer * len(decoder.layers))()
+        for index, (layer, to) in enumerate(zip(decoder.layers, self._layers, strict=True)):
+            to.attention_norm, to.epsilon = self._numbers(layer.attention_norm.weight), layer.attention_norm.epsilon
+            to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
+            if layer.head_norm is not None:
+                to.head_norm, to.head_epsilon = self._numbers(layer.head_norm), layer.epsilon
+            to.qkv, to.output, to.gate, to.up, to.down = products[5 * index : 5 * index + 5]
+        self._model = model = _Model(
+            half=dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+            num_layers=len(self._layers),
+            vocabulary=len(decoder.embedding),
+            embedding=output.outputs,
+            queries=first.num_queries,
+            keys=first.num_keys,
+            size=output.inputs // first.num_queries,
+            embeddings=self._address(decoder.embedding.contiguous()),
+            layers=ctypes.addressof(self._layers),
+            norm=self._numbers(decoder.norm.weight),
+            head=head,
+            epsilon=decoder.norm.epsilon,
+        )
+        model.input, model.mixed, model.gated = (
+            self._address(torch.zeros((MOST_ROWS, size), dtype=dtype))
+            for size in (gate.inputs, output.inputs, down.inputs)
+        )
+        self._stream = torch.zeros((MOST_ROWS, output.outputs))
+        model.stream = self._address(self._stream)
+        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, one.outputs))) for one in (products[0], gate))
+
+    @classmethod
+    def of(
+        cls, decoder: Decoder, kernels: Kernels, rules: Sequence[Rules], dtype: torch.dtype, context_length: int
+    ) -> Self | None:
+        """None for what the kernels do not know, or where a product of theirs is not torch's."""
+        products = [linear.product for linear in decoder.linears()]
+        known = [product for product in products if product is not None]
+        shapes = {(layer.num_queries, layer.num_keys) for layer in decoder.layers}
+        sizes = {tuple((one.inputs, one.outputs) for one in known[at : at + 5]) for at in range(0, len(known) - 1, 5)}
+        plain = all(rule.softcap is None and rule.sinks is None for rule in rules)
+        if len(known) < len(products) or len(shapes) > 1 or len(sizes) > 1 or not plain:
+            return None
+        native = cls(decoder, kernels, known, dtype, context_length)
+        for rule, layer in zip(rules, native._layers, strict=True):
+            layer.scaling = rule.scaling
+        return native
+
+    def attach(self, pools: Sequence[Pool], groups: Sequence[Group], group_of: Sequence[int], block: int) -> None:
+        """Use these pools from now on; the layers' groups, and tokens of a block."""
+        self._pools, self._model.num_groups, self._model.block_size = pools, len(groups), block
+        for pool, layer, index in zip(pools, self._layers, group_of, strict=True):
+            layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
+            layer.window = groups[index].window or 1 << 62
+
+    @staticmethod
+    def takes(segments: Sequence[Segment]) -> bool:
+        """Whether a step is one for the kernels: few tokens, no part of a prompt behind a long context, none scored."""
+        few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
+        return few and all(
+            (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS) and not segment.scores for segment in segments
+        )
+
+    def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
+        """Compute a step that `takes` allows, for `chosen` see `pack`; logits in float32, until the next call.
+
+        Raises `IndexError` for a token without an embedding or a block.
+        """
+        numbers, sampled = array("q"), []
+        known = [] if chosen is None else chosen.tolist()
+        for index, (ids, start, tables, samples, _) in enumerate(segments):
+            numbers.extend((len(ids), start, samples, len(tables[0])))
+            numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
+            for table in tables:
+                numbers.extend(table)
+            if samples:
+                sampled.append(index)
+        self._reach(max(segment.end for segment in segments))
+        best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
+        where = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
+        if self._kernels.library.step(ctypes.byref(self._model), *where):
+            raise IndexError(f"a token has no block, or is not among the model's {self._model.vocabulary}")
+        return Computed(self._rows[len(sampled)], sampled, best)
+
+    def part(self, segments: Sequence[Segment], inputs: Tensor, layers: range) -> tuple[Tensor, Tensor]:
+        """Only these layers, on `inputs` [T, E] in place of embeddings, and the head: its logits, and what it read in
+        float32, before the last norm. To be told from one another by their faults."""
+        model, embeddings = self._model, inputs.to(self._dtype).contiguous()
+        before = model.embeddings, model.vocabulary, model.layers, model.num_layers
+        ids = iter(range(len(inputs)))
+        numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
+        model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
+        model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(_Layer)
+        try:
+            return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
+        finally:
+            model.embeddings, model.vocabulary, model.layers, model.num_layers = before
+
+    def _reach(self, end: int) -> None:
+        """Know the rotations of all positions below `end`. None beyond the context: some models would turn all anew."""
+        if end > self._num_angles:
+            positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
+            self._angles = torch.cat(self._decoder.angles(positions, torch.float32)).contiguous()
+            self._num_angles = len(positions)
+            self._model.cosines, self._model.sines = (one.data_ptr() for one in self._angles)
+
+    def _numbers(self, tensor: Tensor) -> int:
+        return self._address(tensor.detach().float().contiguous())
+
+    def _address(self, tensor: Tensor) -> int:
+        self._tensors.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,64 @@
+"""How many blocks of keys and values a memory budget holds, group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...schemas.errors import ConfigurationError
+from ..sizing import memory_of_machine
+from .blocks import GroupSpec
+from .kv_cache import LayerSpec
+
+
+def plan_blocks(
+    memory: int,
+    groups: Sequence[tuple[int | None, int]],
+    specs: Sequence[LayerSpec],
+    *,
+    token_block: int,
+    number_size: int,
+    max_batch_size: int,
+    max_step_tokens: int,
+) -> list[GroupSpec]:
+    """Share `memory` bytes among `groups` of (window, heads).
+
+    A sliding group needs what a full batch sees at once, and twice that to keep some prefixes; the rest belongs to the
+    layers that see everything. Raises `ConfigurationError` where not even one block of each fits.
+    """
+    sizes = [
+        token_block * number_size * sum(spec.numbers for spec in specs if (spec.window, spec.num_heads) == group)
+        for group in groups
+    ]
+    even = memory // sum(sizes)
+    if even < 1:
+        raise ConfigurationError(
+            [f"kv_cache_memory={memory}: one block of {token_block} tokens takes {sum(sizes)} bytes in this model"]
+        )
+    counts = [even] * len(groups)
+    full = [index for index, (window, _) in enumerate(groups) if window is None]
+    if full:
+        for index, (window, _) in enumerate(groups):
+            if window is not None:
+                seen = (window + max_step_tokens) // token_block + 2
+                counts[index] = min(even, 2 * max_batch_size * seen)
+        left = memory - sum(counts[index] * sizes[index] for index in range(len(groups)) if index not in full)
+        for index in full:
+            counts[index] = left // sum(sizes[index] for index in full)
+    return [GroupSpec(count, window) for count, (window, _) in zip(counts, groups, strict=True)]
+
+
+def check_memory(memory: int, weights: int, device: torch.device) -> None:
+    """Raise `ConfigurationError` for a budget that the device does not have beside `weights` bytes of weights."""
+    if device.type == "cuda":
+        total, where = torch.cuda.get_device_properties(device).total_memory, str(device)
+    else:
+        total, where = memory_of_machine().total, "this machine"
+    if memory + weights > total:
+        raise ConfigurationError(
+            [
+                f"kv_cache_memory={memory}: {where} has {total} bytes of memory, and the weights take {weights}; "
+                f"ask for at most {max(total - weights, 0)}"
+            ]
+        )

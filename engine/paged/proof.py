@@ -1,0 +1,130 @@
+"""Whether the compiled decoder computes what the model says: judged against float32, layer by layer.
+
+Two roundings of a real model may lie further apart than a wrong kernel from a right one, for each layer makes the
+differences before it larger. So each layer is given the same numbers as its own model in float32, and what it adds to
+them is compared. The whole model is judged by how far torch's operations in the dtype of the weights are from float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..cpu.layouts import numbers
+from ..cpu.library import BLOCK, Product
+from .attention import MatmulAttention, Rules
+from .compiled_decoder import NativeDecoder
+from .decoder import Attention, Decoder, advance
+from .kv_cache import LayerSpec
+from .linear import Unfused
+from .packing import Group, Segment, Step, pack
+
+_OUTPUTS = 64  # blocks of a weight that are made float32 at a time
+_LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # that rounding may make of one layer; seen were up to 0.007
+_MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # and of all of them, or
+_FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
+
+
+class Difference(NamedTuple):
+    """How far the compiled decoder is from float32 in one part of the model, and how far it may be."""
+
+    part: str
+    distance: float
+    bound: float
+
+
+class Setting(NamedTuple):
+    """What a model's layers attend by, and the cache that its probes are written to."""
+
+    rules: Sequence[Rules]
+    specs: Sequence[LayerSpec]
+    groups: Sequence[Group]
+    group_of: Sequence[int]
+    block_size: int
+    dtype: torch.dtype
+
+
+@torch.inference_mode()
+def differences(
+    decoder: Decoder, native: NativeDecoder, setting: Setting, probes: Sequence[Segment], step: Step, attend: Attention
+) -> list[Difference]:
+    """Of each layer, of the head, and of the whole model. `step` is `probes` packed for `attend`, in the same order."""
+    dtype, reference, found = setting.dtype, _Reference(decoder, setting, probes), []
+
+    def note(part: str, right: Tensor, compiled: Tensor, bound: float) -> None:
+        found.append(Difference(part, distance(right, compiled), bound))
+
+    silent = [segment._replace(samples=False) for segment in probes]
+    exact = functional.embedding(step.ids, decoder.embedding).float()
+    for index in range(len(decoder.layers)):
+        given = exact.to(dtype)
+        right = reference.advance(index, given.float()) - given.float()
+        _, compiled = native.part(silent, given, range(index, index + 1))
+        note(f"layer {index}", right, compiled - given.float(), _LAYER[dtype])
+        exact = reference.advance(index, exact)
+    every = [segment._replace(samples=True) for segment in probes]
+    ends = torch.tensor([len(segment.tokens) for segment in probes]).cumsum(0) - 1
+    given = exact.to(dtype)
+    compiled, _ = native.part(every, given, range(0))
+    note("the head", reference.head(given[ends].float()), compiled, _LAYER[dtype])
+    right = reference.head(exact[ends])
+    rounding = distance(right, decoder(step.ids, step.positions, ends, attend))
+    note("the model", right, native(every).logits, max(_MODEL[dtype], _FACTOR * rounding))
+    return found
+
+
+def distance(right: Tensor, other: Tensor) -> float:
+    """How far apart logits are, as a share of how far they spread."""
+    right, other = right.float(), other.float()
+    return float((right - other).norm() / (right - right.mean()).norm().clamp(min=1e-12))
+
+
+class _Exact(Unfused):
+    """The product of a weight's own numbers, in float32."""
+
+    def __init__(self, product: Product, dtype: torch.dtype) -> None:
+        self.product: Product = product
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product, blocks = self.product, -(-self.product.outputs // BLOCK)
+        parts = [
+            x @ numbers(product, self._dtype, start, min(start + _OUTPUTS, blocks)).T
+            for start in range(0, blocks, _OUTPUTS)
+        ]
+        whole, bias = torch.cat(parts, dim=-1)[:, : product.outputs], product.tensors[2]
+        return whole.contiguous() if bias is None else whole + bias
+
+
+class _Reference:
+    """The decoder in float32, keys and values included."""
+
+    def __init__(self, decoder: Decoder, setting: Setting, probes: Sequence[Segment]) -> None:
+        self._decoder, self._setting = decoder, setting
+        device = torch.device("cpu")
+        self._attention = MatmulAttention(setting.block_size, torch.float32, device)
+        self._step = pack(probes, setting.groups, setting.block_size, device, self._attention.pack_group)
+        self._angles = decoder.angles(self._step.positions, torch.float32)
+
+    def advance(self, index: int, x: Tensor) -> Tensor:
+        layer: Any = copy(self._decoder.layers[index])
+        for name in ("qkv", "output", "gate", "up", "down"):
+            setattr(layer, name, self._exact(getattr(layer, name).product))
+        return advance(layer, index, x, self._angles, self._attend)
+
+    def head(self, x: Tensor) -> Tensor:
+        return self._exact(self._decoder.head.product)(self._decoder.norm(x))
+
+    def _exact(self, product: Product | None) -> _Exact:
+        assert product is not None
+        return _Exact(product, self._setting.dtype)
+
+    def _attend(self, index: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        setting, group = self._setting, self._setting.group_of[index]
+        pool = self._attention.pool(setting.specs[index], setting.groups[group].num_blocks)
+        return self._attention.attend(self._step.groups[group], pool, query, keys_values, setting.rules[index])

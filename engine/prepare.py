@@ -1,0 +1,339 @@
+"""From an OpenAI request to what the engine runs: the prompt in tokens, the parameters, and how to read the answer.
+
+One `Preparer` a model. What the model's chat template cannot express, and what its tokenizer does not know, is refused
+here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..schemas.bounds import load_json, shortened
+from ..schemas.errors import InvalidRequest
+from ..schemas.jobs import Form
+from ..schemas.openai.chat import ChatMessage, NamedTool, Tool
+from ..schemas.openai.completions import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
+from ..schemas.openai.embeddings import EmbeddingRequest
+from ..schemas.params import MAX_CHOICES, GenerationParams, Grammar
+from .backends.embedding import prepare_inputs
+from .grammar.json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar, regex_grammar
+from .grammar.tool_grammar import answer_grammar
+from .text.forms import choose_form, ends_in_thought, markers
+from .text.tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
+from .text.tokenizer_port import TokenizerLike, encode_within
+
+# Variables that a client may not set: they would replace the model's template or mean something else to its renderer.
+_NOT_FOR_TEMPLATES = frozenset(
+    {
+        *("self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length", "sanitize_control_tokens"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+)
+MAX_SCORED = 20_000  # tokens of prompts whose log-probabilities are told: 300 bytes each of a message and an answer
+_THINKING = ("enable_thinking", "thinking")  # what templates call the switch
+
+
+class Prepared(NamedTuple):
+    """`prompts` holds token ids; choice `c` belongs to prompt `c // params.n`."""
+
+    prompts: list[list[int]]
+    params: GenerationParams
+    form: Form | None = None
+    dimensions: int | None = None
+    grammar_param: str = ""  # what the client calls the grammar
+
+
+def load_preparer(source: str, backend: str, tool_format: str, reasoning_format: str) -> Preparer:
+    """The preparer of a model as its card describes it. Raises `ModelLoadError` and `ConfigurationError`."""
+    tokenizer = load_tokenizer(source, backend)
+    return Preparer(tokenizer, tool_format=tool_format, reasoning_format=reasoning_format)
+
+
+class Preparer:
+    """Prepares requests for one model; safe to use from several threads."""
+
+    def __init__(self, tokenizer: TokenizerLike, *, tool_format: str = "auto", reasoning_format: str = "auto") -> None:
+        """The formats are names in the engine's tables, "auto" or "none". Raises `ConfigurationError`."""
+        self.tokenizer = tokenizer
+        self._form = choose_form(
+            tokenizer.chat_template,
+            tokenizer.vocabulary,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+        )
+
+    def prepare(
+        self, request: ChatRequest | CompletionRequest | EmbeddingRequest, *, context_length: int, name: str, seed: int
+    ) -> Prepared:
+        """`name` is the model's, for messages; `seed` stands where the client gives none.
+
+        Raises `InvalidRequest`.
+        """
+        if isinstance(request, EmbeddingRequest):
+            inputs = prepare_inputs(request, self.tokenizer, context_length=context_length, name=name)
+            return Prepared(inputs, GenerationParams(max_tokens=1), dimensions=request.dimensions)
+        if isinstance(self.tokenizer, EmbeddingTokenizer):
+            raise InvalidRequest(
+                f"{name} serves embeddings alone; send texts to /v1/embeddings.", code="unsupported_capability"
+            )
+        form: Form | None
+        grammar, param = _response_grammar(request)
+        match request:
+            case ChatRequest():
+                tools, named = _tools(request)
+                text, form = self._chat(request, tools, named)
+                prompt = encode_within(self.tokenizer, text, context_length, "messages", add_special_tokens=False)
+                grammar = _with_tools(request, form, tools, named, grammar)
+                param = param or "tools"
+                prompts = [prompt]
+            case CompletionRequest():
+                if len(request.prompts) * (request.n or 1) > MAX_CHOICES:
+                    raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}.", param="n")
+                special = request.add_special_tokens is not False
+                prompts = [self._completion(prompt, context_length, special) for prompt in request.prompts]
+                form = self._echo(request, prompts) if request.echo else None
+        longest = max(map(len, prompts))
+        if longest >= context_length:
+            raise InvalidRequest(
+                f"The prompt has {longest} tokens and needs room for an answer, but the context length of "
+                f"{name} is {context_length} tokens.",
+                code="context_length_exceeded",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
+            )
+        params = generation_params(request, room=context_length - longest, seed=seed)
+        check_vocabulary("logit_bias", params.logit_bias, self.tokenizer)
+        check_vocabulary("stop_token_ids", params.stop_token_ids, self.tokenizer)
+        if grammar is not None and not isinstance(self.tokenizer, Tokenizer):
+            raise InvalidRequest(
+                f"{param} needs a model with a vocabulary; {name} has none.", code="unsupported_parameter", param=param
+            )
+        every = request.skip_special_tokens is False
+        visible = tuple(sorted(self.tokenizer.special_token_ids)) if every else self._visible(form)
+        if grammar is not None or visible:
+            params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
+        return Prepared(prompts, params, form, grammar_param=param)
+
+    def _chat(self, request: ChatRequest, tools: Sequence[Tool], named: str | None) -> tuple[str, Form | None]:
+        _check_messages(request.messages)
+        if tools and self._form.tool_format is None:
+            raise InvalidRequest(
+                "This model's chat template takes no tools, or in no format that is known; leave them out, or name one "
+                "with --tool-format.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        messages = [_for_template(message) for message in request.messages]
+        text = self.tokenizer.render_chat(messages, definitions, **self._options(request))
+        form = Form(
+            tool_format=self._form.tool_format if tools else None,
+            reasoning_format=self._form.reasoning_format,
+            tools={tool.function.name: tool.function.parameters or {} for tool in tools},
+            thinking=ends_in_thought(text, self._form),
+            choice="named" if named else "required" if request.tool_choice == "required" else "auto",
+        )
+        read = form.tool_format is not None or form.reasoning_format is not None
+        return text, form if read else None
+
+    def _options(self, request: ChatRequest) -> dict[str, Any]:
+        """The template's variables."""
+        template = self.tokenizer.chat_template
+        options = dict(request.chat_template_kwargs or {})
+        if taken := sorted(options.keys() & _NOT_FOR_TEMPLATES):
+            raise InvalidRequest(f"{', '.join(taken)}: not for the chat template.", param="chat_template_kwargs")
+        if (effort := request.reasoning_effort) is not None:
+            switch = next((name for name in _THINKING if name in template), None)
+            if effort == "none":
+                options.setdefault(switch or "enable_thinking", False)
+            elif "reasoning_effort" in template:
+                options.setdefault("reasoning_effort", effort)
+            elif switch:
+                options.setdefault(switch, True)
+            elif self._form.reasoning_format is None:
+                raise InvalidRequest(
+                    "This model does not reason; leave reasoning_effort out.",
+                    code="unsupported_parameter",
+                    param="reasoning_effort",
+                )
+        last = request.messages[-1]
+        continues = last.role == "assistant" and not last.tool_calls and bool(last.text.strip())
+        if request.add_generation_prompt is not None:
+            options["add_generation_prompt"] = request.add_generation_prompt
+            continues = continues and not request.add_generation_prompt
+        if request.continue_final_message is not None:
+            if request.continue_final_message and not continues:
+                raise InvalidRequest(
+                    "Only a last message of the assistant, with text, can be continued, and no new turn be begun.",
+                    param="continue_final_message",
+                )
+            continues = request.continue_final_message
+        if continues:
+            options["continue_final_message"] = True
+        return options
+
+    def _completion(self, prompt: str | list[int], context_length: int, add_special_tokens: bool) -> list[int]:
+        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+            raise InvalidRequest("The prompt is blank.", code="empty_prompt", param="prompt")
+        if isinstance(prompt, str):
+            return encode_within(
+                self.tokenizer, prompt, context_length, "prompt", add_special_tokens=add_special_tokens
+            )
+        check_vocabulary("prompt", prompt, self.tokenizer)
+        return prompt
+
+    def _echo(self, request: CompletionRequest, prompts: list[list[int]]) -> Form:
+        """The answer begins with the prompt, and with its log-probabilities where they are asked for."""
+        if request.logprobs is not None and sum(map(len, prompts)) * (request.n or 1) > MAX_SCORED:
+            raise InvalidRequest(
+                f"The log-probabilities of a prompt are told for {MAX_SCORED:,} tokens at most, all choices together; "
+                "send fewer, or leave out echo or logprobs.",
+                param="echo",
+            )
+        return Form(echo=tuple(map(self.tokenizer.decode, prompts)), prompt_alone=request.max_tokens == 0)
+
+    def _visible(self, form: Form | None) -> tuple[int, ...]:
+        """The special tokens among the marks that the form's parser looks for."""
+        ids = (self.tokenizer.vocabulary.get(mark) for mark in (markers(form) if form else ()))
+        return tuple(token for token in ids if token is not None and token in self.tokenizer.special_token_ids)
+
+
+def check_vocabulary(param: str, ids: Iterable[int], tokenizer: TokenizerLike) -> None:
+    """Raise `InvalidRequest` for a token id that the model does not have."""
+    if (highest := max(ids, default=0)) >= tokenizer.vocabulary_size:
+        raise InvalidRequest(
+            f"{param}: token id {highest} is outside the vocabulary of {tokenizer.vocabulary_size}.", param=param
+        )
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    called: set[str] = set()
+    for place, message in enumerate(messages):
+        path = f"messages[{place}]"
+        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            raise InvalidRequest(f"{path}.content is missing.", param=f"{path}.content")
+        if message.role == "tool" and message.tool_call_id is None:
+            raise InvalidRequest(f"{path}.tool_call_id is missing.", param=f"{path}.tool_call_id")
+        if message.role == "tool" and message.tool_call_id not in called:
+            fault = f"{path}.tool_call_id: no call before it has the id {shortened(str(message.tool_call_id), 100)!r}."
+            raise InvalidRequest(fault, param=f"{path}.tool_call_id")
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidRequest("Only the assistant calls tools.", param=f"{path}.tool_calls")
+        called.update(call.id for call in message.tool_calls or ())
+    if not any(message.text.strip() or message.tool_calls for message in messages):
+        raise InvalidRequest("Every message is blank.", code="empty_prompt", param="messages")
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    values = message.model_dump(exclude_none=True)
+    if thought := message.reasoning_content or message.reasoning:
+        values |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
+    return values
+
+
+def _tools(request: ChatRequest) -> tuple[Sequence[Tool], str | None]:
+    """The tools that may be called, and the one that must be."""
+    tools, choice = request.tools or [], request.tool_choice
+    names = [tool.function.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidRequest(f"tools: {', '.join(twice)} is defined twice.", param="tools")
+    if not tools and choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
+    if choice == "none":
+        return [], None
+    if not isinstance(choice, NamedTool):
+        return tools, None
+    if choice.function.name not in names:
+        raise InvalidRequest(f"tool_choice: there is no tool {choice.function.name!r}.", param="tool_choice")
+    return tools, choice.function.name
+
+
+def _with_tools(
+    request: ChatRequest, form: Form | None, tools: Sequence[Tool], named: str | None, response: Grammar | None
+) -> Grammar | None:
+    if form is None:
+        return response
+    choice = request.tool_choice if isinstance(request.tool_choice, str) else "named" if named else "auto"
+    return answer_grammar(
+        form,
+        tool_choice=choice if tools else "none",
+        named=named,
+        parallel=request.parallel_tool_calls is not False,
+        schemas=_schemas(tools),
+        response=response,
+    )
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """What the arguments of each tool are held to; of one that is not strict, only if all of it can be enforced.
+
+    Raises `InvalidRequest` for a schema that is none, and for a strict one that asks for too much.
+    """
+    schemas = {}
+    for place, tool in enumerate(tools):
+        function = tool.function
+        if function.parameters is None:
+            continue
+        path = f"tools[{place}].function.parameters"
+        try:
+            schemas[function.name] = json.loads(
+                json_schema_grammar(function.parameters, path=path, strict=bool(function.strict)).text
+            )
+        except InvalidRequest as error:
+            if function.strict or error.code != "unsupported_schema":
+                raise
+    return schemas
+
+
+def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar | None, str]:
+    """What `response_format` or one of the `guided_` parameters asks for, and its name."""
+    own = request.structured_outputs or StructuredOutputs()
+    asked: dict[str, Any] = {
+        "response_format": request.response_format,
+        "guided_json": request.guided_json,
+        "guided_regex": request.guided_regex,
+        "guided_choice": request.guided_choice,
+        "guided_grammar": request.guided_grammar,
+        "structured_outputs.json": own.json_,
+        "structured_outputs.regex": own.regex,
+        "structured_outputs.choice": own.choice,
+        "structured_outputs.grammar": own.grammar,
+        "structured_outputs.json_object": own.json_object or None,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} exclude each other; give one.", param=given[0])
+    param = given[0] if given else ""
+    match param.rpartition("_" if param.startswith("guided") else ".")[2]:
+        case "json":
+            return json_schema_grammar(_schema(asked[param], param), path=param), param
+        case "regex":
+            return regex_grammar(asked[param]), param
+        case "choice":
+            return choice_grammar(asked[param]), param
+        case "grammar":
+            return ebnf_grammar(asked[param]), param
+        case "json_object":
+            return any_json_object(), param
+    form = request.response_format
+    if form is None or form.type == "text":
+        return None, ""
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        return any_json_object(), param
+    path = "response_format.json_schema.schema"
+    return json_schema_grammar(form.json_schema.schema_, path=path, strict=bool(form.json_schema.strict)), param
+
+
+def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:
+    """A JSON Schema, which vLLM takes as text too."""
+    if isinstance(value, dict):
+        return value
+    try:
+        schema = load_json(value.encode())
+    except ValueError as error:
+        raise InvalidRequest(f"{path} {error}", param=path) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{path}: a JSON Schema is an object.", param=path)
+    return schema

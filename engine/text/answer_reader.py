@@ -1,0 +1,77 @@
+"""From an engine's deltas to what a client reads: thoughts and tool calls told apart from what is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...schemas.events import Delta, FinishReason, Token, Usage
+from ...schemas.jobs import Form
+from .output_parser import OutputParser, Parsed
+
+
+class AnswerReader:
+    """Reads one request of `choices` choices, each delta once and in order; the same deltas give the same tokens."""
+
+    def __init__(self, request: str, form: Form | None, choices: int) -> None:
+        self._request = request
+        self._form = form or Form()
+        self._choices = choices
+        self._parsers: dict[int, OutputParser] = {}
+        self._begun: set[int] = set()  # choices of which something was read; set by `_echo`
+        self._reasoning_tokens = 0  # set by `_parse`
+        self._is_read = self._form.tool_format is not None or self._form.reasoning_format is not None
+
+    def read(self, delta: Delta) -> Token:
+        """The token event that `delta` means."""
+        if self._form.prompt_alone:
+            delta = _without_answer(delta)
+        said = self._parse(delta) if self._is_read else Parsed(self._echo(delta.choice) + delta.text, "", ())
+        return Token(
+            request=self._request,
+            choice=delta.choice,
+            index=delta.index,
+            token_ids=delta.token_ids,
+            text=said.text,
+            logprobs=delta.logprobs,
+            finish_reason=self.reason(delta.choice, delta.finish_reason),
+            reasoning=said.reasoning,
+            tool_calls=said.tool_calls,
+            stop_reason=delta.stop_reason,
+        )
+
+    def reason(self, choice: int, reason: FinishReason | None) -> FinishReason | None:
+        """Why a choice ended, to its client: with its tool calls, unless they were cut or dictated."""
+        parser = self._parsers.get(choice)
+        is_called = reason == "stop" and parser is not None and parser.called and self._form.choice != "named"
+        return "tool_calls" if is_called else reason
+
+    def usage(self, usage: Usage) -> Usage:
+        if self._form.prompt_alone:
+            return replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
+        return replace(usage, reasoning_tokens=self._reasoning_tokens) if self._reasoning_tokens else usage
+
+    def _parse(self, delta: Delta) -> Parsed:
+        parser = self._parsers.get(delta.choice)
+        if parser is None:
+            parser = self._parsers[delta.choice] = OutputParser(self._form, self._request, delta.choice)
+        said = parser.push(delta.text)
+        if said.reasoning and not said.text:
+            self._reasoning_tokens += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return said
+        rest = parser.finish()
+        return Parsed(said.text + rest.text, said.reasoning + rest.reasoning, said.tool_calls + rest.tool_calls)
+
+    def _echo(self, choice: int) -> str:
+        """The prompt's text, the first time that a choice says something."""
+        if not self._form.echo or choice in self._begun:
+            return ""
+        self._begun.add(choice)
+        return self._form.echo[choice * len(self._form.echo) // self._choices]
+
+
+def _without_answer(delta: Delta) -> Delta:
+    """The one token that was made has its place in the stream, and nothing else."""
+    logprobs = delta.logprobs and delta.logprobs[: len(delta.logprobs) - len(delta.token_ids)]
+    reason: FinishReason | None = "length" if delta.finish_reason in ("stop", "stop_sequence") else delta.finish_reason
+    return replace(delta, text="", logprobs=logprobs, finish_reason=reason, stop_reason=None)

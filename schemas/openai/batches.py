@@ -1,0 +1,119 @@
+"""OpenAI's batches: what asks for one, and what is known of it, in the client's shape and as it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..jobs import Endpoint, SubjectToken
+from .chat import Body
+
+WINDOW = 86400  # seconds that a batch may take
+MESSAGES: Literal["/v1/messages"] = "/v1/messages"
+FINAL = ("completed", "failed", "expired", "cancelled")
+
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+Ending = Literal["completed", "failed", "expired", "cancelled"]  # of one line
+BatchEndpoint = Endpoint | Literal["/v1/messages"]  # the last one's lines are in Anthropic's words
+NOT_RUN: dict[Ending, dict[str, str]] = {
+    "expired": {"code": "batch_expired", "message": "The completion window ended before this request was answered."},
+    "cancelled": {"code": "batch_cancelled", "message": "This request was cancelled before it was answered."},
+}
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class ExpiresAfter(_Wire):
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
+
+
+class BatchRequest(Body):
+    input_file_id: str
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class Counts(_Wire):
+    """`failed` counts every line that ended in the error file; of these, some were `cancelled` or `expired`, which is
+    known at the end and told where Anthropic's clients look."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+
+
+class Fault(_Wire):
+    """What is wrong with the input file; `line` counts from 1."""
+
+    code: str | None
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class Faults(_Wire):
+    object: Literal["list"] = "list"
+    data: list[Fault]
+
+
+class Batch(_Wire):
+    """Times are Unix seconds. `tenant` and `output_ttl` (seconds that its files live) are not the client's to see."""
+
+    id: SubjectToken
+    object: Literal["batch"] = "batch"
+    endpoint: BatchEndpoint
+    input_file_id: str
+    completion_window: str = "24h"
+    status: Status = "validating"
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: Faults | None = None
+    request_counts: Counts = Counts()
+    metadata: Metadata | None = None
+    tenant: SubjectToken
+    output_ttl: float
+
+    @property
+    def job_endpoint(self) -> Endpoint:
+        """What its lines are for the pipeline."""
+        return "/v1/chat/completions" if self.endpoint == MESSAGES else self.endpoint
+
+    @property
+    def key(self) -> str:
+        """Where its state is kept."""
+        return f"{self.tenant}.{self.id}"
+
+    def after(self, steps: Mapping[Status, Status], now: float, **values: Any) -> Batch:
+        """The same with these values, and with the status that `steps` have for its own; after its end, the same."""
+        if self.status in FINAL:
+            return self
+        if (step := steps.get(self.status)) is not None:
+            values |= {"status": step, f"{step}_at": int(now)}
+        return self.model_copy(update=values)
+
+    def shown(self) -> dict[str, Any]:
+        inner: dict[str, Any] = {"tenant": True, "output_ttl": True, "request_counts": {"cancelled", "expired"}}
+        return self.model_dump(exclude=inner)

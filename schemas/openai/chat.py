@@ -1,0 +1,171 @@
+"""What a chat request is made of, strictly typed: messages, tools, and the form that the answer is to have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic_core import CoreSchema
+
+from ..bounds import bounded
+from ..errors import InvalidRequest
+
+MOST_MESSAGES = 10_000
+MOST_MODEL = 256  # characters of a model's name
+ModelName = Annotated[str, Field(min_length=1, max_length=MOST_MODEL)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Unsupported(NamedTuple):
+    """A field that would change the answer and cannot be honoured: refused unless its value is one of `neutral`."""
+
+    neutral: tuple[Any, ...] = (None,)
+    advice: str = "leave it out"
+
+
+class Body(BaseModel):
+    """A request or a part of one. Checking it costs little, whatever a client has put into it."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType({})
+
+    @classmethod
+    @cache
+    def field_names(cls) -> frozenset[str]:
+        """Every field that has a meaning here, be it that it is refused."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items()) | cls.unsupported.keys()
+
+    @classmethod
+    def supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
+        """`body` without its unsupported fields. Raises `InvalidRequest` where one is not neutral."""
+        for name in cls.unsupported.keys() & body.keys():
+            neutral, advice = cls.unsupported[name]
+            if body[name] not in neutral:
+                fault = f"{name} is not supported here; {advice}."
+                raise InvalidRequest(fault, code="unsupported_parameter", param=name)
+        return {name: value for name, value in body.items() if name not in cls.unsupported}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return bounded(handler(source))
+
+
+class OpenBody(Body):
+    """A part of a request whose unknown fields are ignored: messages, calls and tools, where clients keep what other
+    servers said and understand, and options that ask for nothing but more to be told."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(OpenBody):
+    type: Literal["text"]
+    text: str
+
+
+def _content_kind(value: object) -> str | None:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+
+
+# The tags keep pydantic from reporting the faults of both; `_path` drops them.
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class FunctionCall(OpenBody):
+    """`arguments` is JSON in a string, as the model wrote it."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class ToolCall(OpenBody):
+    id: Annotated[str, Field(min_length=1)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # as in a stream's chunks
+
+
+class ChatMessage(OpenBody):
+    """A message of any role; `content` is missing only beside an assistant's tool calls.
+
+    `reasoning` and `reasoning_content` are two names for one thing.
+    """
+
+    role: Role
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class Function(OpenBody):
+    """`parameters` is a JSON Schema of an object; without it the function takes nothing."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(OpenBody):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+def _choice_kind(value: object) -> str:
+    return "<named>" if isinstance(value, dict) else "<mode>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(_choice_kind),
+]
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_due(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema goes with type json_schema, and only there")
+        return self

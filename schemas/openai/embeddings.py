@@ -1,0 +1,36 @@
+"""The body of `/v1/embeddings`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ..jobs import Priority
+from .chat import Body, ModelName, Unsupported
+from .prompts import Prompt, as_list
+
+MAX_INPUTS = 2048
+MAX_TOKENS = 300_000  # of all inputs of a request
+
+
+class EmbeddingRequest(Body):
+    """One vector is asked for each of `prompts`, of `dimensions` numbers where given."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "truncate_prompt_tokens": Unsupported(advice="shorten the input, of which nothing is cut silently"),
+    }
+
+    model: ModelName
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    priority: Priority | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    user: str | None = None  # changes nothing about the answer
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return as_list(self.input)

@@ -1,0 +1,169 @@
+"""From the items of OpenAI's Responses API to the chat messages that mean the same.
+
+Takes items in full, as `items.input_items` and `turn_items.TurnItems` make them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from ..errors import InvalidRequest
+from ..loops import Items, LoopTool
+
+_REFUSED = "The user did not approve this call."
+_UNFINISHED = "This call was not finished."
+_of_turn = re.compile(r"[a-z]+_([0-9a-f]{32}[0-9]{4})").match  # response and turn: see `turn_items.item_id`
+
+
+def chat_messages(
+    items: Items,
+    instructions: str | None,
+    *,
+    tools: Sequence[LoopTool] = (),
+    namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    before: int = 0,
+) -> list[dict[str, Any]]:
+    """The messages of a chat in which all this has happened. What the model said, thought and called in one turn is one
+    message; a call that a person approved stands where it was asked for, and one not decided yet nowhere.
+
+    `tools` gives the names by which the model knows the servers' tools, `namespaced` those of functions in namespaces
+    (see `response_tools`); `before` items come before the request's input.
+
+    Raises `InvalidRequest` for an output without its call and a reference to nothing.
+    """
+    names = {(tool.label, tool.tool): tool.name for tool in tools}
+    functions = {place: name for name, place in namespaced.items()}
+    asked = {item["id"] for item in items if item["type"] == "mcp_approval_request"}
+    answers = {
+        item["approval_request_id"]: item
+        for item in items
+        if item.get("approval_request_id") in asked and (item["type"] == "mcp_call" or not item["approve"])
+    }
+    known: set[str] = set()
+    chat = _Chat()
+    if instructions:
+        chat.say("system", instructions)
+    for place, item in enumerate(items):
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                turn = chat.turn(item)
+                turn["content"] += _text(item["content"])
+            case "message":
+                chat.say(item["role"], _text(item["content"]))
+            case "reasoning":
+                turn = chat.turn(item)
+                thought = _text(item.get("content") or item["summary"])
+                turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+            case "function_call":
+                own: str = item["name"]
+                chat.call(item, item["call_id"], functions.get((item.get("namespace", ""), own), own))
+            case "function_call_output":
+                if not chat.answer(item["call_id"], _text(item["output"])) and place >= before:
+                    param = f"input[{place - before}].call_id"
+                    raise InvalidRequest(f"{param}: no call before it has the id {item['call_id']!r}.", param=param)
+                chat.answered = True
+            case "mcp_call" | "mcp_approval_request" if item.get("approval_request_id") not in asked:
+                answer = item if item["type"] == "mcp_call" else answers.get(item["id"])
+                if answer is not None:
+                    name: str = item["name"]
+                    chat.call(item, item["id"], names.get((item["server_label"], name), name))
+                    chat.answer(item["id"], _outcome(answer))
+            case "item_reference" if item["id"] not in known and place >= before:
+                param = f"input[{place - before}].id"
+                raise InvalidRequest(f"{param}: there is no item {item['id']!r} before it.", param=param)
+        known.add(item["id"])
+    chat.close()
+    return chat.messages
+
+
+class _Chat:
+    """Messages as they grow. The last turn of the assistant stays open, and its tools' results behind it, until
+    something comes that is not part of it."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.answered = False  # set by whoever adds an output of the client's: the turn is over
+        self._turn: dict[str, Any] | None = None
+        self._key: str | None = None  # response and turn, as far as the ids of items tell
+        self._results: list[dict[str, Any]] = []
+        self._called: set[str] = set()
+
+    def say(self, role: str, text: str) -> None:
+        self.close()
+        self.messages.append({"role": role, "content": text})
+
+    def turn(self, item: dict[str, Any]) -> dict[str, Any]:
+        """The assistant's message that the item is part of."""
+        found = _of_turn(item["id"])
+        key = found[1] if found else None
+        if self._turn is None or self.answered:
+            same = False
+        elif key and self._key:
+            same = key == self._key
+        else:  # an item of unknown origin: a turn thinks, speaks, calls
+            same = not self._results and not (item["type"] in ("message", "reasoning") and self._turn["content"])
+        if not same or self._turn is None:
+            self.close()
+            self._turn, self._key = {"role": "assistant", "content": ""}, None
+            self.messages.append(self._turn)
+        self._key = self._key or key
+        return self._turn
+
+    def call(self, item: dict[str, Any], call_id: str, name: str) -> None:
+        function = {"name": name, "arguments": _arguments(item["arguments"])}
+        calls = self.turn(item).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+        self._called.add(call_id)
+
+    def answer(self, call_id: str, text: str) -> bool:
+        """False if there is no such call."""
+        if call_id not in self._called:
+            return False
+        result = {"role": "tool", "tool_call_id": call_id, "content": text}
+        if call_id in self._calls():
+            self._results.append(result)
+        else:
+            self.close()
+            self.messages.append(result)
+        return True
+
+    def close(self) -> None:
+        """A turn's results go in the order of its calls."""
+        order = self._calls()
+        self.messages += sorted(self._results, key=lambda result: order.index(result["tool_call_id"]))
+        self._turn, self._results, self.answered = None, [], False
+
+    def _calls(self) -> list[str]:
+        return [call["id"] for call in (self._turn or {}).get("tool_calls", [])]
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or part.get("refusal", "") for part in content)
+
+
+def _arguments(text: str) -> str:
+    """Chat templates take objects alone: of what is none (cut off, perhaps) only the result speaks."""
+    try:
+        return text if isinstance(orjson.loads(text), dict) else "{}"
+    except orjson.JSONDecodeError:
+        return "{}"
+
+
+def _outcome(item: dict[str, Any]) -> str:
+    """What a call came to, in words for the model."""
+    if item["type"] == "mcp_approval_response":
+        return " ".join(filter(None, (_REFUSED, item.get("reason"))))
+    if (error := item.get("error")) is None:
+        output: str | None = item.get("output")
+        return _UNFINISHED if output is None else output
+    said = error if isinstance(error, str) else error.get("message") or error.get("content")
+    if isinstance(said, list) and all(isinstance(part, dict) and "text" in part for part in said):
+        said = "\n".join(str(part["text"]) for part in said)
+    return f"Error: {said if isinstance(said, str) else orjson.dumps(said).decode()}"

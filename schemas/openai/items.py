@@ -1,0 +1,265 @@
+"""The items of OpenAI's Responses API, strictly typed as a client sends them, and how they are kept.
+
+What came out of a response goes in again as it is; a field that is null is as good as none, and one that is unknown is
+passed over: clients add their own to what they keep. Normalised items are JSON: each has a type, an id and, where
+OpenAI's have one, a status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from ..errors import InvalidRequest
+from ..loops import Items
+from .chat import Body, OpenBody
+
+Id = Annotated[str, Field(min_length=1)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def by_type(fault: str, expected: str) -> Discriminator:
+    """Tells the members of a union apart: an object by its `type`, anything else by what Python calls it. The tags are
+    `<type>`, which the path of a fault leaves out; `fault` is what pydantic is to call it, ending in `_type` or not."""
+
+    return Discriminator(type_tag, custom_error_type=fault, custom_error_message=f"Input should be {expected}")
+
+
+def type_tag(value: Any) -> str:
+    if isinstance(value, Body):
+        return f"<{getattr(value, 'type', 'dict')}>"
+    if not isinstance(value, dict):
+        return f"<{type(value).__name__}>"
+    return f"<{value.get('type', 'message' if 'role' in value else 'dict')}>"
+
+
+class _Part(OpenBody):
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_none(cls, value: object) -> object:
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+
+
+class _Item(_Part):
+    id: Id | None = None
+
+
+class InputText(_Part):
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # what can be cached is, whether marked or not
+
+
+class OutputText(_Part):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, Any]] = Field(default_factory=list)
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class Refusal(_Part):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[OutputText, Tag("<output_text>")]
+    | Annotated[Refusal, Tag("<refusal>")],
+    by_type(
+        "part_kind",
+        "a part of type input_text, output_text or refusal; images, files and audio are not understood here",
+    ),
+]
+Content = Annotated[
+    Annotated[str, Tag("<str>")] | Annotated[list[Part], Tag("<list>")],
+    by_type("content_type", "a string or a list of parts"),
+]
+
+
+class Message(_Item):
+    """`phase` is accepted and changes nothing."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    @model_validator(mode="after")
+    def _who_refuses(self) -> Message:
+        if self.role != "assistant" and any(isinstance(part, Refusal) for part in self.content):
+            raise ValueError("only the assistant refuses")
+        return self
+
+
+class SummaryText(_Part):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningText(_Part):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class Reasoning(_Item):
+    """A thought in clear words; one that was encrypted elsewhere cannot be read."""
+
+    type: Literal["reasoning"]
+    summary: list[SummaryText] = Field(default_factory=list)
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+    @model_validator(mode="after")
+    def _readable(self) -> Reasoning:
+        if self.encrypted_content and not (self.content or self.summary):
+            raise ValueError("what is encrypted here can be read elsewhere alone; leave the item out")
+        return self
+
+
+class FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: Id
+    name: Id
+    namespace: Id | None = None
+    arguments: str
+    status: Status | None = None
+
+
+class FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Content
+    status: Status | None = None
+
+
+class ListedTool(_Part):
+    name: str
+    input_schema: Any
+    description: str | None = None
+    annotations: Any = None
+
+
+class McpListTools(_Item):
+    type: Literal["mcp_list_tools"]
+    server_label: str
+    tools: list[ListedTool]
+    error: str | dict[str, Any] | None = None
+
+
+class McpCall(_Item):
+    type: Literal["mcp_call"]
+    server_label: str
+    name: Id
+    arguments: str
+    output: str | None = None
+    error: str | dict[str, Any] | None = None
+    approval_request_id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete", "calling", "failed"] | None = None
+
+
+class McpApprovalRequest(_Item):
+    type: Literal["mcp_approval_request"]
+    id: Id
+    server_label: str
+    name: Id
+    arguments: str
+
+
+class McpApprovalResponse(_Item):
+    type: Literal["mcp_approval_response"]
+    approval_request_id: str
+    approve: bool
+    reason: str | None = None
+
+
+class ItemReference(_Part):
+    type: Literal["item_reference"] = "item_reference"
+    id: Id
+
+
+InputItem = Annotated[
+    Annotated[Message, Tag("<message>")]
+    | Annotated[Reasoning, Tag("<reasoning>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[McpListTools, Tag("<mcp_list_tools>")]
+    | Annotated[McpCall, Tag("<mcp_call>")]
+    | Annotated[McpApprovalRequest, Tag("<mcp_approval_request>")]
+    | Annotated[McpApprovalResponse, Tag("<mcp_approval_response>")]
+    | Annotated[ItemReference, Tag("<item_reference>")]
+    | Annotated[ItemReference, Tag("<dict>")],
+    by_type(
+        "item_kind",
+        "an item of type message, reasoning, function_call, function_call_output, mcp_list_tools, mcp_call, "
+        "mcp_approval_request, mcp_approval_response or item_reference; others belong to tools that are not offered "
+        "here",
+    ),
+]
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "mcp_list_tools": "mcpl",
+    "mcp_call": "mcp",
+    "mcp_approval_response": "mcpa",
+}
+
+
+class Approval(NamedTuple):
+    """What a person said about an `mcp_approval_request`."""
+
+    request: dict[str, Any]
+    approve: bool
+    reason: str | None
+
+
+def input_items(given: str | Sequence[InputItem] | None, owner: str) -> Items:
+    """The items in full, as they are shown and kept. One that has no id gets one from the id of its `owner` and its
+    place; references are left for whoever knows the other items."""
+    items = [Message(role="user", content=given)] if isinstance(given, str) else given or ()
+    return [_in_full(item, f"{owner.rpartition('_')[2]}i{place}") for place, item in enumerate(items)]
+
+
+def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
+    whole = {"id": f"{_PREFIXES.get(item.type)}_{stem}"} | item.model_dump(exclude_none=True)
+    if isinstance(item, Message | FunctionCall | FunctionCallOutput):
+        whole.setdefault("status", "completed")
+    if isinstance(item, Message):
+        said = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
+        parts = [{"type": "", "text": item.content}] if isinstance(item.content, str) else whole["content"]
+        kept = ("refusal", said["type"])
+        whole["content"] = [part if part["type"] in kept else said | {"text": part["text"]} for part in parts]
+    return whole
+
+
+def approved_calls(history: Items, given: Items) -> list[Approval]:
+    """What the request's input, `given`, says about calls that wait for a person, in order. An answer whose call stands
+    in the same input, already made, is a repetition and left out.
+
+    Raises `InvalidRequest` for an answer to nothing, and for a second one.
+    """
+    asked = {item["id"]: item for item in history if item["type"] == "mcp_approval_request"}
+    answered = {item["approval_request_id"] for item in history if item.get("approval_request_id")}
+    made = {item.get("approval_request_id") for item in given if item["type"] == "mcp_call"}
+    found = []
+    for place, item in enumerate(given):
+        if item["type"] == "mcp_approval_request":
+            asked.setdefault(item["id"], item)  # what is kept here stands
+        if item["type"] != "mcp_approval_response":
+            continue
+        request, param = item["approval_request_id"], f"input[{place}].approval_request_id"
+        if request not in asked:
+            raise InvalidRequest(f"{param}: nothing before it asks for approval as {request!r}.", param=param)
+        if request in answered:
+            raise InvalidRequest(f"{param}: {request!r} was answered before.", param=param)
+        answered.add(request)
+        if request not in made:
+            found.append(Approval(asked[request], item["approve"], item.get("reason")))
+    return found

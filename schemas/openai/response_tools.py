@@ -1,0 +1,215 @@
+"""The tools of a Responses request: functions that the client runs, alone or in namespaces, MCP servers whose tools are
+run here, and what the model may or must call of all that. The tools of OpenAI's servers are passed over."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from ..errors import InvalidRequest
+from ..jobs import TOKEN_PATTERN
+from ..loops import LoopTool, Source
+from .chat import Body, Function, OpenBody
+from .items import by_type, type_tag
+
+LONGEST_NAME = 128  # characters, as for every function
+
+
+class _Direct(Body):
+    """Tools that the model calls itself, and knows from the start, though they might be searched for."""
+
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: bool | None = None
+
+
+class FunctionTool(Function, _Direct):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+
+
+class NamespaceTool(_Direct):
+    """Functions under a common name. `description` is accepted and not shown to the model: they describe themselves."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    tools: list[FunctionTool]
+
+
+class HostedTool(OpenBody):
+    """A tool that OpenAI's servers run: the model is not told of it."""
+
+    type: str
+
+
+_is_hosted = re.compile(
+    r"(web_search(_preview)?|file_search|code_interpreter|image_generation|tool_search|computer(_use)?(_preview)?)"
+    r"(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
+).fullmatch
+
+
+def hosted(tools: object) -> list[str]:
+    """The types of those among a request's tools, as they came, that the model is not told of."""
+    kinds = [str(tool.get("type")) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return [kind for kind in kinds if _is_hosted(kind)]
+
+
+def namespaced(tools: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The functions of a request's namespaces, by the names that the model knows: each with its namespace and its own
+    name. The model's name for it is its own, unless another function has that too."""
+    known = [*tools]
+    own = [tool["name"] for tool in known if tool["type"] == "function"]
+    inside = [(tool["name"], each["name"]) for tool in known if tool["type"] == "namespace" for each in tool["tools"]]
+    times = Counter([*own, *(name for _, name in inside)])
+    return {name if times[name] == 1 else f"{space}__{name}"[:LONGEST_NAME]: (space, name) for space, name in inside}
+
+
+class ToolNames(Body):
+    tool_names: list[str]
+
+
+class ApprovalFilter(Body):
+    """`always` and `never` name tools; of the rest none needs approval if `always` stands alone, and else all do."""
+
+    always: ToolNames | None = None
+    never: ToolNames | None = None
+
+
+def _as_filter(value: object) -> object:
+    return {"tool_names": value} if isinstance(value, list) else value
+
+
+class McpTool(_Direct):
+    """The tools of an MCP server: the one at `server_url`, or one that this installation knows as `server_label`.
+
+    `server_description` is accepted and not shown to the model: the tools describe themselves. `sealed` stands for
+    `headers` and `authorization` once they have been made unreadable.
+    """
+
+    type: Literal["mcp"]
+    server_label: Annotated[str, Field(pattern=TOKEN_PATTERN)]
+    # A name or password within would be kept and shown like the rest of it.
+    server_url: Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$")] | None = None
+    server_description: str | None = None
+    allowed_tools: Annotated[
+        ToolNames | None, BeforeValidator(_as_filter, json_schema_input_type=list[str] | ToolNames | None)
+    ] = None
+    require_approval: (
+        Annotated[
+            Annotated[Literal["always", "never"], Tag("<str>")] | Annotated[ApprovalFilter, Tag("<dict>")],
+            by_type("approval_type", "always, never, or an object of these two"),
+        ]
+        | None
+    ) = None
+    headers: Annotated[
+        dict[
+            Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")],
+            Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")],
+        ]
+        | None,
+        Field(repr=False),
+    ] = None
+    authorization: Annotated[str | None, Field(pattern=r"^[!-~]+$", repr=False)] = None
+    sealed: Annotated[str | None, Field(repr=False)] = None
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """The headers that the server is to get."""
+        token = {"Authorization": f"Bearer {self.authorization}"} if self.authorization else {}
+        return (self.headers or {}) | token
+
+    @property
+    def source(self) -> Source:
+        rule = self.require_approval
+        approval: Literal["always", "never"] | tuple[str, ...] = rule if isinstance(rule, str) else "always"
+        spared: tuple[str, ...] = ()
+        if isinstance(rule, ApprovalFilter):
+            always = tuple(rule.always.tool_names) if rule.always else ()
+            if rule.never is None:
+                approval = always if rule.always else "always"
+            else:
+                spared = tuple(name for name in rule.never.tool_names if name not in always)
+        return Source(
+            label=self.server_label,
+            url=self.server_url,
+            sealed=self.sealed,
+            allowed=None if self.allowed_tools is None else tuple(self.allowed_tools.tool_names),
+            approval=approval,
+            spared=spared,
+        )
+
+
+def _tool_tag(value: Any) -> str:
+    tag = type_tag(value)
+    return "<hosted>" if _is_hosted(tag[1:-1]) else tag
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[McpTool, Tag("<mcp>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(
+        _tool_tag,
+        custom_error_type="tool_kind",
+        custom_error_message="Input should be a tool of type function, namespace or mcp; others are not offered here",
+    ),
+]
+
+
+class ChosenFunction(Body):
+    type: Literal["function"]
+    name: str
+
+    def covers(self, tool: FunctionTool | LoopTool) -> bool:
+        return isinstance(tool, FunctionTool) and tool.name == self.name
+
+
+class ChosenMcp(Body):
+    """One tool, or any, of one server, or of any."""
+
+    type: Literal["mcp"]
+    server_label: str | None = None
+    name: str | None = None
+
+    def covers(self, tool: FunctionTool | LoopTool) -> bool:
+        return isinstance(tool, LoopTool) and self.server_label in (None, tool.label) and self.name in (None, tool.tool)
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[ChosenFunction, Tag("<function>")] | Annotated[ChosenMcp, Tag("<mcp>")],
+                by_type("tool_kind", "a tool of type function or mcp"),
+            ]
+        ],
+        Field(min_length=1),
+    ]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<str>")]
+    | Annotated[ChosenFunction, Tag("<function>")]
+    | Annotated[ChosenMcp, Tag("<mcp>")]
+    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    by_type("choice_kind", "none, auto, required, or an object of type function, mcp or allowed_tools"),
+]
+
+
+def chosen(
+    tools: Iterable[FunctionTool | LoopTool], choice: ChosenFunction | ChosenMcp
+) -> list[FunctionTool | LoopTool]:
+    """Those of the tools that a choice means. Raises `InvalidRequest` if there is none."""
+    if found := [tool for tool in tools if choice.covers(tool)]:
+        return found
+    named = choice.model_dump(exclude={"type"}, exclude_none=True)
+    fault = f"tool_choice: there is no tool with {', '.join(f'{key} {name!r}' for key, name in named.items())}."
+    raise InvalidRequest(fault, param="tool_choice")

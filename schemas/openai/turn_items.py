@@ -1,0 +1,192 @@
+"""From one turn's tokens to the items of OpenAI's Responses API that they mean: pure, and the same for every reader.
+
+Items come one after the other: whatever begins ends the one before, since clients take a delta for the newest item's.
+Text that arrives between the pieces of a call waits until the call has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from ..events import FinishReason, Token, TokenLogprob, ToolCallDelta
+from ..loops import Items, TurnId
+
+_WHOLE: tuple[FinishReason, ...] = ("stop", "stop_sequence", "tool_calls")
+_PREFIXES = {
+    "reasoning": "rs",
+    "message": "msg",
+    "function_call": "fc",
+    "mcp_call": "mcp",
+    "mcp_list_tools": "mcpl",
+    "mcp_approval_request": "mcpr",
+}
+
+
+class Change(NamedTuple):
+    """What happened to an item: it has "begun" (`item` is still empty), got "more" (`delta`, with the log-probabilities
+    of its tokens), or is "whole": the model adds nothing, and only an `mcp_call` may be in progress still."""
+
+    kind: Literal["begun", "more", "whole"]
+    item: dict[str, Any]
+    delta: str = ""
+    logprobs: tuple[dict[str, Any], ...] = ()
+
+
+def item_id(kind: str, turn: TurnId, number: int) -> str:
+    """The id of the item `number` of a turn; what was there before the first turn belongs to turn 0."""
+    place = f"{turn.turn:04}{turn.attempt:04}{number:04}"
+    return f"{_PREFIXES[kind]}_{turn.response.removeprefix('resp_')}{place}"
+
+
+class TurnItems:
+    """Fed with the tokens of the turn `job`, in order. `calls` is as in the event `Turn`; what it does not name is a
+    function of the client's, in a namespace perhaps (`namespaced`, as in `response_tools`). A call that a person must
+    approve becomes a question, and shows once it is whole."""
+
+    def __init__(
+        self,
+        job: str,
+        calls: Mapping[str, Mapping[str, Any]],
+        *,
+        namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        logprobs: bool = False,
+    ) -> None:
+        """Raises `ValueError` for a job that is no turn."""
+        turn = TurnId.of(job)
+        if turn is None:
+            raise ValueError(f"{job} is no turn of a response.")
+        self._turn = turn
+        self._calls = calls
+        self._namespaced = namespaced
+        self._logprobs = logprobs
+        self._closed: Items = []
+        self._call = -1  # index of the newest call
+        self._open: dict[str, Any] | None = None  # as it began
+        self._asks = False  # whether the open item is a call that a person must approve
+        self._texts: list[str] = []  # of the open item
+        self._heard: list[dict[str, Any]] = []  # log-probabilities of the open item
+        self._silent: tuple[TokenLogprob, ...] = ()  # of tokens whose text is still to come
+        self._waiting: list[tuple[str, str, tuple[dict[str, Any], ...]]] = []  # what came while a call was open
+
+    @property
+    def items(self) -> Items:
+        """All so far; the last may be in progress."""
+        if self._open is None or self._asks:
+            return list(self._closed)
+        return [*self._closed, self._whole(self._open, "in_progress")]
+
+    def feed(self, token: Token) -> list[Change]:
+        return list(self._read(token))
+
+    def finish(self, reason: FinishReason) -> list[Change]:
+        """The turn is over; what a reason cuts off stays incomplete."""
+        return list(self._close("completed" if reason in _WHOLE else "incomplete"))
+
+    def _read(self, token: Token) -> Iterator[Change]:
+        logprobs = self._logprobs_of(token)
+        yield from self._say("reasoning", token.reasoning)
+        yield from self._say("message", token.text, logprobs)
+        for call in token.tool_calls:
+            if call.index > self._call:
+                yield from self._close("completed")
+                self._call = call.index
+                yield from self._called(call)
+            yield from self._add(call.arguments)
+
+    def _logprobs_of(self, token: Token) -> tuple[dict[str, Any], ...]:
+        """Its own, and those of the tokens before that said nothing yet."""
+        found = self._silent + (token.logprobs or ()) if self._logprobs else ()
+        says = token.text or token.reasoning or token.tool_calls
+        self._silent = () if says else found
+        return tuple(map(logprob_json, found))
+
+    def _say(self, kind: str, text: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Change]:
+        if not text:
+            return
+        if self._open is not None and "arguments" in self._open:
+            self._waiting.append((kind, text, logprobs))
+            return
+        if self._open is None or self._open["type"] != kind:
+            yield from self._close("completed")
+            fields: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            yield from self._begin(kind, {**fields, "content": [], "status": "in_progress"})
+        yield from self._add(text, logprobs)
+
+    def _called(self, call: ToolCallDelta) -> Iterator[Change]:
+        known = call.name or ""
+        source = self._calls.get(known)
+        if source is None:
+            space, name = self._namespaced.get(known, (None, known))
+            named = {"call_id": call.id, "name": name, "arguments": "", "status": "in_progress"}
+            named |= {"namespace": space} if space else {}
+            yield from self._begin("function_call", named)
+        else:
+            named = {"server_label": source["label"], "name": source["tool"], "arguments": "", "status": "in_progress"}
+            unanswered = {"approval_request_id": None, "output": None, "error": None}
+            yield from self._begin("mcp_call", named | unanswered, asks=source["approval"])
+
+    def _begin(self, kind: str, fields: dict[str, Any], *, asks: bool = False) -> Iterator[Change]:
+        self._open = {"id": self._id(kind), "type": kind, **fields}
+        self._asks = asks
+        self._texts, self._heard = [], []
+        if not asks:
+            yield Change("begun", self._open)
+
+    def _add(self, text: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Change]:
+        if text and self._open is not None:
+            self._texts.append(text)
+            self._heard += logprobs
+            if not self._asks:
+                yield Change("more", self._open, text, logprobs)
+
+    def _close(self, status: str) -> Iterator[Change]:
+        while self._open is not None:
+            # What was said behind a call shows that the call was not cut off.
+            whole = self._whole(self._open, "completed" if self._waiting else status)
+            if self._asks and whole["type"] == "mcp_approval_request":
+                yield Change("begun", whole)
+            elif self._asks:
+                yield Change("begun", self._open)
+                if whole["arguments"]:
+                    yield Change("more", self._open, whole["arguments"])
+            self._open = None
+            self._closed.append(whole)
+            yield Change("whole", whole)
+            waiting, self._waiting = self._waiting, []
+            for kind, text, logprobs in waiting:
+                yield from self._say(kind, text, logprobs)
+
+    def _whole(self, item: dict[str, Any], status: str) -> dict[str, Any]:
+        """The open item with all of its text. Nobody is asked about half a call."""
+        text = "".join(self._texts)
+        match item["type"]:
+            case "reasoning":
+                return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
+            case "message":
+                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._heard)}
+                return item | {"content": [part], "status": status}
+            case "mcp_call" if self._asks and status == "completed":
+                kind = "mcp_approval_request"
+                named = {"server_label": item["server_label"], "name": item["name"]}
+                return {"id": self._id(kind), "type": kind, **named, "arguments": text}
+            case "mcp_call" if status == "completed":
+                return item | {"arguments": text}
+            case _:
+                return item | {"arguments": text, "status": status}
+
+    def _id(self, kind: str) -> str:
+        return item_id(kind, self._turn, len(self._closed))
+
+
+def logprob_json(entry: TokenLogprob) -> dict[str, Any]:
+    """As OpenAI has it in chats and responses alike."""
+    return {
+        "token": entry.token,
+        "logprob": entry.logprob,
+        "bytes": list(entry.bytes),
+        "top_logprobs": [
+            {"token": rival.token, "logprob": rival.logprob, "bytes": list(rival.bytes)} for rival in entry.top
+        ],
+    }

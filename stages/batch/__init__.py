@@ -1,0 +1,1 @@
+"""The batch stage: lanes, the picture of the workers, and who gets what."""

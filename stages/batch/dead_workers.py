@@ -1,0 +1,76 @@
+"""Takes back the batches of workers that have died, so that others go on with them.
+
+A worker whose card has run out is dead. Its consumer is shared from then on: what it had not begun comes at once, what
+it had in hand when its leases run out. Should it live after all, it is fenced off by the epochs of its successors.
+Of a worker on this host the operating system says at once that it has died, and nobody waits for its leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from ...schemas.errors import Transient
+from ...schemas.registry import WorkerCard
+from ...streams.port import Consumer
+from ...streams.topology import CONSUMER_IDLE, INFER, LEASES
+from ..contract import Intake, Pipe
+
+log = structlog.get_logger(__name__)
+
+POLL = 0.1  # seconds between two looks at the processes of this host
+
+
+class Guard:
+    def __init__(self, pipe: Pipe, intake: Intake) -> None:
+        self._pipe = pipe
+        self._intake = intake
+        self._held: dict[str, Consumer] = {}  # by dead worker
+        self._outages = pipe.broker.outages
+        self._trusted = 0.0  # loop time from which a card that is missing tells something; set by _look
+
+    async def run(self) -> None:
+        while True:
+            await self._pause()
+            try:
+                await self._look()
+            except Transient as error:
+                log.warning("cannot look after dead workers", reason=str(error))
+
+    async def _pause(self) -> None:
+        """Return after a heartbeat, or as soon as one more worker is known to have died."""
+        registry, clock = self._pipe.registry, asyncio.get_running_loop().time
+        until = clock() + self._pipe.settings.heartbeat_interval
+        known = {card.incarnation for card in registry.ended.values()}
+        while clock() < until and not {card.incarnation for card in registry.ended.values()} - known:
+            await asyncio.sleep(min(POLL, self._pipe.settings.heartbeat_interval))
+            registry.drop_ended()
+
+    async def _look(self) -> None:
+        now, outages = asyncio.get_running_loop().time(), self._pipe.broker.outages
+        if outages != self._outages:
+            # Nobody could say that he lives: all get as long as a card does.
+            self._outages, self._trusted = outages, now + self._pipe.settings.worker_ttl
+        held = await self._pipe.broker.held(INFER)
+        if not self._pipe.broker.connected:
+            return
+        ended = dict(self._pipe.registry.ended)
+        living = {card.id for card in self._pipe.registry.workers}
+        left = {subject.rpartition(".")[2] for subject in held.by_subject} - living
+        gone = left if now >= self._trusted else left & ended.keys()
+        for worker in gone - self._held.keys():
+            log.warning("a worker is gone; its batches go to others", worker=worker)
+            name, subject = f"infer-{worker}", self._pipe.subjects.infer(worker)
+            if worker in ended and await self._is_ours(ended[worker]):
+                await self._pipe.broker.forget(INFER, name)  # and its leases with it
+            self._held[worker] = await self._intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
+        for worker in self._held.keys() - left:
+            await self._held.pop(worker).close()
+            if worker not in living:
+                await self._pipe.broker.forget(INFER, f"infer-{worker}")
+
+    async def _is_ours(self, card: WorkerCard) -> bool:
+        """Whether no other copy ends this worker's leases: to do so once more would end that copy's."""
+        bucket = await self._pipe.broker.bucket(LEASES)
+        return await bucket.create(f"ended.{card.incarnation}", b"") is not None

@@ -1,0 +1,106 @@
+"""The jobs that wait for one model, in the order in which they will go: high before normal before low. In each lane
+tenants take turns, and a tenant's own jobs go first in, first out. A lane whose first job has waited long counts as the
+next higher one, so that none waits for ever.
+
+Knows no broker and no clock of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from ...schemas.jobs import ValidatedJob
+from ...streams.topology import PRIORITIES
+
+MOST_TENANTS = 10_000  # whose turns are remembered
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A job and the promise to its delivery. `sequence` is its place in its lane."""
+
+    job: ValidatedJob
+    sequence: int
+    epoch: int = 0  # the newest that a worker may have given it
+    sent: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    number: int = 0  # of the message to its worker; set by the batch stage
+    told: int | None = None  # the position that its client heard last; set by the batch stage
+
+    @property
+    def rank(self) -> int:
+        return PRIORITIES.index(self.job.priority)
+
+    def __lt__(self, other: Waiting) -> bool:
+        return self.sequence < other.sequence
+
+
+class Lanes:
+    """`ageing` is how many seconds of waiting are worth a priority; None: no waiting is."""
+
+    def __init__(self, ageing: float | None) -> None:
+        self._ageing = ageing
+        self._lanes: tuple[dict[str, list[Waiting]], ...] = tuple({} for _ in PRIORITIES)  # heaps, by tenant
+        self._turn = 0
+        self._turns: dict[str, int] = {}  # the newest of each tenant; set by pop
+
+    def push(self, place: Waiting) -> None:
+        heapq.heappush(self._lanes[place.rank].setdefault(place.job.tenant, []), place)
+
+    def remove(self, place: Waiting) -> None:
+        """Forget a job, if it is still there."""
+        line = self._lanes[place.rank].get(place.job.tenant, [])
+        if place in line:
+            line.remove(place)
+            heapq.heapify(line)
+
+    def pop(self, place: Waiting) -> None:
+        """Take away the first job of its tenant, whose turn this was."""
+        tenant = place.job.tenant
+        assert heapq.heappop(self._lanes[place.rank][tenant]) is place
+        self._turn += 1
+        self._turns.pop(tenant, None)
+        self._turns[tenant] = self._turn
+        if len(self._turns) > MOST_TENANTS:
+            del self._turns[next(iter(self._turns))]  # who had none for the longest goes first anyway
+
+    def heads(self, now: float, passed_over: Collection[str] = ()) -> list[Waiting]:
+        """The first job of each lane, whose turn it is first; those that have been settled are forgotten.
+
+        None of the tenants in `passed_over` has a turn.
+        """
+        found: list[tuple[int, int, Waiting]] = []
+        for rank, lane in enumerate(self._lanes):
+            firsts = [line[0] for line in self._lines(lane) if line[0].job.tenant not in passed_over]
+            if firsts:
+                urgency = min(self._urgency(place, now) for place in firsts)
+                found.append((urgency, rank, min(firsts, key=self._place)))
+        return [place for _, _, place in sorted(found, key=lambda each: each[:2])]
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All jobs, in order of priority and place: what positions are counted by."""
+        for lane in self._lanes:
+            places = [(number, place) for line in self._lines(lane) for number, place in enumerate(sorted(line))]
+            yield from (place for number, place in sorted(places, key=lambda each: (each[0], self._place(each[1]))))
+
+    def __bool__(self) -> bool:
+        return any(line for lane in self._lanes for line in lane.values())
+
+    def _lines(self, lane: dict[str, list[Waiting]]) -> list[list[Waiting]]:
+        """Those of the tenants of whom something waits."""
+        for tenant, line in list(lane.items()):
+            while line and line[0].sent.done():
+                heapq.heappop(line)
+            if not line:
+                del lane[tenant]
+        return list(lane.values())
+
+    def _place(self, place: Waiting) -> tuple[bool, int, int]:
+        """What ran already goes first, then whose turn was the longest ago."""
+        ran = place.sequence < 0
+        return not ran, 0 if ran else self._turns.get(place.job.tenant, 0), place.sequence
+
+    def _urgency(self, place: Waiting, now: float) -> int:
+        return place.rank - int(max(0.0, now - place.job.created) / self._ageing) if self._ageing else place.rank

@@ -1,0 +1,294 @@
+"""batch: takes jobs high before normal before low, first in first out inside each, and gives them to workers together.
+
+A job waits here until a worker of its model has room; its delivery stays open meanwhile, so a copy that dies loses
+nothing. Of each lane only the first few are in hand: the queue itself is the lane's stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
+
+import structlog
+
+from ...schemas import codec
+from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
+from ...schemas.events import Queued
+from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
+from ...schemas.registry import WorkerCard
+from ...streams.port import SCHEMA, Delivery, Message
+from ...streams.topology import PRIORITIES
+from .. import endings
+from ..contract import Intake, JobStage, Pipe
+from .dead_workers import Guard
+from .lanes import MOST_TENANTS, Lanes, Waiting
+from .scheduling import STRATEGIES, Strategy, most_tokens
+from .workers import Seats, Workers
+
+log = structlog.get_logger(__name__)
+
+TICK = 1.0  # seconds between two words to clients about their positions, and looks at workers that said nothing
+LATELY = 60.0  # seconds for which room is kept for a tenant that has come
+FIRST = -(1 << 60)  # added to the places of jobs that were running already: they stand before those that wait
+
+
+class Batch(JobStage):
+    """Validated jobs in, `InferenceBatch`es out to `infer.<worker>`.
+
+    Jobs that arrive within `batch_window` of the first go together, at most `max_batch_size` to a batch.
+    """
+
+    name = "batch"
+    is_brief = False
+    outwaits_elections = True
+    concurrency = 512  # of each lane
+
+    def __init__(self, pipe: Pipe, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        """`pause` waits for the end of a batching window, in seconds."""
+        super().__init__(pipe)
+        self._pause = pause
+        self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
+        self._lanes: dict[str, Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))  # by model
+        self._tenants: OrderedDict[str, float] = OrderedDict()  # when each came last, that of the newest last
+        self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
+        self._changed = asyncio.Event()  # a job has come, or room
+        self._leaving = False  # set by leave
+
+    async def run(self, intake: Intake) -> None:
+        subjects = self.pipe.subjects
+
+        def hear(message: Message) -> None:
+            self._workers.hear(message)
+            self._changed.set()
+
+        await self.pipe.broker.listen(subjects.room_all(), hear)
+        for priority in PRIORITIES:
+            await intake.consume(f"BATCH_{priority.upper()}", f"batch-{priority}", subjects.batch_all(priority))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Guard(self.pipe, intake).run())
+            group.create_task(self._tick())
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                await self._pause(self.pipe.settings.batch_window)
+                for model, lanes in list(self._lanes.items()):  # more may come meanwhile
+                    while found := self._gather(model, lanes):
+                        await self._send(*found)
+
+    async def leave(self) -> None:
+        """What waits is another copy's from now on."""
+        self._leaving = True
+        for place in [place for lanes in self._lanes.values() for place in lanes if not place.sent.done()]:
+            place.sent.set_exception(_leaving())
+
+    async def handle(self, delivery: Delivery) -> None:
+        message = delivery.message
+        if codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
+            await self._take_back(delivery)
+            return
+        job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
+        if not await self.is_over(job):
+            await self._wait(Waiting(job, message.sequence))
+
+    async def process(self, job: ValidatedJob) -> ValidatedJob:
+        return job
+
+    async def _take_back(self, delivery: Delivery) -> None:
+        """Give the jobs of a dead worker to others, one by one, unless they had come to an end."""
+        batch = codec.decode_model(InferenceBatch, delivery.message.data, codec.BATCH)
+        epochs = batch.epochs or (0,) * len(batch.jobs)
+        place = FIRST + delivery.message.sequence
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job, epoch in zip(batch.jobs, epochs, strict=True):
+                    group.create_task(self._go_on(Waiting(job, place, epoch + delivery.attempt)))
+        except* Transient as errors:
+            raise Transient(str(errors.exceptions[0]), delay=0.1) from None
+
+    async def _go_on(self, place: Waiting) -> None:
+        job = place.job
+        try:
+            if not (await self.pipe.transcript(job.tenant, job.id)).finished and not await self.is_over(job):
+                await self._wait(place)
+        except Refusal as refusal:
+            event = endings.ending(job.id, refusal)
+            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
+
+    async def _wait(self, place: Waiting) -> None:
+        """Return when the job has been sent to a worker, or its client has cancelled and was told so."""
+        job, sent = place.job, place.sent
+        if self._leaving:
+            raise _leaving()
+        self._check_size(job, self._workers.living(job.model))
+        self._tenants[job.tenant] = self.pipe.now()
+        self._tenants.move_to_end(job.tenant)
+        if len(self._tenants) > MOST_TENANTS:
+            self._tenants.popitem(last=False)
+        lanes = self._lanes[job.model]
+        lanes.push(place)
+        self._changed.set()
+        timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), _expire, sent)
+        try:
+            with self.pipe.cancellations.calling(
+                job.tenant, job.id, lambda: None if sent.done() else sent.set_result(False)
+            ):
+                if not await sent:
+                    await self.is_over(job)
+        finally:
+            timer.cancel()
+            lanes.remove(place)  # where it ended here: cancelled, expired or drained
+
+    def _gather(self, model: str, lanes: Lanes) -> tuple[WorkerCard, Seats, list[Waiting]] | None:
+        """The next batch and its worker: jobs from the head of the line, while they fit there."""
+        living = self._workers.living(model)
+        crowding: set[str] = set()  # tenants that have their share of every worker with room
+        is_blocked = False
+        heads = deque(lanes.heads(self.pipe.now()))
+        while heads:
+            head = heads.popleft()
+            try:
+                self._check_size(head.job, living)  # those that had more room may have gone
+            except Overloaded as refusal:
+                head.sent.set_exception(refusal)
+                continue
+            if is_blocked and head.job.priority != "high":  # for whom alone there may be room where others have none
+                continue
+            roomy = [(card, seats) for card, seats in living if self._has_room(head, card, seats)]
+            fitting = {card.id: (card, seats) for card, seats in roomy if self._may_have(head, card, seats)}
+            if roomy and not fitting:
+                crowding.add(head.job.tenant)
+                heads = deque(lanes.heads(self.pipe.now(), crowding))
+                continue
+            candidates = [self._workers.candidate(card, seats) for card, seats in fitting.values()]
+            chosen = self._strategy.pick(candidates, most_tokens(head.job)) if candidates else None
+            if chosen is not None:
+                card, seats = fitting[chosen.worker]
+                return card, seats, self._take(lanes, head, card, seats)
+            is_blocked = True
+        return None
+
+    def _check_size(self, job: ValidatedJob, living: Sequence[tuple[WorkerCard, Seats]]) -> None:
+        """Raises `Overloaded` for a job that fits into no living worker's cache, however long it waits."""
+        sizes = [seats.room.total_tokens for _, seats in living]
+        tokens = self._strategy.needs(job)
+        if sizes and all(0 < size < tokens for size in sizes):
+            raise Overloaded(
+                f"No worker can hold the request: it may need {tokens} tokens, and the largest KV cache holds "
+                f"{max(sizes)}. Ask for fewer tokens or choices.",
+                code="no_worker_fits",
+            )
+
+    def _take(self, lanes: Lanes, head: Waiting, card: WorkerCard, seats: Seats) -> list[Waiting]:
+        """`head` and those behind it, as many as the worker and the batch can hold."""
+        now = asyncio.get_running_loop().time()
+        taken: list[Waiting] = []
+        place: Waiting | None = head
+        while place is not None:
+            lanes.pop(place)
+            place.number = seats.send(card.seats_of(place.job), now, place.job.tenant)
+            taken.append(place)
+            place = next(iter(lanes.heads(self.pipe.now())), None)
+            full = len(taken) == self.pipe.settings.max_batch_size
+            if place is not None and (full or not self._fits(place, card, seats)):
+                place = None
+        return taken
+
+    def _fits(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        return self._has_room(place, card, seats) and self._may_have(place, card, seats)
+
+    def _has_room(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        return self._workers.room(seats, place.job) >= card.seats_of(place.job)
+
+    def _may_have(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        """Whether the job's tenant stays within its share of a worker, or nobody else has come lately."""
+        job, now = place.job, self.pipe.now()
+        newest = islice(reversed(self._tenants.items()), 2)
+        if not any(tenant != job.tenant and now - came < LATELY for tenant, came in newest):
+            return True
+        return seats.taken_by(job.tenant) + card.seats_of(job) <= most_together(card.capacity)
+
+    async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
+        """Publish the jobs of a batch and settle their deliveries, for good or bad."""
+        id, oldest = uuid.uuid4().hex, seats.oldest
+        await asyncio.gather(*(self._send_one(id, worker, seats, place, oldest) for place in chosen))
+
+    async def _send_one(self, id: str, worker: WorkerCard, seats: Seats, place: Waiting, oldest: int) -> None:
+        batch = InferenceBatch(
+            id=id,
+            worker=worker.id,
+            jobs=(place.job,),
+            incarnation=worker.incarnation,
+            epochs=(place.epoch,),
+            sender=self._workers.copy,
+            number=place.number,
+            oldest=oldest,
+        )
+        name = f"{place.job.tenant}.{place.job.id}.{id}"
+        try:
+            stored = await self.pipe.broker.publish(
+                self.pipe.subjects.infer(worker.id), codec.encode(batch), message_id=name, headers={SCHEMA: codec.BATCH}
+            )
+        except Exception as error:
+            seats.lose(place.number)
+            if not place.sent.done():
+                place.sent.set_exception(error)
+            return
+        if (sent := seats.in_flight.get(place.number)) is not None:  # else the worker was faster
+            sent.sequence = stored.sequence
+        if not place.sent.done():
+            place.sent.set_result(True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._changed.set()
+            try:
+                await self._choose_strategy()
+                await self._account()
+                for lanes in list(self._lanes.values()):
+                    await self._tell(lanes)
+            except Transient as error:
+                log.warning("positions are not told", reason=str(error))
+
+    async def _account(self) -> None:
+        """Say what is in flight, and free the seats of what went astray."""
+        self._workers.check_integrity()
+        in_flight = self._workers.in_flight
+        await self.pipe.broker.notify(
+            self.pipe.subjects.in_flight(in_flight.sender), in_flight.model_dump_json().encode()
+        )
+        await self._workers.heal(self.lease, self._stored_for)
+
+    async def _stored_for(self, worker: str) -> set[int]:
+        stored = await self.pipe.broker.replay("INFER", self.pipe.subjects.infer(worker))
+        return {message.sequence for message in stored}
+
+    async def _choose_strategy(self) -> None:
+        """What `penstock scheduling` said last, else what the settings say."""
+        entry = await (await self.pipe.broker.bucket("state")).get("scheduling")
+        wanted = STRATEGIES.get(entry.value.decode() if entry else self.pipe.settings.scheduling)
+        if wanted is not None and not isinstance(self._strategy, wanted):
+            self._strategy = wanted()
+            log.info("workers are picked by another strategy", strategy=wanted.__name__)
+
+    async def _tell(self, lanes: Iterable[Waiting]) -> None:
+        """Tell clients their positions, those far behind less often: each when it is a tenth nearer."""
+        waiting = [place for place in lanes if not place.sent.done()]
+        for position, place in enumerate(waiting, 1):
+            job = place.job
+            if place.told is None or position < 0.9 * place.told:
+                place.told = position
+                event = Queued(job.id, position)
+                await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place=f"queued.{position}")
+
+
+def _leaving() -> Transient:
+    return Transient("this copy of the batch stage is leaving", delay=0.1)
+
+
+def _expire(sent: asyncio.Future[bool]) -> None:
+    if not sent.done():
+        sent.set_exception(DeadlineExceeded("No worker had room for the request before its deadline."))

@@ -1,0 +1,149 @@
+"""The batch stage's picture of the workers: who lives, and how many more requests each takes from this copy.
+
+A worker says how much room it has and which messages have arrived; what a copy has sent and the worker has not told of
+is on its way. So no copy sends more than there is room for, however late a message comes; and since messages are told
+apart by number, one that comes twice, late or to somebody else neither gives room away nor takes it for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import structlog
+from pydantic import ValidationError
+
+from ...schemas.jobs import ValidatedJob
+from ...schemas.registry import InFlight, Room, WorkerCard
+from ...streams.port import Message
+from ...streams.stores.registry import Registry
+from .scheduling import Candidate
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Sent:
+    """A message that a worker's process has not told of yet. `sequence` is its place in INFER, once it is stored."""
+
+    seats: int
+    tenant: str = ""
+    sequence: int = 0
+    since: float = 0.0  # loop time
+    is_missed: bool = False  # it is in INFER no more; set by Workers.heal
+
+
+class Seats:
+    """What one worker's process has room for, and which of it is taken by messages on their way there.
+
+    Conservation: `sent` = `arrived` + `lost` + those in flight, counted in messages.
+    """
+
+    def __init__(self, room: Room, numbers: Iterator[int] | None = None) -> None:
+        """`numbers` are those of the sender: of no two messages the same, whatever became of the worker between."""
+        self.room = room  # set by hear
+        self.in_flight: dict[int, Sent] = {}  # by number
+        self.sent = self.arrived = self.lost = 0  # messages
+        self._numbers = numbers or count(1)
+        self._newest = 0
+
+    def send(self, seats: int, now: float, tenant: str = "") -> int:
+        """Take seats for a message; returns its number."""
+        self._newest = next(self._numbers)
+        self.sent += 1
+        self.in_flight[self._newest] = Sent(seats, tenant, since=now)
+        return self._newest
+
+    def lose(self, number: int) -> None:
+        """A message will never arrive: its seats are free again."""
+        if self.in_flight.pop(number, None) is not None:
+            self.lost += 1
+
+    def hear(self, room: Room, sender: str) -> None:
+        self.room = room
+        for number in self.in_flight.keys() & set(room.received.get(sender, ())):
+            del self.in_flight[number]
+            self.arrived += 1
+
+    @property
+    def oldest(self) -> int:
+        """The first number that the worker's word is waited for."""
+        return min(self.in_flight, default=self._newest + 1)
+
+    @property
+    def on_the_way(self) -> int:
+        return sum(one.seats for one in self.in_flight.values())
+
+    def taken_by(self, tenant: str) -> int:
+        """The seats of a tenant, those on their way among them."""
+        on_the_way = sum(one.seats for one in self.in_flight.values() if one.tenant == tenant)
+        return self.room.tenants.get(tenant, 0) + on_the_way
+
+    def check_integrity(self) -> None:
+        assert self.sent == self.arrived + self.lost + len(self.in_flight), "messages to a worker are not conserved"
+        assert all(one.seats > 0 for one in self.in_flight.values()), "a message in flight has no seats"
+
+
+class Workers:
+    """`copy` names this copy of the batch stage in what workers count."""
+
+    def __init__(self, registry: Registry, copy: str) -> None:
+        self.copy = copy
+        self._registry = registry
+        self._seats: dict[str, Seats] = {}
+        self._numbers = count(1)
+
+    def hear(self, message: Message) -> None:
+        try:
+            room = Room.model_validate_json(message.data)
+        except ValidationError:
+            log.warning("a worker's message cannot be read", subject=message.subject)
+            return
+        seats = self._seats.get(room.worker)
+        if seats is None or seats.room.incarnation != room.incarnation:
+            seats = self._seats[room.worker] = Seats(room, self._numbers)
+        seats.hear(room, self.copy)
+
+    def living(self, model: str) -> list[tuple[WorkerCard, Seats]]:
+        """Those that serve `model`, beat, and have told their room."""
+        cards = self._registry.workers_for(model)
+        for name in self._seats.keys() - {card.id for card in self._registry.workers}:
+            del self._seats[name]
+        pairs = [(card, self._seats.get(card.id)) for card in cards]
+        return [(card, seats) for card, seats in pairs if seats and seats.room.incarnation == card.incarnation]
+
+    def room(self, seats: Seats, job: ValidatedJob) -> int:
+        """Seats for jobs of this priority that are still free there."""
+        free = seats.room.free_high if job.priority == "high" else seats.room.free
+        return free - seats.on_the_way
+
+    def candidate(self, card: WorkerCard, seats: Seats) -> Candidate:
+        return Candidate(card.id, seats.room.active + seats.on_the_way, seats.room.free_tokens)
+
+    @property
+    def in_flight(self) -> InFlight:
+        return InFlight(sender=self.copy, seats={name: seats.on_the_way for name, seats in self._seats.items()})
+
+    async def heal(self, patience: float, stored: Callable[[str], Awaitable[set[int]]]) -> None:
+        """Free the seats of messages that were sent more than `patience` seconds ago and will never arrive.
+
+        `stored` gives the sequences that INFER holds for a worker. What is not there any more was settled, by the
+        worker or by whoever took its work back; unless the worker has told of it by the next time, it never will.
+        """
+        now = asyncio.get_running_loop().time()
+        for name, seats in list(self._seats.items()):
+            stays = [(number, one) for number, one in seats.in_flight.items() if now - one.since > patience]
+            overdue = [(number, one) for number, one in stays if one.sequence]
+            there = await stored(name) if overdue else set()
+            for number, one in overdue:
+                if one.is_missed:
+                    log.warning("a message to a worker went elsewhere; its seats are free again", worker=name)
+                    seats.lose(number)
+                one.is_missed = one.sequence not in there
+
+    def check_integrity(self) -> None:
+        """The laws of conservation; raises `AssertionError`."""
+        for seats in self._seats.values():
+            seats.check_integrity()

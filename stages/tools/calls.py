@@ -1,0 +1,258 @@
+"""The side effects of a response: listing what may be called, and calling it, each call once.
+
+A call is claimed in the response's log before it is made, and its result is kept there. Where it breaks off in between,
+with its process or in an outage, nobody can know whether it took effect: it is made again only if its tool says that
+this is harmless, and else the model is told. A copy that lives gives back what it does not make any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from math import inf
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import structlog
+
+from ...schemas.errors import InvalidRequest, ToolFailed, Transient
+from ...schemas.events import Event
+from ...schemas.events import Item as Shown
+from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
+from ...streams.stores.responses import FREE, Claim, Place, ResponseLog
+from ..contract import Pipe
+from ..endings import Address
+
+log = structlog.get_logger(__name__)
+
+LOOK = 0.2  # seconds between two looks for the result of a call that another copy makes
+LEAVING = 1.0  # seconds that whoever breaks off a call waits until others know
+UNKNOWN = ToolResult(
+    "The call was interrupted. It is not known whether it took effect; check before you call again.", True
+)
+LONGEST = 8192  # characters of a result for a model whose context is not known
+TOO_MANY = ToolResult("No more tools may be called in this response; answer with what is known.", True)
+
+LONGEST_NAME = 64  # characters, of a tool that a model is told of
+
+Item = dict[str, Any]
+Made = TypeVar("Made")
+
+
+class Toolbox(Protocol):
+    """What can be called, as the stage tools sees it."""
+
+    def check(self, source: Source) -> None:
+        """Raises `InvalidRequest` for a source that is unknown or not allowed."""
+
+    async def tools(self, source: Source) -> list[LoopTool]:
+        """All that may be called there. Raises `ToolFailed`."""
+
+    async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
+        """Never raises: what goes wrong is told to the model."""
+
+
+def list_item(label: str, id: str) -> Item:
+    """The item that shows a source's tools, before they are known."""
+    return {"id": id, "type": "mcp_list_tools", "server_label": label, "tools": [], "error": None}
+
+
+async def listed(toolbox: Toolbox, source: Source, item: Item) -> tuple[Item, list[LoopTool]]:
+    """A source's tools, and the item that shows them."""
+    try:
+        tools = await toolbox.tools(source)
+    except ToolFailed as error:
+        return {**item, "error": str(error)}, []
+    shown = [
+        {
+            "name": tool.tool,
+            "description": tool.description,
+            "input_schema": tool.parameters,
+            "annotations": {"idempotentHint": tool.repeatable},
+        }
+        for tool in tools
+    ]
+    return {**item, "tools": shown}, tools
+
+
+@contextlib.contextmanager
+def unlisted_told(items: Items) -> Iterator[None]:
+    """Where a choice names what no server has, say also which of them could not be asked."""
+    try:
+        yield
+    except InvalidRequest as refusal:
+        faults = [item["error"] for item in items if item["type"] == "mcp_list_tools" and item["error"]]
+        if refusal.param != "tool_choice" or not faults:
+            raise
+        raise InvalidRequest(" ".join([str(refusal), *faults]), code=refusal.code, param=refusal.param) from None
+
+
+def for_model(tools: Sequence[LoopTool], taken: Sequence[str]) -> tuple[LoopTool, ...]:
+    """The tools under names that are each one's own, also beside the functions called `taken`."""
+    times = Counter([*taken, *(tool.name for tool in tools)])
+
+    def named(tool: LoopTool) -> LoopTool:
+        if times[tool.name] == 1:
+            return tool
+        return tool.model_copy(update={"name": f"{tool.label}__{tool.name}"[:LONGEST_NAME]})
+
+    return tuple(map(named, tools))
+
+
+@contextlib.asynccontextmanager
+async def at_once(works: Iterable[Coroutine[Any, Any, Made]]) -> AsyncIterator[list[asyncio.Task[Made]]]:
+    """Do all at a time; to leave ends what still runs. A fault is raised as it is, and not in a group."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def tell(pipe: Pipe, response: Address, event: Event, place: str) -> None:
+    await pipe.emit(event, tenant=response.tenant, bridge=response.bridge, place=place)
+
+
+async def show(pipe: Pipe, job: LoopJob, index: int, items: Items, *, finished: bool = True) -> None:
+    """Tell of items; the first is the response's event number `index`."""
+    for place, item in enumerate(items, index):
+        await tell(pipe, address(job), Shown(job.id, place, item, finished), str(place))
+
+
+def address(job: LoopJob) -> Address:
+    return Address(job.id, job.tenant, job.bridge)
+
+
+def count(items: Items) -> int:
+    """How many calls are among them."""
+    return sum(item["type"] == "mcp_call" for item in items)
+
+
+class Calls:
+    """Makes the calls of one copy of the stage, which is called `owner` in its card."""
+
+    def __init__(self, pipe: Pipe, toolbox: Toolbox, log: ResponseLog, owner: str) -> None:
+        self._pipe = pipe
+        self._toolbox = toolbox
+        self._log = log
+        self._owner = owner
+        self._turns: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # while anybody is at the place
+        self._leaving: set[asyncio.Task[None]] = set()  # calls whose claims are being given back
+
+    async def make_all(self, begun: Begun, turn: int, items: Items, index: int, *, made: int = 0) -> Items:
+        """The items of a turn with the calls that wait among them made, all at a time, and told in their order."""
+        job = begun.job
+        most = job.body.get("max_tool_calls") or inf
+        card = self._pipe.registry.models.get(job.body["model"])
+        longest = card.context_length // 2 if card else LONGEST
+        waiting = [place for place, item in enumerate(items) if waits(item)]
+        sealed = await self._log.sealed(job.tenant, job.id) if waiting else {}
+        items = list(items)
+        works = (
+            self._call(begun, Place(job.tenant, job.id, turn, place), items[place], sealed, made + number < most)
+            for number, place in enumerate(waiting)
+        )
+        async with at_once(works) as calls:
+            for number, (place, call) in enumerate(zip(waiting, calls, strict=True)):
+                result = _cut(await call, longest)
+                said = {"output": None, "error": _error(result.text)} if result.is_error else {"output": result.text}
+                items[place] = {**items[place], **said, "status": "failed" if result.is_error else "completed"}
+                await show(self._pipe, job, index + number, [items[place]])
+        return items
+
+    async def _call(
+        self, begun: Begun, place: Place, item: Item, sealed: dict[str, str], is_allowed: bool
+    ) -> ToolResult:
+        if not is_allowed:
+            return TOO_MANY
+        label, name = item["server_label"], item["name"]
+        source = next((source for source in begun.sources if source.label == label), None)
+        tool = next((tool for tool in begun.tools if (tool.label, tool.tool) == (label, name)), None)
+        if source is None or tool is None:
+            return ToolResult(f"There is no tool {name} of {label} any more.", True)
+        source = source.model_copy(update={"sealed": sealed.get(label)})
+        return await self._make(place, source, tool, item["arguments"])
+
+    async def _make(self, place: Place, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
+        """What the call at this place comes to, made now, or before by whoever claimed it."""
+        claim: Claim | None = None
+        result: ToolResult | None = None
+        try:
+            # A delivery whose lease ran out comes again, perhaps while the call is still being made.
+            async with self._lock(place):
+                claim = await self._claim(place, tool.repeatable)
+                if claim.result is not None:
+                    return claim.result
+                result = None if tool.repeatable else UNKNOWN  # should it break off
+                result = await self._toolbox.call(source, tool, arguments)
+                return await patiently(partial(self._log.settle, place, claim, result))
+        except BaseException:
+            if claim is None or claim.result is None:
+                leaving = asyncio.create_task(self._leave(place, claim, result))
+                self._leaving.add(leaving)
+                leaving.add_done_callback(self._leaving.discard)
+                await asyncio.wait([leaving], timeout=LEAVING)
+            raise
+
+    async def _leave(self, place: Place, claim: Claim | None, result: ToolResult | None) -> None:
+        """Let others go on with a call that is made here no more, as soon as the broker is back. Without `claim` it is
+        not known whether the call was claimed."""
+        async with self._lock(place):
+            if claim is None:
+                claim = await patiently(partial(self._log.claim, place, self._owner))
+            if claim.owner == self._owner and claim.result is None:
+                await patiently(partial(self._log.leave, place, claim, result))
+
+    async def _claim(self, place: Place, repeatable: bool) -> Claim:
+        """A claim of our own, or one with its result. What a copy that is gone has claimed is ours if repeatable."""
+        while True:
+            claim = await patiently(partial(self._log.claim, place, self._owner))
+            if claim.is_new or claim.result is not None:
+                return claim
+            if self._lives(claim.owner):
+                await asyncio.sleep(LOOK)
+            elif not repeatable and claim.owner != FREE:
+                return claim._replace(result=await patiently(partial(self._log.settle, place, claim, UNKNOWN)))
+            elif (ours := await patiently(partial(self._log.take_over, place, claim, self._owner))) is not None:
+                return ours
+
+    def _lock(self, place: Place) -> asyncio.Lock:
+        return self._turns.setdefault(place, asyncio.Lock())
+
+    def _lives(self, owner: str) -> bool:
+        """Whether another copy is still there, as far as one can see, and so perhaps at its call."""
+        cards = self._pipe.registry.stages
+        return owner != self._owner and any((card.stage, card.id) == ("tools", owner) for card in cards)
+
+
+async def patiently(ask: Callable[[], Awaitable[Made]]) -> Made:
+    """Ask the broker, however long it is away: what was done must not be forgotten."""
+    while True:
+        try:
+            return await ask()
+        except Transient as error:
+            log.warning("the broker is away; a call waits to be noted", reason=str(error))
+            await asyncio.sleep(LOOK)
+
+
+def waits(item: Item) -> bool:
+    """Whether it is a call that is still to be made."""
+    return (item["type"], item.get("status")) == ("mcp_call", "in_progress")
+
+
+def _cut(result: ToolResult, most: int) -> ToolResult:
+    """No more than `most` characters: with half as many as its context has tokens, a model can still go on."""
+    text = result.text
+    if len(text) <= most:
+        return result
+    told = f"[The result was cut here: these are the first {most} of {len(text)} characters; ask for less at a time.]"
+    return result._replace(text=f"{text[:most]}\n{told}")
+
+
+def _error(text: str) -> Item:
+    return {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": text}]}

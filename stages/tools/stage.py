@@ -1,0 +1,348 @@
+"""tools: takes turns with a model. It begins a response, runs the tools that a turn has called for, and asks the
+pipeline for the next turn, until the model is done.
+
+Where a response stands is in its log alone; a message only says that it may go on. So any copy can, and a repetition
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, astuple, replace
+from math import inf
+from typing import Any, Literal
+
+from ...schemas import codec
+from ...schemas.codec import DecodeError
+from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Refusal, Transient
+from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, FinishReason, Turn, Usage
+from ...schemas.jobs import Job
+from ...schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
+from ...schemas.openai.item_messages import chat_messages
+from ...schemas.openai.items import Approval, approved_calls
+from ...schemas.openai.responses import ResponsesRequest, parse_responses
+from ...schemas.openai.turn_items import TurnItems, item_id
+from ...streams.port import DEADLINE, SCHEMA, Delivery
+from ...streams.stores.conversations import Conversations
+from ...streams.stores.responses import ResponseLog, Stored
+from ...streams.topology import EVENTS, TOOLS
+from ..contract import Intake, Pipe, Stage
+from ..endings import Address
+from .answer import answer_of
+from .calls import (
+    Calls,
+    Toolbox,
+    address,
+    at_once,
+    count,
+    for_model,
+    list_item,
+    listed,
+    show,
+    tell,
+    unlisted_told,
+    waits,
+)
+from .history import History
+
+MAX_TURNS = 10
+CUT = ("length", "content_filter")  # reasons
+REFUSED = (400, 404, 413, 429, 503)  # how the first turn may be refused
+LONGEST_PAUSE = 30.0  # seconds before a turn for which there was no room is asked for again
+
+Status = Literal["completed", "failed", "incomplete", "cancelled"]
+
+
+class Tools(Stage):
+    """Responses to begin and turns that have ended in, turns to run out."""
+
+    name = "tools"
+    concurrency = 256
+
+    def __init__(self, pipe: Pipe, toolbox: Toolbox) -> None:
+        super().__init__(pipe)
+        self._toolbox = toolbox
+        self._log: ResponseLog  # set by run, like these
+        self._conversations: Conversations
+        self._history: History
+        self._calls: Calls
+
+    async def run(self, intake: Intake) -> None:
+        self._log = await ResponseLog.of(self.pipe.broker)
+        self._conversations = await Conversations.of(self.pipe.broker)
+        self._history = History(self._log, self._conversations, self.pipe.settings.responses_ttl, self.pipe.now)
+        self._calls = Calls(self.pipe, self._toolbox, self._log, self.copy)
+        await intake.consume_lanes(TOOLS, self.name, self.pipe.subjects.tools_of)
+
+    async def handle(self, delivery: Delivery) -> None:
+        message = delivery.message
+        job: LoopJob | None
+        schema = message.headers.get(SCHEMA)
+        if codec.is_schema(schema, codec.LOOP_JOB):
+            job = codec.decode_model(LoopJob, message.data, schema)
+            response, work = address(job), self._begin(job)
+        elif codec.is_schema(schema, codec.STEP):
+            step, job = codec.decode_model(Step, message.data, schema), None
+            response, work = Address(step.id, step.tenant, step.bridge), self._step(step)
+        else:
+            raise DecodeError(f"the stage tools does not read {schema}")
+        try:
+            await self._cancellable(response, work, job)
+        except (Refusal, Transient):
+            raise
+        except Exception:
+            stored = await self._log.read(response.tenant, response.request)
+            if stored is not None and delivery.attempt >= self.pipe.settings.max_attempts:
+                fault = GenerationFailed("The response failed in the stage tools and was given up.")
+                await self._end(stored, "failed", ErrorBody.of(fault))
+            raise
+
+    async def _cancellable(self, response: Address, work: Coroutine[Any, Any, None], job: LoopJob | None) -> None:
+        """Do the work; a response that is cancelled before or meanwhile ends so, and is kept with what `job` asked."""
+        task = asyncio.create_task(work)
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            task.cancel()
+
+        try:
+            with self.pipe.cancellations.calling(response.tenant, response.request, stop):
+                await task
+        except asyncio.CancelledError:
+            if not stopped:  # it is we who must leave
+                raise
+            stored = await self._log.read(response.tenant, response.request)
+            if stored is None and job is not None and not await self._log.is_over(job.tenant, job.id):
+                begun = await self._asked(job, parse_responses(job.body))
+                stored = Stored(await self._history.keep(begun))
+            if stored is not None:
+                await self._end(stored, "cancelled")
+
+    async def _begin(self, job: LoopJob) -> None:
+        stored = await self._log.read(job.tenant, job.id)
+        if stored is None:
+            if await self._log.is_over(job.tenant, job.id):
+                return
+            try:
+                async with asyncio.timeout(job.deadline - self.pipe.now()):
+                    begun = await self._prepare(job)
+            except BaseException as error:
+                await self._log.drop_sealed(job.tenant, job.id)
+                if isinstance(error, TimeoutError):
+                    raise DeadlineExceeded("The deadline passed while the tools were listed.") from None
+                raise
+            stored = Stored(await self._history.keep(begun))
+        if not stored.turns:
+            await self._advance(stored, self._go_on(stored))
+
+    async def _step(self, step: Step) -> None:
+        turn, stored = TurnId.of(step.turn), await self._log.read(step.tenant, step.id)
+        if turn is None or stored is None or turn.turn < len(stored.turns):
+            return  # the response is forgotten, or further on
+        if turn.turn > len(stored.turns) + 1 and stored.ended is None:
+            raise BrokerUnavailable(f"{step.turn} has ended, and turn {len(stored.turns) + 1} cannot be read yet")
+        if turn.turn > len(stored.turns) and stored.ended is None:
+            await self._advance(stored, self._take(stored, turn))
+        else:
+            await self._advance(stored, self._go_on(stored))
+
+    async def _advance(self, stored: Stored, work: Coroutine[Any, Any, None]) -> None:
+        """What goes wrong with a response that has begun is its end."""
+        if stored.is_unwanted and stored.ended is None:
+            work.close()
+            await self._end(stored, "cancelled")
+            return
+        try:
+            async with asyncio.timeout(stored.begun.job.deadline - self.pipe.now()):
+                await work
+        except TimeoutError:
+            await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed between two turns.")))
+        except Refusal as refusal:
+            await self._end(stored, "failed", ErrorBody.of(refusal))
+
+    async def _prepare(self, job: LoopJob) -> Begun:
+        """Check a response's request, list its tools and make the calls that a person has approved.
+
+        Raises `InvalidRequest` and `StreamNotFound`.
+        """
+        request = parse_responses(job.body)
+        sources = request.sources(job.tenant)
+        for source in sources:
+            self._toolbox.check(source)
+        begun = await self._asked(job, request)
+        history = await self._history.items(job, begun)
+        answers = approved_calls(history, begun.input)
+        chat_messages([*history, *begun.input], request.instructions, before=len(history))  # it may refuse
+        await tell(self.pipe, address(job), Accepted(job.id, request.model, int(job.created), 0), "accepted")
+
+        ids = [item_id("mcp_list_tools", TurnId(job.id, 0), number) for number in range(len(sources))]
+        empty = [list_item(source.label, id) for source, id in zip(sources, ids, strict=True)]
+        await show(self.pipe, job, 0, empty, finished=False)
+        items: Items = []
+        found: list[LoopTool] = []
+        works = (listed(self._toolbox, source, item) for source, item in zip(sources, empty, strict=True))
+        async with at_once(works) as listings:
+            for listing in listings:
+                item, tools = await listing
+                await show(self.pipe, job, len(sources) + len(items), [item])
+                items.append(item)
+                found += tools
+        sealed = {source.label: source.sealed for source in sources if source.sealed}
+        if sealed:
+            await self._log.keep_sealed(job.tenant, job.id, sealed)
+        known = {
+            "sources": tuple(source.model_copy(update={"sealed": None}) for source in sources),
+            "tools": for_model(found, [tool.name for tool in request.function_tools]),
+            "items": items,
+            "index": 2 * len(items),
+        }
+        return await self._with_approved(begun.model_copy(update=known), answers)
+
+    async def _asked(self, job: LoopJob, request: ResponsesRequest) -> Begun:
+        """The beginning as far as the request says it. Raises `InvalidRequest` and `StreamNotFound`."""
+        origin, input = await self._history.origin(job, request), await self._history.input(job, request)
+        return Begun(**dict(origin), job=_unsealed(job), sources=(), tools=(), input=input, items=[], index=0)
+
+    async def _with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
+        """The beginning with the calls made that a person has approved."""
+        calls = [
+            {
+                "id": item_id("mcp_call", TurnId(begun.job.id, 0), len(begun.items) + number),
+                "type": "mcp_call",
+                "server_label": asked["server_label"],
+                "name": asked["name"],
+                "arguments": asked["arguments"],
+                "approval_request_id": asked["id"],
+                "status": "in_progress",
+                "output": None,
+                "error": None,
+            }
+            for number, (asked, approved, _) in enumerate(answers)
+            if approved
+        ]
+        await show(self.pipe, begun.job, begun.index, calls, finished=False)
+        items = await self._calls.make_all(begun, 0, [*begun.items, *calls], begun.index + len(calls))
+        return begun.model_copy(update={"items": items, "index": begun.index + 2 * len(calls)})
+
+    async def _go_on(self, stored: Stored) -> None:
+        """Ask for the next turn, or end the response."""
+        request = parse_responses(stored.begun.job.body)
+        last = stored.turns[-1] if stored.turns else None
+        kinds = {item["type"] for item in last.items} if last else set()
+        if stored.ended is not None:
+            await self._tell_end(stored)
+        elif last is not None and last.reason == "deadline":
+            await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed in a turn.")))
+        elif last is not None and (last.reason in CUT or _spent(stored) >= (request.max_output_tokens or inf)):
+            await self._end(stored, "incomplete")
+        elif last is not None and ("mcp_call" not in kinds or kinds & {"function_call", "mcp_approval_request"}):
+            await self._end(stored, "completed")
+        else:
+            with unlisted_told(stored.begun.items):
+                await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1))
+
+    async def _ask(self, stored: Stored, turn: TurnId) -> None:
+        """Send the next turn's request into the pipeline, unless it was sent long ago."""
+        begun, job, id = stored.begun, stored.begun.job, str(turn)
+        request = parse_responses(job.body)
+        is_last = turn.turn >= (request.max_turns or MAX_TURNS)
+        history = await self._history.items(job, begun)
+        items = [*history, *begun.input, *stored.output]
+        named = request.namespaced
+        body = request.chat_body(
+            chat_messages(items, request.instructions, tools=begun.tools, namespaced=named, before=len(history)),
+            begun.tools,
+            first=turn.turn == 1 and not count(begun.items),
+            spent=_spent(stored),
+            tools_allowed=not is_last and count(stored.output) < (request.max_tool_calls or inf),
+        )
+        if await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
+            return
+        index = stored.index + turn.attempt
+        await tell(self.pipe, address(job), Turn(job.id, index, id, begun.callable), str(index))
+        asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
+        subject, headers = self.pipe.subjects.jobs(job.priority, job.tenant), {DEADLINE: f"{job.deadline:.3f}"}
+        await self.pipe.store(subject, codec.encode(asked), f"{job.tenant}.{id}", codec.JOB, headers)
+
+    async def _take(self, stored: Stored, turn: TurnId) -> None:
+        """Go on from a turn that has ended."""
+        begun, job = stored.begun, stored.begun.job
+        tokens, final = await answer_of(self.pipe, job.tenant, str(turn))
+        match final:
+            case Failed(error=error) if error.status in (429, 503) and (turn.turn > 1 or count(begun.items)):
+                # The response has its place, and its turns wait for theirs.
+                await asyncio.sleep(min(error.retry_after or 1.0, LONGEST_PAUSE))
+                await self._ask(stored, turn._replace(attempt=turn.attempt + 1))
+            case Failed(error=error) | Expired(error=error):
+                await self._end(stored, "failed", error)
+            case Cancelled():
+                await self._end(stored, "cancelled")
+            case Done(finish_reasons=(reason, *_), usage=usage):
+                asked = parse_responses(job.body)
+                named, logprobs = asked.namespaced, asked.wants_logprobs
+                fold = TurnItems(str(turn), begun.callable, namespaced=named, logprobs=logprobs)
+                for token in tokens:
+                    fold.feed(token)
+                fold.finish(reason)
+                index = stored.index + turn.attempt + 1
+                items = await self._calls.make_all(begun, turn.turn, fold.items, index, made=count(stored.output))
+                turned = Turned(
+                    turn=turn.turn,
+                    items=items,
+                    reason=reason,
+                    usage=asdict(usage),
+                    index=index + sum(map(waits, fold.items)),
+                )
+                turned = await self._log.write(job.tenant, job.id, turned)
+                await self._go_on(replace(stored, turns=(*stored.turns, turned)))
+            case _:
+                raise GenerationFailed("The broker has lost a turn's answer.")
+
+    async def _end(self, stored: Stored, status: Status, error: ErrorBody | None = None) -> None:
+        """The response ends here: it is kept, its items go to its conversation, and whoever listens is told."""
+        job = stored.begun.job
+        stored = await self._log.read(job.tenant, job.id) or stored
+        if stored.ended is None:
+            ended = Ended(status=status, at=self.pipe.now(), error=asdict(error) if error else None)
+            conversation = parse_responses(job.body).conversation
+            if conversation is not None and status in ("completed", "incomplete"):
+                items = [*stored.begun.input, *stored.output]
+                await self._conversations.add(job.tenant, conversation, job.id, items)
+            stored = replace(stored, ended=await self._log.write(job.tenant, job.id, ended))
+        await self._tell_end(stored)
+
+    async def _tell_end(self, stored: Stored) -> None:
+        job, ended = stored.begun.job, stored.ended
+        assert ended is not None
+        usages = [Usage(**turn.usage) for turn in stored.turns]
+        usage = Usage(*map(sum, zip(*map(astuple, usages), strict=True))) if usages else Usage(0, 0, 0)
+        error = ErrorBody(**ended.error) if ended.error else None
+        final: Event
+        if error is not None:
+            final = Expired(job.id, error) if error.status == 408 else Failed(job.id, error)
+        elif ended.status == "cancelled":
+            final = Cancelled(job.id, usage)
+        else:
+            is_filtered = bool(stored.turns) and stored.turns[-1].reason == "content_filter"
+            cut: FinishReason = "content_filter" if is_filtered else "length"
+            final = Done(job.id, (cut if ended.status == "incomplete" else "stop",), usage, ended.at)
+        await tell(self.pipe, address(job), final, "end")
+        await self._log.drop_sealed(job.tenant, job.id)
+        # Its client heard a refusal, and never that it began.
+        never_said = error is not None and error.status in REFUSED and not stored.output and not stored.turns
+        if job.body.get("store") is False or never_said:
+            await self._log.delete(job.tenant, stored)
+
+
+def _spent(stored: Stored) -> int:
+    """Output tokens so far."""
+    return sum(turn.usage["completion_tokens"] for turn in stored.turns)
+
+
+def _unsealed(job: LoopJob) -> LoopJob:
+    """A job without what was sealed in its request."""
+    tools = [{name: value for name, value in tool.items() if name != "sealed"} for tool in job.body.get("tools") or ()]
+    return job.model_copy(update={"body": {**job.body, "tools": tools}}) if tools else job

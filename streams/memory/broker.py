@@ -1,0 +1,262 @@
+"""The broker in one process's memory: for embedding, trials and tests. Same guarantees as JetStream, but for a crash.
+
+All who are to meet share one `MemoryBroker`. Time is the event loop's, so a test can drive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ...schemas.errors import BrokerUnavailable, StartupError, StreamFull
+from ..port import (
+    MESSAGE_ID,
+    BucketSpec,
+    ConsumerSpec,
+    Entry,
+    Headers,
+    Held,
+    Message,
+    Published,
+    StreamSpec,
+    Subscription,
+)
+from ..sizes import check_size, message_size
+from .consumer import Group, MemoryConsumer
+from .stream import MemoryStream
+from .wildcards import matcher, overlap
+
+
+class MemoryBroker:
+    """See `port.Broker`; `max_payload` in bytes. Made inside a running event loop, which it belongs to."""
+
+    def __init__(self, *, max_payload: int = 8 << 20) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._max_payload = max_payload
+        self._streams: dict[str, MemoryStream] = {}  # by name in upper case, as JetStream's are
+        self._groups: dict[tuple[str, str], Group] = {}  # by stream and consumer name
+        self._consumers: list[MemoryConsumer] = []
+        self._buckets: dict[str, MemoryBucket] = {}
+        self._listeners: list[_Listener] = []
+        self._refusers: list[_Refuser] = []
+        self._closed = False
+
+    @property
+    def max_payload(self) -> int:
+        return self._max_payload
+
+    @property
+    def connected(self) -> bool:
+        return not self._closed
+
+    @property
+    def outages(self) -> int:
+        return 0
+
+    async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        for spec in streams:
+            if (stream := self._streams.get(spec.name.upper())) is not None:
+                stream.check(spec)
+            else:
+                self._streams[spec.name.upper()] = MemoryStream(spec, self._loop.time)
+        for bucket in buckets:
+            self._buckets.setdefault(bucket.name, MemoryBucket(bucket, self._loop.time, self._max_payload))
+
+    async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        await self.ensure(streams, buckets)
+        for spec in streams:
+            self._streams[spec.name.upper()].configure(spec)
+        for bucket in buckets:
+            self._buckets[bucket.name].spec = bucket
+
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
+        whole = {**(headers or {}), MESSAGE_ID: message_id}
+        check_size(data, whole, self._max_payload)
+        if self._closed:
+            raise BrokerUnavailable("the broker is closed")
+        self._tell(Message(subject, data, whole))  # as NATS does: also where the stream refuses it
+        for name, stream in self._streams.items():
+            if stream.accepts(subject):
+                published = stream.store(subject, data, whole, expect)
+                for (of_stream, _), group in self._groups.items():
+                    if of_stream == name:
+                        group.dispatch()
+                # A publisher in a loop must not keep everybody else from running.
+                await asyncio.sleep(0)
+                return published
+        raise BrokerUnavailable(self._refuse(Message(subject, data, whole)) or f"nobody stores {subject}")
+
+    async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> MemoryConsumer:
+        name = spec.stream.upper()
+        if (stream := self._streams.get(name)) is None:
+            raise StartupError(f"consumer {spec.name} of stream {spec.stream}: stream not found")
+        if stream.spec.retention == "work_queue":
+            self._refuse_second_claim(name, spec)
+        group = self._groups.setdefault((name, spec.name), Group(stream, spec, self._loop))
+        consumer = group.join(spec, prefetch)
+        self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
+        return consumer
+
+    async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
+        return self._find(stream).on_subject(subject, after)
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        return self._find(stream).last_on(subject)
+
+    async def held(self, stream: str) -> Held:
+        return self._find(stream).held()
+
+    async def delete(self, stream: str, sequence: int) -> bool:
+        found = self._find(stream)
+        is_there = found.get(sequence) is not None
+        found.remove(sequence)
+        return is_there
+
+    async def forget(self, stream: str, consumer: str) -> None:
+        self._groups.pop((stream.upper(), consumer), None)
+
+    async def notify(self, subject: str, data: bytes) -> None:
+        message = Message(subject, data, {})
+        self._tell(message)
+        self._refuse(message)
+
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
+        listener = _Listener(self._listeners, subject, callback)
+        self._listeners.append(listener)
+        return listener
+
+    async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> Subscription:
+        refuser = _Refuser(self._refusers, matcher(subject), group, why)
+        self._refusers.append(refuser)
+        return refuser
+
+    async def bucket(self, name: str) -> MemoryBucket:
+        if (found := self._buckets.get(name)) is None:
+            raise BrokerUnavailable(f"there is no bucket {name}")
+        return found
+
+    async def close(self) -> None:
+        for consumer in self._consumers:
+            await consumer.close()
+        self._listeners.clear()
+        self._closed = True
+
+    def _find(self, stream: str) -> MemoryStream:
+        if (found := self._streams.get(stream.upper())) is None:
+            raise BrokerUnavailable(f"there is no stream {stream}")
+        return found
+
+    def _tell(self, message: Message) -> None:
+        for listener in self._listeners:
+            if listener.pattern.fullmatch(message.subject):
+                # Later, as from a network: a callback's error is not the publisher's.
+                self._loop.call_soon(listener.hear, message)
+
+    def _refuse(self, message: Message) -> str:
+        one_each = {refuser.group: refuser for refuser in self._refusers if refuser.pattern.fullmatch(message.subject)}
+        return " ".join(filter(None, [refuser.why(message) for refuser in one_each.values()]))
+
+    def _refuse_second_claim(self, stream: str, spec: ConsumerSpec) -> None:
+        for (of_stream, name), group in self._groups.items():
+            if of_stream == stream and name != spec.name and overlap(group.spec.subject, spec.subject):
+                raise StartupError(
+                    f"consumer {spec.name} of stream {stream}: {name} takes some of {spec.subject} already"
+                )
+
+
+class _Listener:
+    """Implements `Subscription`."""
+
+    def __init__(self, listeners: list[_Listener], subject: str, callback: Callable[[Message], None]) -> None:
+        self.pattern = matcher(subject)
+        self._listeners = listeners
+        self._callback = callback
+        self._closed = False
+
+    def hear(self, message: Message) -> None:
+        if not self._closed:
+            self._callback(message)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._listeners.remove(self)
+
+
+class _Refuser(NamedTuple):
+    """Implements `Subscription`."""
+
+    refusers: list[_Refuser]
+    pattern: re.Pattern[str]
+    group: str
+    why: Callable[[Message], str | None]
+
+    async def close(self) -> None:
+        self.refusers.remove(self)
+
+
+class _Kept(NamedTuple):
+    entry: Entry
+    written: float
+    size: int
+
+
+class MemoryBucket:
+    """Implements `Bucket`."""
+
+    def __init__(self, spec: BucketSpec, clock: Callable[[], float], max_payload: int) -> None:
+        self.spec = spec  # set by MemoryBroker.reconfigure
+        self._clock = clock
+        self._max_payload = max_payload
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the longest unwritten first
+        self._revision = 0
+        self._bytes = 0
+
+    async def get(self, key: str) -> Entry | None:
+        self._expire()
+        kept = self._kept.get(key)
+        return kept.entry if kept else None
+
+    async def entries(self, prefix: str = "") -> list[Entry]:
+        self._expire()
+        return [kept.entry for key, kept in self._kept.items() if key.startswith(prefix)]
+
+    async def put(self, key: str, value: bytes) -> int:
+        check_size(value, {}, self._max_payload)
+        self._expire()
+        size = len(key) + message_size(value, {})
+        most = self.spec.max_bytes
+        # As JetStream does: who replaces a value may make a full bucket a little fuller.
+        if most and self.spec.discard == "new" and key not in self._kept and self._bytes + size > most:
+            raise StreamFull(f"{key}: maximum bytes exceeded", storage=True)
+        await self.delete(key)
+        self._revision += 1
+        self._kept[key] = _Kept(Entry(key, value, self._revision), self._clock(), size)
+        self._bytes += size
+        while most and self.spec.discard == "old" and self._bytes > most:
+            await self.delete(next(iter(self._kept)))
+        return self._revision
+
+    async def create(self, key: str, value: bytes) -> int | None:
+        return await self.update(key, value, 0)
+
+    async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        self._expire()
+        kept = self._kept.get(key)
+        if (kept.entry.revision if kept else 0) != revision:
+            return None
+        return await self.put(key, value)
+
+    async def delete(self, key: str) -> None:
+        if (kept := self._kept.pop(key, None)) is not None:
+            self._bytes -= kept.size
+
+    def _expire(self) -> None:
+        now, ttl = self._clock(), self.spec.ttl
+        while ttl and self._kept and now - next(iter(self._kept.values())).written >= ttl:
+            self._bytes -= self._kept.popitem(last=False)[1].size

@@ -1,0 +1,149 @@
+"""A stream in memory: messages by sequence within the limits of its spec, and the ids that say what is a duplicate.
+
+Age is checked when the stream is looked at: nothing can tell the difference. Knows no consumers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...schemas.errors import StartupError, StreamFull, Superseded
+from ..port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec
+from ..sizes import message_size
+from .wildcards import matcher
+
+
+class _Stored(NamedTuple):
+    message: Message
+    at: float
+    size: int
+
+
+class _Seen(NamedTuple):
+    sequence: int
+    at: float
+
+
+class MemoryStream:
+    """`clock` gives seconds. Nothing here waits, so nobody sees a stream half changed."""
+
+    def __init__(self, spec: StreamSpec, clock: Callable[[], float]) -> None:
+        self.last = 0  # the newest sequence ever given; `store` counts it up
+        self._clock = clock
+        # Ordered dictionaries, since a plain one takes ever longer to find the first of its keys as those before go.
+        self._messages: OrderedDict[int, _Stored] = OrderedDict()  # by sequence, oldest first
+        self._ids: OrderedDict[str, _Seen] = OrderedDict()  # by message id, oldest first
+        self._of_subject: defaultdict[str, OrderedDict[int, None]] = defaultdict(OrderedDict)  # sequences
+        self._bytes = 0
+        self._adopt(spec)
+
+    def check(self, spec: StreamSpec) -> None:
+        """Raises `StartupError` where no change makes a stream of this spec of it."""
+        for fixed in ("retention", "storage"):
+            present, wanted = getattr(self.spec, fixed), getattr(spec, fixed)
+            if present != wanted:
+                raise StartupError(f"stream {spec.name} exists with {fixed} {present!r} where {wanted!r} is needed")
+
+    def configure(self, spec: StreamSpec) -> None:
+        """Take on a changed spec, which `check` has passed."""
+        self._adopt(spec)
+
+    @property
+    def first(self) -> int:
+        """The oldest sequence held; what `last` will be next, if there is none."""
+        self._expire()
+        return next(iter(self._messages), self.last + 1)
+
+    def accepts(self, subject: str) -> bool:
+        return any(pattern.fullmatch(subject) for pattern in self._patterns)
+
+    def store(self, subject: str, data: bytes, headers: Headers, expect: int | None = None) -> Published:
+        """Raises `StreamFull` and `Superseded`. The message id is among the headers."""
+        self._expire()
+        message_id = headers[MESSAGE_ID]
+        if (seen := self._ids.get(message_id)) is not None:
+            return Published(seen.sequence, True)
+        if expect is not None and expect != (newest := next(reversed(self._of_subject.get(subject, {})), 0)):
+            raise Superseded(f"{subject}: the last sequence is {newest}, not {expect}")
+        size = len(subject) + message_size(data, headers)
+        if self.spec.discard == "new":
+            self._check_limits(subject, size)
+        self.last += 1
+        now = self._clock()
+        self._messages[self.last] = _Stored(Message(subject, data, headers, self.last), now, size)
+        self._of_subject[subject][self.last] = None
+        self._ids[message_id] = _Seen(self.last, now)
+        self._bytes += size
+        self._drop_oldest(subject)
+        return Published(self.last, False)
+
+    def get(self, sequence: int) -> Message | None:
+        self._expire()
+        stored = self._messages.get(sequence)
+        return stored.message if stored else None
+
+    def on_subject(self, subject: str, after: int) -> list[Message]:
+        self._expire()
+        if "*" in subject or ">" in subject:
+            pattern = matcher(subject)
+            sequences = [s for s, stored in self._messages.items() if pattern.fullmatch(stored.message.subject)]
+        else:
+            sequences = list(self._of_subject.get(subject, ()))
+        return [self._messages[sequence].message for sequence in sequences if sequence > after]
+
+    def last_on(self, subject: str) -> Message | None:
+        self._expire()
+        sequence = next(reversed(self._of_subject.get(subject, {})), None)
+        return None if sequence is None else self._messages[sequence].message
+
+    def held(self) -> Held:
+        self._expire()
+        counts = {subject: len(sequences) for subject, sequences in self._of_subject.items() if sequences}
+        return Held(counts, self.last)
+
+    def remove(self, sequence: int) -> None:
+        """Forget a message, if it is still there."""
+        stored = self._messages.pop(sequence, None)
+        if stored is None:
+            return
+        self._bytes -= stored.size
+        subject = stored.message.subject
+        del self._of_subject[subject][sequence]
+        if not self._of_subject[subject]:
+            del self._of_subject[subject]
+
+    def _adopt(self, spec: StreamSpec) -> None:
+        self.spec = spec
+        self._patterns = [matcher(subject) for subject in spec.subjects]
+
+    def _check_limits(self, subject: str, size: int) -> None:
+        spec = self.spec
+        if spec.max_messages and len(self._messages) >= spec.max_messages:
+            raise StreamFull(f"{spec.name}: maximum messages exceeded")
+        if spec.max_bytes and self._bytes + size > spec.max_bytes:
+            raise StreamFull(f"{spec.name}: maximum bytes exceeded")
+        if spec.max_messages_per_subject and len(self._of_subject.get(subject, ())) >= spec.max_messages_per_subject:
+            raise StreamFull(f"{spec.name}: maximum messages per subject exceeded", per_subject=True)
+
+    def _drop_oldest(self, subject: str) -> None:
+        spec = self.spec
+        if spec.discard == "new":
+            return
+        sequences = self._of_subject[subject]
+        while spec.max_messages_per_subject and len(sequences) > spec.max_messages_per_subject:
+            self.remove(next(iter(sequences)))
+        while (spec.max_messages and len(self._messages) > spec.max_messages) or (
+            spec.max_bytes and self._bytes > spec.max_bytes
+        ):
+            self.remove(next(iter(self._messages)))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._ids and now - next(iter(self._ids.values())).at >= self.spec.dedup_window:
+            self._ids.popitem(last=False)
+        if not self.spec.max_age:
+            return
+        while self._messages and now - next(iter(self._messages.values())).at >= self.spec.max_age:
+            self.remove(next(iter(self._messages)))

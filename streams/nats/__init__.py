@@ -1,0 +1,1 @@
+"""The broker over NATS JetStream, and the servers that Penstock starts itself."""

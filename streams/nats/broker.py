@@ -1,0 +1,317 @@
+"""`Broker` over NATS JetStream: `link` is the connection, `pull` consumes, `direct` reads, `buckets` keeps keys."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import orjson
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from ...schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
+from ..port import MESSAGE_ID, Bucket, BucketSpec, ConsumerSpec, Headers, Held, Message, Published, StreamSpec
+from ..sizes import check_size
+from .buckets import JetStreamBucket
+from .direct import held_subjects, last_message, stored_messages
+from .link import Link
+from .management import (
+    BUCKET,
+    CONSUMER_MISSING,
+    EXPECTED_SEQUENCE,
+    KEY_VALUE,
+    LIMIT_REACHED,
+    MESSAGE_MISSING,
+    STREAM_EXISTS,
+    STREAM_FULL,
+    STREAM_MISSING,
+    TOO_LARGE,
+    WRONG_REVISION,
+    ApiError,
+    Json,
+    allowed,
+    ask,
+    bucket_config,
+    call,
+    stream_config,
+)
+from .pull import PullConsumer
+
+log = logging.getLogger(__name__)
+
+PUBLISHED = "io.nats.jetstream.api.v1.pub_ack_response"  # a type of the server's answers
+
+
+class JetStreamBroker:
+    """See `port.Broker`. `timeout` bounds, in seconds, how long any call waits for the server.
+
+    `replicas` is the number of servers that hold each stream. Streams in memory that a restarted server has lost are
+    made again, empty, as soon as it is back.
+    """
+
+    def __init__(self, link: Link, *, namespace: str, replicas: int = 1) -> None:
+        self.replicas = replicas  # of what is made from now on; set by deployment.agree
+        self._link = link
+        self._namespace = namespace
+        self._configs: dict[str, Json] = {}  # what `ensure` was asked for, by stream name
+        self._consumers: list[PullConsumer] = []
+        link.on_recover(self._restore)
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        namespace: str,
+        timeout: float = 5.0,  # noqa: ASYNC109  (of every later call)
+        name: str = "penstock",
+        replicas: int = 1,
+    ) -> JetStreamBroker:
+        """Connect to the server at `url`, or to one of several with commas between; later losses repair themselves.
+
+        Raises `BrokerAway` if none answers, or if it runs without JetStream, and `StartupError` if it refuses us.
+        """
+        link = await Link.connect(url, name=name, timeout=timeout)
+        try:
+            await call(link, "INFO")
+        except BrokerUnavailable as error:
+            await link.close()
+            raise BrokerAway(
+                f"the NATS server at {link.address} offers no JetStream: {error}; start it with -js"
+            ) from error
+        return cls(link, namespace=namespace, replicas=replicas)
+
+    @property
+    def max_payload(self) -> int:
+        return self._link.max_payload
+
+    @property
+    def connected(self) -> bool:
+        return self._link.connected
+
+    @property
+    def outages(self) -> int:
+        return self._link.outages
+
+    async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        for config in self.configs(streams, buckets):
+            await self._ensure(config)
+            self._configs[config["name"]] = config
+
+    async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        pairs = [(config, await self.present(config["name"])) for config in self.configs(streams, buckets)]
+
+        def growth(pair: tuple[Json, Json | None]) -> int:
+            wanted, present = (max(0, config["max_bytes"]) if config else 0 for config in pair)
+            return wanted - present
+
+        # What shrinks goes first: the server reserves what all together may hold.
+        for config, present in sorted(pairs, key=growth):
+            if present is None:
+                await self._ensure(config)
+            else:
+                _check_fixed(config, present)
+                try:
+                    # What an operator has added, such as a placement, stays.
+                    await call(self._link, f"STREAM.UPDATE.{config['name']}", present | config)
+                except ApiError as error:
+                    raise _refused(config, error) from error
+            self._configs[config["name"]] = config
+
+    def configs(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> list[Json]:
+        """What the server is asked for, in its own words."""
+        return [
+            *(stream_config(self._stream(spec.name), spec, self.replicas) for spec in streams),
+            *(bucket_config(self._bucket(spec.name), spec, self.replicas) for spec in buckets),
+        ]
+
+    def server_name(self, name: str) -> str:
+        """The stream that the server has for a stream (`JOBS`) or a bucket (`workers`)."""
+        return f"{BUCKET}{self._bucket(name)}" if name == name.lower() else self._stream(name)
+
+    async def consumers(self, stream: str) -> list[Json]:
+        """What the server says of each consumer."""
+        found: list[Json] = []
+        while True:
+            answer = await call(self._link, f"CONSUMER.LIST.{self._stream(stream)}", {"offset": len(found)})
+            found += answer["consumers"] or []
+            if not answer["consumers"] or len(found) >= answer["total"]:
+                return found
+
+    async def unsettled(self, stream: str) -> int:
+        """Messages that somebody has still to take or to acknowledge; 0 where there is no such stream."""
+        with allowed(STREAM_MISSING):
+            info = await call(self._link, f"STREAM.INFO.{self._stream(stream)}")
+            if info["config"]["retention"] == "workqueue":
+                return int(info["state"]["messages"])
+            return sum(each["num_pending"] + each["num_ack_pending"] for each in await self.consumers(stream))
+        return 0
+
+    async def set_aside(self, stream: str) -> bool:
+        """Take a stream's subjects away, so that others can have them; what it holds stays. False if there is none."""
+        name = self._stream(stream)
+        config = await self.present(name)
+        if config is not None:
+            with allowed(STREAM_MISSING):
+                await call(self._link, f"STREAM.UPDATE.{name}", config | {"subjects": [f"{name}.moved"]})
+        return config is not None
+
+    async def remove(self, stream: str) -> None:
+        """Delete a stream with all that is in it; harmless where there is none."""
+        self._configs.pop(self._stream(stream), None)
+        with allowed(STREAM_MISSING):
+            await call(self._link, f"STREAM.DELETE.{self._stream(stream)}")
+
+    async def present(self, name: str) -> Json | None:
+        """The configuration of the stream that the server knows as `name`."""
+        with allowed(STREAM_MISSING):
+            config: Json = (await call(self._link, f"STREAM.INFO.{name}"))["config"]
+            return config
+        return None
+
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
+        fence = {} if expect is None else {EXPECTED_SEQUENCE: str(expect)}
+        try:
+            return await self._store(subject, data, {**(headers or {}), **fence, MESSAGE_ID: message_id})
+        except ApiError as error:
+            if error.code not in WRONG_REVISION:
+                raise
+            # The server looks at the sequence before the id, so this may be our own message, whose answer was lost.
+            (stream,) = (await call(self._link, "STREAM.NAMES", {"subject": subject}))["streams"]
+            newest = await last_message(self._link, stream, subject)
+            if newest is None or newest.headers.get(MESSAGE_ID) != message_id:
+                raise Superseded(f"{subject}: {error}") from error
+            return Published(newest.sequence, True)
+
+    async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
+        consumer = await PullConsumer.open(self._link, self._stream(spec.stream), spec, prefetch=prefetch)
+        self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
+        return consumer
+
+    async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
+        return await stored_messages(self._link, self._stream(stream), subject, after)
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        return await last_message(self._link, self._stream(stream), subject)
+
+    async def held(self, stream: str) -> Held:
+        return await held_subjects(self._link, self._stream(stream), ">")
+
+    async def delete(self, stream: str, sequence: int) -> bool:
+        with allowed(*MESSAGE_MISSING):
+            request = {"seq": sequence, "no_erase": True}
+            await call(self._link, f"STREAM.MSG.DELETE.{self._stream(stream)}", request)
+            return True
+        return False
+
+    async def forget(self, stream: str, consumer: str) -> None:
+        with allowed(CONSUMER_MISSING):
+            await call(self._link, f"CONSUMER.DELETE.{self._stream(stream)}.{consumer}")
+
+    async def notify(self, subject: str, data: bytes) -> None:
+        await self._link.send(subject, data)
+
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> _Listening:
+        async def heard(message: Msg) -> None:
+            callback(Message(message.subject, message.data, message.headers or {}))
+
+        return await self._listening(await self._link.subscribe(subject, heard))
+
+    async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> _Listening:
+        async def heard(message: Msg) -> None:
+            reason = why(Message(message.subject, message.data, message.headers or {}))
+            if reason is not None and message.reply:
+                answer = {"type": PUBLISHED, "error": {"code": 400, "description": reason}}
+                await self._link.send(message.reply, orjson.dumps(answer))
+
+        return await self._listening(await self._link.subscribe(subject, heard, group=group))
+
+    async def _listening(self, subscription: Subscription) -> _Listening:
+        listening = _Listening(self._link, subscription)
+        try:
+            await self._link.flush()
+        except BaseException:
+            await listening.close()
+            raise
+        return listening
+
+    async def bucket(self, name: str) -> Bucket:
+        return JetStreamBucket(self._link, self._bucket(name), self._store)
+
+    async def close(self) -> None:
+        for consumer in self._consumers:
+            await consumer.close()
+        await self._link.close()
+
+    async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> Published:
+        """Publish, and return when stored. Raises as `publish` does; a bucket looks closer at the `ApiError`."""
+        check_size(data, headers, self._link.max_payload)
+        try:
+            stored = await ask(self._link, subject, data, headers)
+        except ApiError as error:
+            if error.code in STREAM_FULL:
+                # The code is the same for every limit of a stream (server/store.go, ErrMaxMsgsPerSubject).
+                raise StreamFull(
+                    f"{subject}: {error}",
+                    per_subject="per subject" in str(error),
+                    storage=error.code != LIMIT_REACHED or subject.startswith(KEY_VALUE),
+                ) from error
+            if error.code == TOO_LARGE:
+                raise PayloadTooLarge(f"{subject}: {error}") from error
+            raise
+        return Published(stored["seq"], stored.get("duplicate", False))
+
+    async def _ensure(self, config: Json) -> None:
+        try:
+            await call(self._link, f"STREAM.CREATE.{config['name']}", config)
+        except ApiError as error:
+            # A server whose room is given away says so before it looks whether the stream is there.
+            is_there = error.code in (STREAM_EXISTS, *STREAM_FULL)
+            if not is_there or (present := await self.present(config["name"])) is None:
+                raise _refused(config, error) from error
+            _check_fixed(config, present)
+
+    async def _restore(self) -> None:
+        """Make again what a restarted server has lost; what exists may be newer than what we know, and stays."""
+        for name, config in self._configs.items():
+            try:
+                await call(self._link, f"STREAM.CREATE.{name}", config, at_once=True)
+            except ApiError as error:
+                if error.code != STREAM_EXISTS:
+                    with allowed(STREAM_MISSING):
+                        await call(self._link, f"STREAM.INFO.{name}", at_once=True)
+                        continue
+                    log.error("stream %s: %s", name, error)
+
+    def _stream(self, name: str) -> str:
+        return f"{self._namespace}_{name}".upper()
+
+    def _bucket(self, name: str) -> str:
+        return f"{self._namespace}_{name}"
+
+
+def _refused(config: Json, error: ApiError) -> StartupError:
+    advice = f" for the {config['max_bytes']:,} bytes of it; lower --store-limit, or give the server more"
+    return StartupError(f"stream {config['name']}: {error}{advice if error.code in STREAM_FULL else ''}")
+
+
+def _check_fixed(config: Json, present: Json) -> None:
+    for fixed in ("retention", "storage"):
+        if present[fixed] != config[fixed]:
+            raise StartupError(
+                f"stream {config['name']} exists with {fixed} {present[fixed]!r} where {config[fixed]!r} is needed; "
+                "delete it, or choose another namespace"
+            )
+
+
+class _Listening:
+    """Implements `Subscription`."""
+
+    def __init__(self, link: Link, subscription: Subscription) -> None:
+        self._link = link
+        self._subscription = subscription
+
+    async def close(self) -> None:
+        await self._link.unsubscribe(self._subscription)

@@ -1,0 +1,85 @@
+"""Keys and values in JetStream: one stream a bucket, one message a key, as other NATS clients lay them out.
+
+A deleted key leaves nothing behind (other clients leave a marker for watchers, which ours has none of).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from nats import nuid
+
+from ..port import MESSAGE_ID, Entry, Message, Published
+from .direct import held_subjects, last_message, stored_messages
+from .link import Link
+from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
+
+Store = Callable[[str, bytes, dict[str, str]], Awaitable[Published]]
+
+_MARKERS = ("KV-Operation", "Nats-Marker-Reason")  # left by other clients and by the server
+
+
+class JetStreamBucket:
+    """Implements `Bucket`. `store` publishes with the given headers and raises `ApiError` where the server objects."""
+
+    def __init__(self, link: Link, name: str, store: Store) -> None:
+        self._link = link
+        self._stream = f"KV_{name}"
+        self._prefix = f"$KV.{name}."
+        self._store = store
+        self._ids = nuid.NUID()
+
+    async def get(self, key: str) -> Entry | None:
+        message = await last_message(self._link, self._stream, self._prefix + key)
+        return None if message is None or _is_marker(message) else self._entry(message)
+
+    async def entries(self, prefix: str = "") -> list[Entry]:
+        # A wildcard stands for whole tokens, so of a prefix that ends within one a little more is read.
+        wildcard = f"{self._prefix}{prefix[: prefix.rfind('.') + 1]}>"
+        held = await held_subjects(self._link, self._stream, wildcard)
+        newest: dict[str, Message] = {}
+        for message in await stored_messages(self._link, self._stream, wildcard) if held.by_subject else ():
+            newest.pop(message.subject, None)  # a replica that lagged gave an older one
+            # It gives what is deleted, too; but what is newer than the list is no less a key.
+            if message.subject in held.by_subject or message.sequence > held.last:
+                newest[message.subject] = message
+        entries = [self._entry(message) for message in newest.values() if not _is_marker(message)]
+        return [entry for entry in entries if entry.key.startswith(prefix)]
+
+    async def put(self, key: str, value: bytes) -> int:
+        return (await self._write(key, value, {})).sequence
+
+    async def create(self, key: str, value: bytes) -> int | None:
+        if (revision := await self.update(key, value, 0)) is not None:
+            return revision
+        message = await last_message(self._link, self._stream, self._prefix + key)
+        if message is None or _is_marker(message):
+            return await self.update(key, value, message.sequence if message else 0)
+        return None
+
+    async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        headers = {EXPECTED_SEQUENCE: str(revision)}
+        try:
+            return (await self._write(key, value, headers)).sequence
+        except ApiError as error:
+            if error.code not in WRONG_REVISION:
+                raise
+            # The server looks at the revision before the id, so this may be our own write, whose answer was lost.
+            newest = await last_message(self._link, self._stream, self._prefix + key)
+            ours = newest is not None and newest.headers.get(MESSAGE_ID) == headers[MESSAGE_ID]
+            return newest.sequence if newest is not None and ours else None
+
+    async def delete(self, key: str) -> None:
+        await call(self._link, f"STREAM.PURGE.{self._stream}", {"filter": self._prefix + key})
+
+    async def _write(self, key: str, value: bytes, headers: dict[str, str]) -> Published:
+        # By the id, a write whose answer was lost is known for one's own.
+        headers[MESSAGE_ID] = self._ids.next().decode()
+        return await self._store(self._prefix + key, value, headers)
+
+    def _entry(self, message: Message) -> Entry:
+        return Entry(message.subject[len(self._prefix) :], message.data, message.sequence)
+
+
+def _is_marker(message: Message) -> bool:
+    return any(name in message.headers for name in _MARKERS)

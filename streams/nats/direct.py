@@ -1,0 +1,153 @@
+"""Reading stored messages without a consumer. A read includes every write that was acknowledged before it began.
+
+A stream's leader, which `STREAM.MSG.GET` asks, has applied whatever it acknowledged. A direct get (NATS ADR-31) gives
+many messages at a time, but any replica answers it, and one that lags knows neither the newest messages nor what was
+removed. So the leader has the last word: a read ends where it has nothing more, and it gives what a replica lacks.
+
+The answer to a direct batch is one message each, then a `204`; a `404` says that nothing matches. Servers before 2.11
+know no batches and answer with one message, without the count of those that remain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from typing import Any
+
+import orjson
+from nats.aio.msg import Msg
+
+from ..port import Held, Message
+from .link import Link, status
+from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, call
+
+_BATCH = 512
+_ANSWER_WAIT = 1.0  # seconds for a whole batch, after which the leader is asked for the rest
+_RETRY_WAIT = 0.1
+_NOTHING = "404"
+_END_OF_BATCH = "204"
+_NO_ANSWER = "no answer"
+_REMAINING = "Nats-Num-Pending"
+_SEQUENCE = "Nats-Sequence"
+
+
+async def last_message(link: Link, stream: str, subject: str) -> Message | None:
+    """The newest message on `subject` (wildcards allowed). Raises `BrokerUnavailable`."""
+    return await _from_leader(link, stream, {"last_by_subj": subject})
+
+
+async def stored_messages(link: Link, stream: str, subject: str, after: int = 0) -> list[Message]:
+    """All messages on `subject` (wildcards allowed) with a sequence above `after`, oldest first.
+
+    A replica that lags may still show some that were removed. Raises `BrokerUnavailable`.
+    """
+    batch = _Batch(after)
+    following = await _from_leader(link, stream, {"seq": after + 1, "next_by_subj": subject})
+    if following is None:  # as of most requests that are new
+        return []
+    batch.add(following)
+    inbox = link.new_inbox()
+    subscription = await link.subscribe(inbox, batch.arrived)
+    lags = False  # the replica that answers does, or nobody answers
+    try:
+        while True:
+            before = batch.last
+            outcome = await batch.read(link, stream, subject, inbox) if not lags else _NOTHING
+            if batch.last > before and outcome not in (_NOTHING, _NO_ANSWER):
+                continue
+            following = await _from_leader(link, stream, {"seq": batch.last + 1, "next_by_subj": subject})
+            if following is None:
+                return batch.found
+            lags = lags or batch.last == before
+            batch.add(following)
+    finally:
+        await link.unsubscribe(subscription)
+
+
+async def held_subjects(link: Link, stream: str, subject: str) -> Held:
+    """What the stream holds on `subject` (wildcards allowed), as its leader knows it. Raises `BrokerUnavailable`."""
+    found: dict[str, int] = {}
+    while True:  # the server pages, above 100,000 subjects
+        info = await _call(link, f"STREAM.INFO.{stream}", {"subjects_filter": subject, "offset": len(found)})
+        page: dict[str, int] = info["state"].get("subjects") or {}
+        found |= page
+        if not page or len(found) >= info.get("total", 0):
+            return Held(found, info["state"]["last_seq"])
+
+
+class _Batch:
+    """What one replay has found so far, and how its current request ended."""
+
+    def __init__(self, after: int) -> None:
+        self.found: list[Message] = []
+        self.last = after
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def read(self, link: Link, stream: str, subject: str, inbox: str) -> str:
+        """Ask for what comes after `last`; returns the status that ended the batch, or "no answer"."""
+        self._ended = asyncio.get_running_loop().create_future()
+        request = orjson.dumps({"batch": _BATCH, "seq": self.last + 1, "next_by_subj": subject})
+        await link.send(f"$JS.API.DIRECT.GET.{stream}", request, reply=inbox)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_WAIT):
+                return await self._ended
+        return _NO_ANSWER
+
+    def add(self, message: Message) -> None:
+        # A request that was given up may still be answered.
+        if message.sequence > self.last:
+            self.found.append(message)
+            self.last = message.sequence
+
+    async def arrived(self, answer: Msg) -> None:
+        headers = answer.headers or {}
+        code = None if _SEQUENCE in headers else status(headers) or "no status"  # a message may have a `Status` too
+        if code is None:
+            self.add(_direct(answer))
+            if _REMAINING not in headers:
+                self._end("one message")
+        elif code == _END_OF_BATCH and headers.get(_REMAINING) == "0":
+            self._end(_NOTHING)
+        else:
+            self._end(code)
+
+    def _end(self, outcome: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(outcome)
+
+
+def _direct(answer: Msg) -> Message:
+    """The stored message inside a direct answer, which carries its origin in headers of the server's."""
+    headers = dict(answer.headers or {})
+    subject = headers.pop("Nats-Subject")
+    sequence = int(headers.pop(_SEQUENCE))
+    for name in ("Nats-Stream", "Nats-Time-Stamp", "Nats-Last-Sequence", "Nats-UpTo-Sequence", _REMAINING):
+        headers.pop(name, None)
+    return Message(subject, answer.data, headers, sequence)
+
+
+async def _from_leader(link: Link, stream: str, request: Json) -> Message | None:
+    """One message, or None where there is none."""
+    try:
+        found: Json = (await _call(link, f"STREAM.MSG.GET.{stream}", request))["message"]
+    except ApiError as error:
+        if error.code in MESSAGE_MISSING:
+            return None
+        raise
+    _, *lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
+    headers = {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+    return Message(found["subject"], base64.b64decode(found.get("data", "")), headers, found["seq"])
+
+
+async def _call(link: Link, method: str, request: dict[str, Any]) -> Json:
+    """Call a stream's leader; a stream that a restarted server has lost may be made again in time."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + link.timeout
+    while True:
+        try:
+            return await call(link, method, request)
+        except ApiError as error:
+            if error.code != STREAM_MISSING or clock() >= deadline:
+                raise
+        await asyncio.sleep(_RETRY_WAIT)

@@ -1,0 +1,349 @@
+"""One connection to NATS: exchanges that are answered, sends that are not, and subscriptions. Knows no JetStream.
+
+An exchange is sent again, under the same token, until it is answered or its time is up, so whatever goes through
+here must be harmless to repeat. First sends leave in the order of the calls. During an outage ordinary exchanges are
+held, and afterwards sent in that same order, once the recovery hook has put back what the server may have lost.
+
+nats-py's own `request` and `flush` are not used: the first costs several times as much, and a cancelled or timed-out
+`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. Its `publish` and
+`subscribe` swallow a cancellation that comes while they wait for room in its buffer; here it is raised after all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error, OutboundBufferLimitError
+
+from ...schemas.errors import BrokerAway, BrokerUnavailable, PenstockError, StartupError
+
+log = logging.getLogger(__name__)
+
+NO_RESPONDERS = "503"
+
+_CONNECT_TIMEOUT = 2  # seconds for one server to greet us
+_RECONNECT_WAIT = 0.2  # seconds between two attempts at one server
+_PING_INTERVAL = 10  # seconds; a connection that answers two pings in a row with silence is given up
+_FLUSH_TIMEOUT = 1.0  # seconds that a sender waits while nats-py's buffer is full; without it, until a reconnect
+_SWEEP = 0.1  # seconds between looks at the unanswered exchanges, and before an unheard one is tried again
+_RESEND_AFTER = 1.0  # seconds without an answer
+_RECOVERY_WAIT = 0.5  # seconds before a failed recovery is tried again
+
+_NOT_SENT = (ConnectionClosedError, ConnectionDrainingError, OutboundBufferLimitError)
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """A message that waits for its answer. The sender sets `resend_at`, `_sweep` and `_answered` end it."""
+
+    subject: str
+    data: bytes
+    headers: dict[str, str] | None
+    deadline: float
+    resend_at: float
+    answer: asyncio.Future[Msg]
+    trouble: str = "no answer"
+
+
+def public_address(url: str) -> str:
+    """`url` (or several, with commas between) without credentials, fit for logs and messages."""
+    servers = (urlsplit(server if "://" in server else f"nats://{server}") for server in url.split(","))
+    return ",".join(f"{server.scheme}://{server.netloc.rpartition('@')[2]}" for server in servers)
+
+
+class Link:
+    """See the head of this file. Made by `connect`; belongs to one event loop."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        self.address = address
+        self.timeout = timeout
+        self._client = Client()
+        self._loop = asyncio.get_running_loop()
+        self._inbox = f"{self._client.new_inbox()}."
+        self._count = 0
+        self._open: dict[str, _Exchange] = {}
+        self._hook: Callable[[], Awaitable[None]] | None = None  # set by `on_recover`
+        self._restored: list[Callable[[], None]] = []
+        self._unanswered = asyncio.Event()
+        self._reconnected = asyncio.Event()
+        self._held = False  # set by `_disconnected`, reset at the end of `_recover`
+        self.outages = 0
+        self._subscriptions: set[Subscription] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def connect(cls, url: str, *, name: str, timeout: float) -> Link:  # noqa: ASYNC109  (of exchanges, not of this)
+        """Connect to the first of the servers in `url` that answers; `timeout` bounds every exchange, in seconds.
+
+        Raises `BrokerAway` once each server has failed once, and `StartupError` where the last one will not have us.
+        Later losses are repaired for ever.
+        """
+        link = cls(public_address(url), timeout)
+        await link._connect(url.split(","), name)
+        await link.subscribe(f"{link._inbox}*", link._answered)
+        link._tasks = [asyncio.create_task(link._sweep()), asyncio.create_task(link._recover())]
+        return link
+
+    async def _connect(self, servers: list[str], name: str) -> None:
+        failed: asyncio.Future[Exception] = self._loop.create_future()
+        failures = 0
+
+        async def on_error(error: Exception) -> None:
+            nonlocal failures
+            failures += 1
+            if connecting.done():
+                self._report(error)
+            elif failures >= len(servers) and not failed.done():
+                failed.set_result(error)
+
+        # nats-py would go on trying for minutes, so its first round of errors ends the attempt.
+        connecting = asyncio.create_task(
+            self._client.connect(
+                servers,
+                name=name,
+                error_cb=on_error,
+                disconnected_cb=self._disconnected,
+                reconnected_cb=self._connected_again,
+                connect_timeout=_CONNECT_TIMEOUT,
+                reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type]  # declared int, but only slept for
+                max_reconnect_attempts=-1,
+                ping_interval=_PING_INTERVAL,
+                flush_timeout=_FLUSH_TIMEOUT,
+            )
+        )
+        try:
+            await asyncio.wait((connecting, failed), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
+            await connecting
+        except (OSError, Error, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            refused = isinstance(error, Error) and "Auth" in reason  # a violation, or what has expired: all say so
+            if refused or not failed.done() or isinstance(error, ssl.SSLCertVerificationError):
+                raise StartupError(f"NATS at {self.address}: {reason}; correct --nats-url") from error
+            raise BrokerAway(
+                f"no NATS server answers at {self.address}: {reason}; "
+                "start one or leave --nats-url out to use the built-in one"
+            ) from error
+        finally:
+            if not connecting.done():
+                connecting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await connecting
+                await self._disconnect()
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        return self._client.max_payload
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    def on_recover(self, hook: Callable[[], Awaitable[None]]) -> None:
+        """`hook` runs after each reconnect, before the exchanges held meanwhile are sent."""
+        self._hook = hook
+
+    def on_restored(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after each recovery; returns what takes it off the list again."""
+        self._restored.append(callback)
+        return lambda: self._restored.remove(callback)
+
+    async def exchange(
+        self, subject: str, data: bytes, headers: dict[str, str] | None = None, *, at_once: bool = False
+    ) -> Msg:
+        """Send and return the answer. Raises `BrokerUnavailable` when the time is up.
+
+        `at_once`: do not wait for a recovery under way (for what the recovery itself needs).
+        """
+        self._count += 1
+        token = str(self._count)
+        now = self._loop.time()
+        exchange = _Exchange(subject, data, headers, now + self.timeout, now, self._loop.create_future())
+        self._open[token] = exchange
+        self._unanswered.set()
+        try:
+            if self._client.is_connected and (at_once or not self._held):
+                await self._send(token, exchange)
+            elif not at_once:
+                exchange.resend_at = exchange.deadline  # not by `_sweep`, which would break the order
+                exchange.trouble = "not connected"
+            return await exchange.answer
+        finally:
+            del self._open[token]
+
+    async def flush(self) -> None:
+        """Return when the server has read everything sent before."""
+        await self.exchange(f"{self._inbox}{self._count + 1}", b"")  # to its own reply subject, so it answers itself
+
+    async def send(self, subject: str, data: bytes, *, reply: str = "") -> None:
+        """Send without waiting for anything; during an outage it may be sent afterwards or be lost."""
+        with contextlib.suppress(*_NOT_SENT):
+            await self._publish(subject, data, reply)
+
+    async def subscribe(
+        self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, group: str = ""
+    ) -> Subscription:
+        before = _cancellations()
+        try:
+            # No limit, beyond which nats-py drops: callbacks do not wait, so no more piles up than one read brings.
+            subscription = await self._client.subscribe(
+                subject, queue=group, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
+            )
+        except (ConnectionClosedError, ConnectionDrainingError) as error:
+            raise BrokerUnavailable(f"the connection to {self.address} is closed") from error
+        self._subscriptions.add(subscription)
+        if _cancellations() > before:
+            await self.unsubscribe(subscription)
+            raise asyncio.CancelledError
+        return subscription
+
+    async def unsubscribe(self, subscription: Subscription, *, drain: bool = False) -> None:
+        """End `subscription`; with `drain`, after the callback has seen all that the server had sent."""
+        if subscription not in self._subscriptions:
+            return
+        self._subscriptions.discard(subscription)
+        if drain and self.connected:
+            # Shielded because a cancelled flush, which this is inside, breaks nats-py: see the head of this file.
+            with contextlib.suppress(Error):
+                await asyncio.shield(asyncio.ensure_future(subscription.drain()))  # type: ignore[no-untyped-call]
+        else:
+            with contextlib.suppress(Error):
+                await subscription.unsubscribe()
+
+    async def close(self) -> None:
+        """Wait for the exchanges under way as far as the server answers, then disconnect."""
+        if self._open and self.connected:
+            await asyncio.wait([exchange.answer for exchange in self._open.values()], timeout=self.timeout)
+        if self.connected:
+            with contextlib.suppress(BrokerUnavailable):
+                await self.flush()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for exchange in self._open.values():
+            if not exchange.answer.done():
+                exchange.answer.set_exception(BrokerUnavailable(f"the connection to {self.address} was closed"))
+        for subscription in tuple(self._subscriptions):
+            await self.unsubscribe(subscription)
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        # nats-py tries to write out what it has left, to a socket that may be gone.
+        with contextlib.suppress(OSError):
+            await self._client.close()
+
+    async def _send(self, token: str, exchange: _Exchange) -> None:
+        exchange.resend_at = self._loop.time() + _RESEND_AFTER
+        try:
+            await self._publish(exchange.subject, exchange.data, self._inbox + token, exchange.headers)
+        except _NOT_SENT as error:
+            exchange.trouble = str(error)
+        except (Error, ValueError) as error:  # something in it that cannot be sent, ever
+            if not exchange.answer.done():
+                exchange.answer.set_exception(error)
+
+    async def _publish(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None = None) -> None:
+        before = _cancellations()
+        await self._client.publish(subject, data, reply=reply, headers=headers)
+        if _cancellations() > before:
+            raise asyncio.CancelledError
+
+    async def _answered(self, message: Msg) -> None:
+        exchange = self._open.get(message.subject[len(self._inbox) :])
+        if exchange is None or exchange.answer.done():
+            return
+        if message.headers and not message.data and message.headers.get("Status") == NO_RESPONDERS:
+            # The stream is being created, or elects a leader.
+            exchange.trouble = f"nobody serves {exchange.subject}"
+            exchange.resend_at = self._loop.time() + _SWEEP
+        else:
+            exchange.answer.set_result(message)
+
+    async def _sweep(self) -> None:
+        """Time out and send again, for ever. One task looks after all exchanges: a timer each costs too much."""
+        while True:
+            await self._unanswered.wait()
+            await asyncio.sleep(_SWEEP)
+            if not self._open:
+                self._unanswered.clear()
+            now = self._loop.time()
+            for token, exchange in list(self._open.items()):
+                if exchange.answer.done():
+                    continue
+                if now >= exchange.deadline:
+                    exchange.answer.set_exception(
+                        BrokerUnavailable(f"NATS at {self.address}: {exchange.trouble} within {self.timeout:g} s")
+                    )
+                elif now >= exchange.resend_at and self.connected:
+                    await self._send(token, exchange)
+
+    async def _disconnected(self) -> None:
+        self._held = True
+        self.outages += 1
+        if not self._client.is_closed:
+            log.warning("lost the connection to NATS at %s", self.address)
+
+    async def _connected_again(self) -> None:
+        # Only a mark: nats-py awaits this inside its reconnection, and takes an error for one of the connection.
+        log.info("connected to NATS at %s again", self.address)
+        self._reconnected.set()
+
+    async def _recover(self) -> None:
+        """After each reconnect: run the hook, send what is unanswered in its order, then let new exchanges through."""
+        while True:
+            await self._reconnected.wait()
+            self._reconnected.clear()
+            outages = self.outages
+            await self._put_back()
+            sent: set[str] = set()
+            # Sending may pause, and a call made meanwhile must queue up behind what is older.
+            while waiting := [token for token in self._open if token not in sent]:
+                for token in waiting:
+                    sent.add(token)
+                    if (exchange := self._open.get(token)) is not None and not exchange.answer.done():
+                        await self._send(token, exchange)
+            if outages == self.outages:
+                self._held = False
+                for callback in tuple(self._restored):
+                    callback()
+
+    async def _put_back(self) -> None:
+        """Run the recovery hook until it succeeds or the connection is lost once more."""
+        while self._hook is not None and self.connected:
+            try:
+                await self._hook()
+                return
+            except PenstockError as error:
+                log.error("NATS at %s is back, but not all its streams: %s", self.address, error)
+                await asyncio.sleep(_RECOVERY_WAIT)
+
+    def _report(self, error: Exception) -> None:
+        if isinstance(error, OSError | Error | TimeoutError):
+            # While disconnected, every attempt fails; the loss itself is in the log.
+            log.log(logging.WARNING if self.connected else logging.DEBUG, "NATS at %s: %r", self.address, error)
+        else:
+            log.error("a callback for NATS at %s failed", self.address, exc_info=error)
+
+
+def _cancellations() -> int:
+    """How often this task was told to end."""
+    task = asyncio.current_task()
+    return task.cancelling() if task else 0
+
+
+def status(headers: Mapping[str, str] | None) -> str | None:
+    """The status code of a message without a payload of its own, None for an ordinary message."""
+    return headers.get("Status") if headers else None

@@ -1,0 +1,147 @@
+"""JetStream's management API: requests in JSON, and the configurations that our specs stand for.
+
+The JSON is the server's (`nats-server`, `server/jetstream_api.go`); durations there are in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from ...schemas.errors import BrokerUnavailable
+from ..port import BucketSpec, ConsumerSpec, StreamSpec
+from .link import Link
+
+Json = dict[str, Any]
+
+STREAM_EXISTS = 10058  # under this name, with another configuration
+STREAM_MISSING = 10059
+CONSUMER_MISSING = 10014
+MESSAGE_MISSING = (10037, 10043, 10057)
+CONSUMER_EXISTS = (10105, 10148)
+LIMIT_REACHED = 10077  # one of a stream's own: messages, messages of a subject, bytes
+STREAM_FULL = (LIMIT_REACHED, 10002, 10023, 10047)  # also the account's, the server's memory, the server's disk
+WRONG_REVISION = (10071, 10164)
+TOO_LARGE = 10054
+
+EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"  # header of a publish
+
+BUCKET, KEY_VALUE = "KV_", "$KV."  # begin the names and the subjects of the streams behind buckets
+
+_MAX_CONSUMERS = 1_000_000  # the server's own limit is 1,000 a stream: INFER has one a worker, EVENTS one a client
+_TRANSIENT = 503  # the class of "no leader", "starting up" and the like
+_IN_PROCESS = 10158  # a repeated message whose first copy is not stored on a majority of servers yet
+_RETRY_WAIT = 0.1
+
+
+class ApiError(BrokerUnavailable):
+    """The server answered with an error. `code` is one of the constants above or another of its `err_code`s."""
+
+    def __init__(self, error: Mapping[str, Any]) -> None:
+        super().__init__(error.get("description", "unknown error"))
+        self.status: int = error.get("code", 0)
+        self.code: int = error.get("err_code", 0)
+
+
+@contextlib.contextmanager
+def allowed(*codes: int) -> Iterator[None]:
+    """Pass over errors with these codes."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code not in codes:
+            raise
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+async def call(link: Link, method: str, body: Mapping[str, Any] | None = None, *, at_once: bool = False) -> Json:
+    """Call `$JS.API.<method>` and return its answer; `at_once` as for `Link.exchange`.
+
+    Raises `ApiError`, or `BrokerUnavailable` when the server cannot answer in time.
+    """
+    return await ask(link, f"$JS.API.{method}", orjson.dumps(body) if body else b"", at_once=at_once)
+
+
+async def ask(
+    link: Link, subject: str, data: bytes, headers: dict[str, str] | None = None, *, at_once: bool = False
+) -> Json:
+    """Send what JetStream answers in JSON, be it a call or a message to store, until the answer is a lasting one.
+
+    Raises as `call` does.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + link.timeout
+    while True:
+        answer: Json = orjson.loads((await link.exchange(subject, data, headers, at_once=at_once)).data)
+        if "error" not in answer:
+            return answer
+        error = ApiError(answer["error"])
+        if (error.status != _TRANSIENT and error.code != _IN_PROCESS) or error.code in STREAM_FULL:
+            raise error
+        if clock() >= deadline:
+            raise BrokerUnavailable(f"NATS at {link.address}: {error}") from error
+        await asyncio.sleep(_RETRY_WAIT)
+
+
+def stream_config(name: str, spec: StreamSpec, replicas: int) -> Json:
+    return {
+        "name": name,
+        "subjects": list(spec.subjects),
+        "retention": "workqueue" if spec.retention == "work_queue" else "limits",
+        "storage": spec.storage,
+        "discard": spec.discard,
+        "discard_new_per_subject": spec.discard == "new" and spec.max_messages_per_subject > 0,
+        "max_msgs": spec.max_messages or -1,
+        "max_msgs_per_subject": spec.max_messages_per_subject or -1,
+        "max_bytes": spec.max_bytes or -1,
+        "max_consumers": _MAX_CONSUMERS,
+        "max_age": nanoseconds(spec.max_age),
+        "duplicate_window": nanoseconds(_dedup_window(spec.dedup_window, spec.max_age)),
+        "num_replicas": replicas,
+        "allow_direct": True,
+    }
+
+
+def bucket_config(bucket: str, spec: BucketSpec, replicas: int) -> Json:
+    """As other clients make a key-value bucket, so that `nats kv` shows ours."""
+    return {
+        "name": f"{BUCKET}{bucket}",
+        "subjects": [f"{KEY_VALUE}{bucket}.>"],
+        "retention": "limits",
+        "storage": spec.storage,
+        "discard": spec.discard,
+        "max_msgs_per_subject": 1,
+        "max_bytes": spec.max_bytes or -1,
+        "max_consumers": _MAX_CONSUMERS,
+        "max_age": nanoseconds(spec.ttl),
+        "duplicate_window": nanoseconds(_dedup_window(120.0, spec.ttl)),
+        "num_replicas": replicas,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+    }
+
+
+def consumer_config(spec: ConsumerSpec) -> Json:
+    return {
+        "durable_name": spec.name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(spec.ack_wait),
+        "max_deliver": spec.max_deliver or -1,
+        "max_ack_pending": spec.max_ack_pending,
+        "filter_subject": spec.subject,
+        "inactive_threshold": nanoseconds(spec.idle_limit),
+    }
+
+
+def _dedup_window(wanted: float, max_age: float) -> float:
+    # The server refuses a window longer than what it keeps.
+    return min(wanted, max_age) if max_age else wanted

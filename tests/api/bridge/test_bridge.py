@@ -1,0 +1,81 @@
+"""A reading gives every event once and in order, though live messages are lost and repeated on their way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.api.bridge.bridge import Bridge
+from penstock.schemas import codec
+from penstock.schemas.events import Accepted, Done, Event, FinishReason, Token, Usage
+from penstock.schemas.jobs import Job
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.port import Message, Subscription
+from penstock.streams.topology import Subjects, topology
+
+TEXT = "every token once, and in order"
+
+
+class LossyBroker(MemoryBroker):
+    """Hears each live message as many times as `copies` says, one number after the other; then once each."""
+
+    copies: list[int]
+
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
+        remaining = list(self.copies)
+
+        def hear(message: Message) -> None:
+            for _ in range(remaining.pop(0) if remaining else 1):
+                callback(message)
+
+        return await super().listen(subject, hear)
+
+
+async def read(copies: list[int], sizes: list[int], *, ends_alone: bool) -> list[Event]:
+    sent: list[Event] = [Accepted("r", "m", 0, 1)]
+    place = 0
+    for size in [*sizes, len(TEXT)]:
+        part = TEXT[place : place + size]
+        if part:
+            ends: FinishReason | None = "stop" if place + len(part) == len(TEXT) and not ends_alone else None
+            sent.append(Token("r", 0, place, tuple(range(len(part))), part, finish_reason=ends))
+        place += len(part)
+    if ends_alone:
+        sent.append(Token("r", 0, place, (), "", finish_reason="stop"))
+    sent.append(Done("r", ("stop",), Usage(1, len(TEXT), 1 + len(TEXT))))
+    broker, subjects = LossyBroker(), Subjects("penstock")
+    # The last message is heard, so that no example has to wait for the silence after which a reading asks by itself.
+    broker.copies = copies[: len(sent) - 1]
+    await broker.ensure(*topology("penstock", ("queue",)))
+    bridge = Bridge(broker, subjects, "b")
+    await bridge.start()
+    job = Job(id="r", bridge="b", body={})
+    reading = await bridge.open(job, priority="normal", tenant="default")
+    for number, event in enumerate(sent):
+        subject = subjects.events("default", "b", "r")
+        await broker.publish(subject, codec.encode(event), message_id=f"r.{number}")
+    events: list[Event] = []
+    while not reading.ended:
+        events += await reading.take(60.0)
+    reading.close()
+    await broker.close()
+    return events
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    copies=st.lists(st.integers(0, 2), max_size=12).map(lambda copies: [*copies, 1] if copies else copies),
+    sizes=st.lists(st.integers(1, 6), max_size=8),
+    ends_alone=st.booleans(),
+)
+def test_every_event_once_whatever_is_lost_or_repeated(copies: list[int], sizes: list[int], ends_alone: bool) -> None:
+    events = asyncio.run(read(copies, sizes, ends_alone=ends_alone))
+    tokens = [event for event in events if isinstance(event, Token)]
+    assert "".join(token.text for token in tokens) == TEXT
+    assert [token.finish_reason for token in tokens if token.finish_reason] == ["stop"]
+    assert [event.type for event in events].count("accepted") <= 1
+    assert [event.type for event in events].count("done") == 1
+    assert isinstance(events[-1], Done)

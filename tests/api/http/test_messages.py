@@ -1,0 +1,508 @@
+"""Anthropic's official client against `/v1/messages`: a real server, and streams of made-up events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx2
+import orjson
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from applications import Script
+from asgi import ask, messages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from serving import Served
+
+from penstock.api.http.requests import parsed
+from penstock.api.render.anthropic import MessageRenderer
+from penstock.schemas.anthropic import CountRequest, MessagesRequest
+from penstock.schemas.errors import InvalidRequest
+from penstock.schemas.events import (
+    Accepted,
+    Done,
+    ErrorBody,
+    Event,
+    Expired,
+    Failed,
+    FinishReason,
+    Queued,
+    Token,
+    ToolCallDelta,
+    Usage,
+)
+from penstock.schemas.openai.completions import parse_request
+
+PATH = "/v1/messages"
+HELLO: dict[str, Any] = {"model": "echo", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello 🙂"}]}
+TOOL = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object", "properties": {}}}
+
+
+@pytest.fixture
+def client(echo_server: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=echo_server.url, api_key="none", max_retries=0, _strict_response_validation=True
+    ) as client:
+        yield client
+
+
+def test_a_message_whole_and_streamed(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**HELLO)
+    (block,) = whole.content
+    assert block.type == "text" and "Hello 🙂" in block.text
+    assert (whole.stop_reason, whole.role, whole.model) == ("end_turn", "assistant", "echo")
+    assert whole._request_id == whole.id
+    with client.messages.stream(**HELLO) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == block.text
+    same = {"id": whole.id, "usage": whole.usage}
+    assert final.model_copy(update=same).to_dict(exclude_none=True) == whole.to_dict(exclude_none=True)
+    counted = client.messages.count_tokens(model="echo", messages=HELLO["messages"])
+    assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+
+
+def test_parameters_reach_the_model(client: anthropic.Anthropic) -> None:
+    short = client.messages.create(
+        **HELLO | {"max_tokens": 3}, extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5}
+    )
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 3)
+    stopped = client.messages.create(**HELLO, stop_sequences=["llo"], system="Be kind.", metadata={"user_id": "u"})
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "llo")
+    (block,) = stopped.content
+    assert block.type == "text" and "Be kind." in block.text and block.text.endswith("He")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"model": "nobody"}, anthropic.NotFoundError, "nobody"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"system": "x" * 200_000, "timeout": 60}, anthropic.BadRequestError, "Prompt is too long: The prompt has"),
+        ({"messages": []}, anthropic.BadRequestError, "messages"),
+        ({"extra_headers": {"Penstock-Resumable": "true"}}, anthropic.BadRequestError, "Idempotency-Key"),
+        ({"extra_body": {"system": "x" * (5 << 20)}}, anthropic.RequestTooLargeError, "max_body_size"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_refusals_are_the_clients_own(
+    client: anthropic.Anthropic,
+    change: dict[str, Any],
+    kind: type[anthropic.APIStatusError],
+    says: str,
+    streaming: bool,
+) -> None:
+    with pytest.raises(kind) as refused:
+        client.messages.create(**HELLO | change, stream=streaming)
+    body: Any = refused.value.body
+    assert body.keys() == {"type", "error", "request_id"} and body["type"] == "error"
+    assert says in body["error"]["message"]
+    assert body["request_id"] == refused.value.request_id
+
+
+class Told:
+    """What the official client makes of an answer in these events; the request goes to a pipeline that is the test."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        transport = httpx2.ASGITransport(script.app)
+        self.client = anthropic.AsyncAnthropic(
+            base_url="http://localhost",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx2.AsyncClient(transport=transport),
+            _strict_response_validation=True,
+        )
+
+    async def whole(self, events: list[Event], **asked: Any) -> Message:
+        asking = asyncio.create_task(self.client.messages.create(**asked, stream=False))
+        await self._tell(events)
+        message: Message = await asking
+        return message
+
+    async def streamed(self, events: list[Event], **asked: Any) -> Message:
+        async def read() -> Message:
+            async with self.client.messages.stream(**asked) as stream:
+                return Message.model_validate((await stream.get_final_message()).to_dict())
+
+        return (await asyncio.gather(read(), self._tell(events)))[0]
+
+    async def _tell(self, events: list[Event]) -> None:
+        await self.script.tell(events, await self.script.job())
+
+
+def said(*tokens: Token, reason: FinishReason = "stop", usage: Usage | None = None) -> list[Event]:
+    numbered = [
+        Token("", 0, place, (place,), token.text, None, token.finish_reason, token.reasoning, token.tool_calls)
+        for place, token in enumerate(tokens)
+    ]
+    last = Token("", 0, len(tokens), (), "", None, reason)
+    usage = usage or Usage(9, len(tokens), 9 + len(tokens))
+    return [Accepted("", "echo", 7, 9), Queued("", 2), *numbered, last, Done("", (reason,), usage)]
+
+
+def token(text: str = "", reasoning: str = "", *calls: ToolCallDelta) -> Token:
+    return Token("", 0, 0, (), text, reasoning=reasoning, tool_calls=calls)
+
+
+CALLING = [
+    token(reasoning="Hm, "),
+    token(reasoning="weather. ", text="Let me"),
+    token(" look."),
+    token("", "", ToolCallDelta(0, '{"city": ', "toolu_1", "weather")),
+    token("", "", ToolCallDelta(0, '"Bern"}'), ToolCallDelta(1, "", "toolu_2", "weather")),
+]
+
+
+async def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+    told = Told(await Script.start())
+    events = said(*CALLING, reason="tool_calls", usage=Usage(9, 5, 14, cached_tokens=4, reasoning_tokens=2))
+    whole, streamed = await told.whole(events, **HELLO), await told.streamed(events, **HELLO)
+    for message in (whole, streamed):
+        thought, text, first, second = message.content
+        assert thought.type == "thinking" and thought.thinking == "Hm, weather. " and thought.signature
+        assert text.type == "text" and text.text == "Let me look."
+        assert first.type == "tool_use" and (first.id, first.name, first.input) == (
+            "toolu_1",
+            "weather",
+            {"city": "Bern"},
+        )
+        assert second.type == "tool_use" and (second.id, second.input) == ("toolu_2", {})
+        assert message.stop_reason == "tool_use"
+        assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (5, 4)
+        assert message.usage.output_tokens == 5
+        assert message.usage.output_tokens_details and message.usage.output_tokens_details.thinking_tokens == 2
+
+
+REASONS: dict[FinishReason, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "stop_sequence": "stop_sequence",
+    "tool_calls": "tool_use",
+    "deadline": "pause_turn",
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+async def test_why_it_stopped(reason: FinishReason) -> None:
+    told = Told(await Script.start())
+    for message in (await told.whole(said(reason=reason), **HELLO), await told.streamed(said(reason=reason), **HELLO)):
+        assert (message.stop_reason, message.stop_sequence, message.content) == (REASONS[reason], None, [])
+    dictated = await told.streamed(said(*CALLING, reason="stop"), **HELLO)
+    assert dictated.stop_reason == "tool_use"
+
+
+async def test_a_call_that_was_cut_off_is_the_same_streamed_or_not() -> None:
+    told = Told(await Script.start())
+    events = said(token("", "", ToolCallDelta(0, '{"a": [1, {"b": "x', "t", "weather")), reason="length")
+    whole, streamed = await told.whole(events, **HELLO), await told.streamed(events, **HELLO)
+    assert whole.content[0].to_dict() == streamed.content[0].to_dict()
+    assert whole.content[0].to_dict()["input"] == {"a": [1, {}]}
+    with pytest.raises(anthropic.InternalServerError, match="no JSON object"):
+        await told.whole(said(token("", "", ToolCallDelta(0, "[1]", "t", "weather"))), **HELLO)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "type"),
+    [
+        (429, anthropic.RateLimitError, "rate_limit_error"),
+        (503, anthropic.OverloadedError, "overloaded_error"),
+        (500, anthropic.InternalServerError, "api_error"),
+        (408, anthropic.APIStatusError, "timeout_error"),
+    ],
+)
+async def test_failures_before_and_in_a_stream(status: int, kind: type[anthropic.APIStatusError], type: str) -> None:
+    told = Told(await Script.start())
+    error = ErrorBody(status, "It is so.", "x", retry_after=3.0)
+    final: Event = Expired("", error) if status == 408 else Failed("", error)
+    for ask_for in (told.whole, told.streamed):
+        with pytest.raises(kind) as refused:
+            await ask_for([final], **HELLO)
+        body: Any = refused.value.body
+        assert body["error"] == {"type": type, "message": "It is so."}
+        assert refused.value.status_code == (529 if status == 503 else status)
+        assert refused.value.response.headers["retry-after"] == "3"
+    response = await told.script.answer([*said(*CALLING)[:4], final], "POST", PATH, HELLO | {"stream": True})
+    *_, last = messages(response.body)
+    assert last.event == "error" and last.data["error"]["type"] == type
+
+
+async def test_a_wrong_key_is_told_in_anthropics_form() -> None:
+    script = await Script.start(api_keys=("team=sk-right",))
+    response = await ask(script.app, "POST", PATH, HELLO, {"x-api-key": "sk-wrong"})
+    assert (response.status, orjson.loads(response.body)["error"]["type"]) == (401, "authentication_error")
+    other = await ask(script.app, "POST", "/v1/chat/completions", HELLO, {"x-api-key": "sk-wrong"})
+    assert other.error["code"]
+
+
+async def test_what_waits_is_kept_alive_with_comments() -> None:
+    script = await Script.start(keepalive_interval=0.001)
+    asking = asyncio.create_task(ask(script.app, "POST", PATH, HELLO | {"stream": True}, leave_after=3))
+    await script.tell([Accepted("", "echo", 7, 9), Queued("", 4)], await script.job())
+    sent = (await asking).body
+    assert [message.event for message in messages(sent)] == ["message_start"]
+    assert b"queued" not in sent and sent.endswith(b"\n\n: ping\n\n")
+
+
+async def test_a_page_of_a_foreign_origin_is_refused_in_cors_own_words() -> None:
+    script = await Script.start(cors_origins=("https://here.example",))
+    headers = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"}
+    response = await ask(script.app, "OPTIONS", PATH, None, headers)
+    assert (response.status, response.body) == (400, b"Disallowed CORS origin")
+
+
+def chat(**change: Any) -> dict[str, Any]:
+    body = parsed(MessagesRequest, HELLO | change).chat_body()
+    parse_request("/v1/chat/completions", body)  # raises where it is none
+    return body
+
+
+def test_a_conversation_with_tools_is_a_chat() -> None:
+    turns = [
+        {"role": "user", "content": "Is it warm"},
+        {"role": "user", "content": [{"type": "text", "text": "in Bern?", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Look.", "signature": "s"},
+                {"type": "text", "text": "One moment."},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bern"}},
+                {"type": "tool_use", "id": "t2", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "20 °C"}]},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "no city", "is_error": True},
+                {"type": "text", "text": "Well?"},
+            ],
+        },
+        {"role": "assistant", "content": "It is"},
+    ]
+    body = chat(messages=turns, system=[{"type": "text", "text": "Be brief."}], tools=[TOOL | {"strict": True}])
+    call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Bern"}'}}
+    other = {"id": "t2", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Is it warm\nin Bern?"},
+        {"role": "assistant", "content": "One moment.", "reasoning": "Look.", "tool_calls": [call, other]},
+        {"role": "tool", "tool_call_id": "t1", "content": "20 °C"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: no city"},
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    function = {"name": "weather", "description": "Of a city", "parameters": TOOL["input_schema"], "strict": True}
+    assert body["tools"] == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            {"tool_choice": "auto", "parallel_tool_calls": False},
+        ),
+        (
+            {"tool_choice": {"type": "tool", "name": "weather"}},
+            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        ),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
+        ),
+        ({"stop_sequences": ["a", "b"], "top_k": 4}, {"stop": ["a", "b"], "top_k": 4}),
+        ({"service_tier": "standard_only", "priority": "low"}, {"priority": "low"}),
+        ({"metadata": {"user_id": "u1"}, "stream": True}, {"user": "u1", "stream": True}),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, {"reasoning_effort": "none"}),
+        ({"output_config": {"effort": "max"}}, {"chat_template_kwargs": {"reasoning_effort": "xhigh"}}),
+        (
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}},
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_what_each_parameter_means(change: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert chat(**change, tools=[TOOL]) == chat(tools=[TOOL]) | expected
+
+
+EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]}
+IN_VAIN: dict[str, dict[str, Any]] = {
+    "context_management": {"context_management": EDITS},
+    "speed": {"speed": "fast"},
+    "thinking.display": {"thinking": {"type": "disabled", "display": "omitted"}},
+    "output_config.task_budget": {"output_config": {"task_budget": {"type": "tokens", "total": 20_000}}},
+    "tools[].defer_loading": {"tools": [TOOL | {"defer_loading": True}, TOOL | {"name": "n", "defer_loading": True}]},
+    "tools[].input_examples": {"tools": [TOOL | {"input_examples": [{"city": "Bern"}]}]},
+    "tools[].allowed_callers": {"tools": [TOOL | {"allowed_callers": ["direct", "code_execution_20250825"]}]},
+    "tools[web_search_20250305]": {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]},
+}
+NEUTRAL: dict[str, Any] = {"container": None, "mcp_servers": [], "speed": "standard", "context_management": {}}
+
+
+@pytest.mark.parametrize("path", IN_VAIN)
+def test_what_has_no_effect_is_taken_and_named(path: str) -> None:
+    asked = parsed(MessagesRequest, HELLO | IN_VAIN[path])
+    assert dict.fromkeys(asked.without_effect) == {path: None}
+    kept = {name: value for name, value in IN_VAIN[path].items() if name in ("thinking", "tools")}
+    plain = {"tools": [TOOL | {"name": tool["name"]} for tool in kept.get("tools", ()) if "input_schema" in tool]}
+    without = {"thinking": {"type": "disabled"}} if "thinking" in kept else plain if plain["tools"] else {}
+    assert asked.chat_body() == chat(**without)
+
+
+def test_what_asks_for_nothing_is_not_named() -> None:
+    asked = parsed(MessagesRequest, HELLO | NEUTRAL)
+    assert not [*asked.without_effect] and asked.chat_body() == chat()
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+async def test_a_conversation_of_the_servers_is_refused_as_clients_expect(path: str) -> None:
+    script = await Script.start()
+    response = await ask(script.app, "POST", path, HELLO | {"thread": {"type": "create"}})
+    error = orjson.loads(response.body)["error"]
+    assert (response.status, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_more_tokens_than_there_is_room_for_are_cut(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**HELLO | {"max_tokens": 10_000_000, "timeout": 60})
+    assert message.stop_reason == "end_turn"
+
+
+def test_fields_that_clients_add_to_a_history_are_passed_over() -> None:
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Go", "provider_specific_fields": {}}], "id": "m1"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}, "x": 1}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "tool_reference", "tool_name": "weather"}],
+                    "x": 1,
+                }
+            ],
+        },
+    ]
+    messages = chat(messages=turns, tools=[TOOL])["messages"]
+    assert [message["content"] for message in messages] == ["Go", "", "Tool found: weather"]
+
+
+def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (content({"type": "image", "source": {}}), "messages[0].content[0]: Input should be a block of type text"),
+        (content({"type": "text"}), "messages[0].content[0].text is missing"),
+        (
+            content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),
+            "messages[0].content[0].content[0]: Input should be a block of type text or tool_reference",
+        ),
+        (content({"type": "tool_result", "tool_use_id": "t9"}), "no tool_use before it has the id 't9'"),
+        (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "tool_use has no place here"),
+        (content("Hello"), "messages[0].content[0]"),
+        (content(role="tool"), "messages[0].role"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported here; send the tools of MCP servers to"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice: name goes with type tool"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"container": "c"}, "container is not supported here"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_named(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parsed(MessagesRequest, HELLO | change).chat_body()
+    assert says in str(refused.value)
+
+
+def test_what_is_counted_has_no_limit_of_tokens() -> None:
+    asked = {"model": "echo", "messages": HELLO["messages"]}
+    assert parsed(CountRequest, asked).chat_body() == asked
+    with pytest.raises(InvalidRequest, match="max_tokens is not a known parameter"):
+        parsed(CountRequest, HELLO)
+
+
+texts = st.text(max_size=4)
+
+
+@st.composite
+def tellings(draw: st.DrawFn) -> tuple[list[Token], Done]:
+    """Thoughts, text and calls in any order, at any cut; calls follow each other."""
+    tokens, begun = [], 0
+    for _ in range(draw(st.integers(0, 8))):
+        calls = []
+        for _ in range(draw(st.integers(0, 3))):
+            if not begun or draw(st.booleans()):
+                begun += 1
+                calls.append(ToolCallDelta(begun - 1, "{", f"t{begun}", "weather"))
+            else:
+                calls.append(ToolCallDelta(begun - 1, draw(st.sampled_from(["", " "]))))
+        tokens.append(token(draw(texts), draw(texts), *calls))
+    reason: FinishReason = draw(st.sampled_from(["stop", "length", "tool_calls"]))
+    return tokens, Done("r", (reason,), Usage(3, len(tokens), 3 + len(tokens)))
+
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tellings())
+def test_every_stream_is_blocks_one_after_the_other(told: tuple[list[Token], Done]) -> None:
+    tokens, done = told
+    renderer = MessageRenderer("msg-1", "m")
+    sent = [*renderer.start(Accepted("r", "m", 7, 3)), *(chunk for token in tokens for chunk in renderer.chunks(token))]
+    pieces = [message.data for message in messages(b"".join([*sent, *renderer.end(done)]))]
+    kinds = [EVENTS.validate_python(piece, strict=True).type for piece in pieces]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert [kinds.count(kind) for kind in ("message_start", "message_delta", "message_stop")] == [1, 1, 1]
+    is_open, count = False, 0
+    for piece in pieces[1:-2]:
+        match piece["type"]:
+            case "content_block_start":
+                assert not is_open and piece["index"] == count
+                is_open, count = True, count + 1
+            case "content_block_delta":
+                assert is_open and piece["index"] == count - 1
+            case "content_block_stop":
+                assert is_open and piece["index"] == count - 1
+                is_open = False
+    assert not is_open
+    streamed, begun = None, dict[int, bytes]()
+    for piece in pieces:
+        event = EVENTS.validate_python(piece)
+        streamed = accumulate_event(event=event, current_snapshot=streamed, json_bufs=begun)
+    whole = MessageRenderer("msg-1", "m").whole(tokens, done)
+    assert streamed is not None
+    for content in (streamed.content, Message.model_validate_json(whole).content):
+        calls = [block for block in content if block.type == "tool_use"]
+        assert [call.id for call in calls] == [f"t{place + 1}" for place in range(len(calls))]
+        assert len(calls) == len({call.index for token in tokens for call in token.tool_calls})
+        for kind in ("text", "reasoning"):
+            name = "thinking" if kind == "reasoning" else kind
+            found = "".join(getattr(block, name) for block in content if block.type == name)
+            assert found == "".join(getattr(token, kind) for token in tokens)

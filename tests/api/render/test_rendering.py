@@ -1,0 +1,171 @@
+"""What the renderer makes of events, held against the official client's own types."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
+
+from penstock.api.render.openai import Embeddings, Extras, Renderer, error_message, error_payload
+from penstock.schemas.events import Done, ErrorBody, FinishReason, Token, TokenLogprob, TopLogprob, Usage
+from penstock.schemas.jobs import Endpoint
+
+EXAMPLES = settings(max_examples=100, deadline=None)
+TYPES: dict[Endpoint, Any] = {"/v1/chat/completions": ChatCompletion, "/v1/completions": Completion}
+REASONS: list[FinishReason] = ["stop", "length", "stop_sequence"]  # those that the client's types know
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+logprobs = st.builds(
+    TokenLogprob,
+    token=texts,
+    token_id=st.integers(0, 1000),
+    logprob=st.floats(-50, 0),
+    bytes=st.lists(st.integers(0, 255), max_size=3).map(tuple),
+    top=st.lists(
+        st.builds(
+            TopLogprob,
+            token=texts,
+            token_id=st.integers(0, 1000),
+            logprob=st.floats(-50, 0),
+            bytes=st.lists(st.integers(0, 255), max_size=3).map(tuple),
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[list[Token], Done]:
+    """The events of a whole answer: some choices, each of some tokens, the last with its reason."""
+    with_logprobs = draw(st.booleans())
+    tokens: list[Token] = []
+    reasons: list[FinishReason] = []
+    for choice in range(draw(st.integers(1, 3))):
+        pieces = draw(st.lists(texts, min_size=1, max_size=5))
+        reasons.append(draw(st.sampled_from(REASONS)))
+        for index, text in enumerate(pieces):
+            last = index == len(pieces) - 1
+            said = (draw(logprobs),) if with_logprobs else None
+            tokens.append(Token("r", choice, index, (index,), text, said, reasons[-1] if last else None))
+    return tokens, Done("r", tuple(reasons), Usage(3, len(tokens), 3 + len(tokens)))
+
+
+@EXAMPLES
+@given(answers(), st.sampled_from(sorted(TYPES)))
+def test_every_response_has_what_the_client_reads(answer: tuple[list[Token], Done], endpoint: Endpoint) -> None:
+    """P23: every response has id, object, created, model, choices, usage."""
+    tokens, done = answer
+    renderer = Renderer(endpoint, "id-1", "m", 1_800_000_000, streaming=False)
+    body = orjson.loads(renderer.whole(tokens, done))
+    assert {"id", "object", "created", "model", "choices", "usage"} <= body.keys()
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
+    read = TYPES[endpoint].model_validate(body, strict=True)
+    for choice in read.choices:
+        text = choice.message.content if endpoint == "/v1/chat/completions" else choice.text
+        assert text == "".join(token.text for token in tokens if token.choice == choice.index)
+
+
+@EXAMPLES
+@given(answers(), st.booleans())
+def test_chunks_add_up_to_the_whole(answer: tuple[list[Token], Done], include_usage: bool) -> None:
+    tokens, done = answer
+    extras = Extras(usage=include_usage)
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True, extras=extras)
+    messages = [chunk for token in tokens for chunk in renderer.chunks(token)] + list(renderer.end(done))
+    assert messages[-1] == b"data: [DONE]\n\n"
+    chunks = [
+        ChatCompletionChunk.model_validate(orjson.loads(message.removeprefix(b"data: ")), strict=True)
+        for message in messages[:-1]
+    ]
+    for choice, reason in enumerate(done.finish_reasons):
+        deltas = [part for chunk in chunks for part in chunk.choices if part.index == choice]
+        said = "".join(token.text for token in tokens if token.choice == choice)
+        assert "".join(part.delta.content or "" for part in deltas) == said
+        assert [part.delta.role for part in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert [part.finish_reason for part in deltas if part.finish_reason] == [
+            "length" if reason == "length" else "stop"
+        ]
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert len(usages) == int(include_usage)
+    assert not include_usage or (chunks[-1].usage == usages[0] and chunks[-1].choices == [])
+
+
+@pytest.mark.parametrize("endpoint", sorted(TYPES))
+def test_an_answer_that_ran_out_of_time_says_so(endpoint: Endpoint) -> None:
+    token, done = Token("r", 0, 0, (1,), "x", finish_reason="deadline"), Done("r", ("deadline",), Usage(1, 1, 2))
+    renderer = Renderer(endpoint, "id-1", "m", 1, streaming=True)
+    (chunk,) = renderer.chunks(token)
+    for body in (chunk.removeprefix(b"data: "), renderer.whole([token], done)):
+        assert orjson.loads(body)["choices"][0]["finish_reason"] == "deadline"
+
+
+def comes_back(kind: Any, data: bytes) -> None:
+    """P25: read into the official client's type and written again, it is what it was."""
+    read = kind.model_validate_json(data)
+    assert orjson.loads(read.model_dump_json(exclude_unset=True, by_alias=True)) == orjson.loads(data)
+
+
+@EXAMPLES
+@given(answers(), st.sampled_from(sorted(TYPES)))
+def test_every_answer_comes_back_from_json(answer: tuple[list[Token], Done], endpoint: Endpoint) -> None:
+    comes_back(TYPES[endpoint], Renderer(endpoint, "id-1", "m", 1, streaming=False).whole(*answer))
+
+
+@EXAMPLES
+@given(answers(), st.booleans())
+def test_every_chunk_comes_back_from_json(answer: tuple[list[Token], Done], include_usage: bool) -> None:
+    tokens, done = answer
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True, extras=Extras(usage=include_usage))
+    for chunk in [chunk for token in tokens for chunk in renderer.chunks(token)] + list(renderer.end(done))[:-1]:
+        comes_back(ChatCompletionChunk, chunk.removeprefix(b"data: "))
+
+
+vectors = st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=8), min_size=1, max_size=4)
+
+
+@EXAMPLES
+@given(vectors)
+def test_every_vector_comes_back_from_json(rows: list[list[float]]) -> None:
+    tokens = [
+        Token("r", place, 0, (), base64.b64encode(np.array(row, "<f4").tobytes()).decode(), None, "stop")
+        for place, row in enumerate(rows)
+    ]
+    reasons: list[FinishReason] = ["stop" for _ in rows]
+    done = Done("r", tuple(reasons), Usage(3, 0, 3))
+    whole = Embeddings("r", "m", encoded=False).whole(tokens, done)
+    comes_back(CreateEmbeddingResponse, whole)
+    found = [each.embedding for each in CreateEmbeddingResponse.model_validate_json(whole).data]
+    assert [[float(np.float32(number)) for number in row] for row in found] == rows
+    # In base64, as its client asks for it, a vector is text that it decodes itself.
+    encoded = orjson.loads(Embeddings("r", "m", encoded=True).whole(tokens, done))["data"]
+    assert [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").tolist() for each in encoded] == rows
+
+
+errors = st.builds(
+    ErrorBody,
+    status=st.sampled_from([400, 408, 429, 500, 503]),
+    message=texts,
+    type=st.sampled_from(["invalid_request_error", "server_error"]),
+    code=st.none() | texts,
+    param=st.none() | texts,
+    retry_after=st.none() | st.floats(0, 60),
+)
+
+
+@EXAMPLES
+@given(errors)
+def test_every_error_comes_back_from_json(error: ErrorBody) -> None:
+    payload = error_payload(error)
+    data = orjson.dumps(payload["error"])
+    comes_back(ErrorObject, data)
+    read = ErrorObject.model_validate_json(data)
+    assert (read.message, read.type, read.code, read.param) == (error.message, error.type, error.code, error.param)
+    assert orjson.loads(error_message(error).removeprefix(b"data: ")) == payload

@@ -1,0 +1,369 @@
+"""The compiled kernels against torch and against the plain decoder, and what happens where they cannot be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+
+from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.cpu.layouts import numbers
+from penstock.engine.cpu.library import _NEEDED, PLAIN, Kernels, NoKernels, Product, _cpu_flags, load_kernels
+from penstock.engine.paged.attention_hook import ATTENTION
+from penstock.engine.paged.linear import CompiledLinear, PackedLinear, PlainLinear, reorder
+from penstock.engine.paged.packing import Computed, Segment
+from penstock.engine.paged.quantize import dequantized, linear_maker
+from penstock.engine.paged.runner import Runner
+
+pytestmark = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of the result's norm
+BLOCK = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_machine() -> Iterator[None]:
+    """Two threads share the work; more would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, 2))
+    yield
+    torch.set_num_threads(before)
+
+
+@lru_cache
+def kernels() -> Kernels:
+    return load_kernels()
+
+
+@pytest.fixture(params=["as it is", "without tiles"])
+def processor(request: pytest.FixtureRequest) -> Iterator[str]:
+    """This one, and one without AMX, which is the same where it has none."""
+    kernels().use_tiles(request.param == "as it is")
+    yield request.param
+    kernels().use_tiles(True)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(2, 300), st.integers(1, 100), st.integers(1, 40), st.booleans(), st.integers(0, 9))
+@example(64, 64, 256, True, 0)
+@example(100, 2304, 1, True, 0)  # more than one chunk of inputs
+@example(100, 2304, 13, True, 0)
+@example(128, 320, 300, True, 0)  # too many rows: expanded for oneDNN, where it is quantised
+def test_products(
+    processor: str,
+    method: str | None,
+    dtype: torch.dtype,
+    outputs: int,
+    pairs: int,
+    rows: int,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    """int8 stands in for int4 where the shape does not fit: `dequantized` knows."""
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn((outputs, 2 * pairs), generator=random).to(dtype)
+    bias = torch.randn(outputs, generator=random).to(dtype) if has_bias else None
+    x = torch.randn((rows, 2 * pairs), generator=random).to(dtype)
+    linear = linear_maker(method, torch.device("cpu"), kernels())(weight, bias)
+    assert linear.product is not None
+    exact = weight if method is None else dequantized(weight, method, dtype)
+    expected = x.double() @ exact.double().T + (0 if bias is None else bias.double())
+    assert distance(linear(x), expected) < TOLERANCE[dtype]
+    assert distance(kernels().multiply(linear.product, x), expected) < TOLERANCE[dtype]
+    known = numbers(linear.product, dtype, 0, -(-outputs // 64))[:outputs]
+    assert torch.allclose(known, exact.float(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+def test_what_is_no_number_stays_in_its_row(method: str | None) -> None:
+    weight, x = torch.randn(100, 128), torch.randn(9, 128)
+    linear = linear_maker(method, torch.device("cpu"), kernels())(weight, None)
+    assert linear.product is not None
+    expected = kernels().multiply(linear.product, x)
+    x[4] = torch.nan
+    found = kernels().multiply(linear.product, x)
+    assert found[4].isnan().all()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(found[others], expected[others])
+
+
+def test_a_layout_that_differs_is_noticed() -> None:
+    weight, bias = torch.randn(70, 64), torch.randn(70)
+    packed, plain = PackedLinear(weight, bias, kernels()), PlainLinear(weight, bias)
+    layout = reorder(weight)
+    assert packed.product is not None and kernels().agree(packed.product, layout, torch.float32, plain)
+    other = Product.of(weight.shape, PLAIN, nn.functional.pad(weight, (0, 0, 0, 58)), None, bias)
+    assert not kernels().agree(other, layout, torch.float32, plain)
+    assert not kernels().agree(packed.product, reorder(weight[:64]), torch.float32, plain)
+
+
+def test_a_layout_that_onednn_does_not_share_is_ours() -> None:
+    """A single output's weight has no blocks with oneDNN."""
+    weight, x = torch.randn(1, 64), torch.randn(3, 64)
+    linear = linear_maker(None, torch.device("cpu"), kernels())(weight, None)
+    assert isinstance(linear, CompiledLinear)
+    assert distance(linear(x), x.double() @ weight.double().T) < 1e-5
+    shared = linear_maker(None, torch.device("cpu"), kernels())(torch.randn(64, 64), None)
+    assert isinstance(shared, PackedLinear)
+    in_bfloat16 = linear_maker(None, torch.device("cpu"), kernels())(torch.randn(64, 64).bfloat16(), None)
+    assert isinstance(in_bfloat16, CompiledLinear if kernels().has_tiles else PackedLinear)
+
+
+def test_inputs_that_are_no_pairs_are_left_to_torch() -> None:
+    for method in (None, "int8"):
+        linear = linear_maker(method, torch.device("cpu"), kernels())(torch.randn(64, 33), None)
+        assert linear.product is None
+        assert linear(torch.randn(3, 33)).shape == (3, 64)
+
+
+def test_a_row_has_the_same_bits_in_any_company(processor: str) -> None:
+    weight, x = torch.randn(200, 1000).bfloat16(), torch.randn(300, 1000).bfloat16()
+    linear = linear_maker(None, torch.device("cpu"), kernels())(weight, None)
+    assert linear.product is not None
+    alone = torch.cat([kernels().multiply(linear.product, x[row : row + 1]) for row in range(40)])
+    for count in (2, 17, 31, 300):
+        together = kernels().multiply(linear.product, x[:count])[:40]
+        assert torch.equal(together, alone[:count])
+
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from([LlamaConfig, MistralConfig, Qwen3Config]),
+        "head_dim": st.sampled_from([16, 24, 64, 80, 128]),
+        "num_key_value_heads": st.integers(1, 3),
+        "group": st.sampled_from([1, 2, 7]),
+        "hidden_size": st.sampled_from([42, 84, 126]),
+        "intermediate_size": st.sampled_from([48, 130]),
+        "sliding_window": st.sampled_from([10, 16, 40]),
+    }
+)
+
+
+def make_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    fields = dict(config)
+    kind, group = fields.pop("kind"), fields.pop("group")
+    fields |= {"num_attention_heads": group * fields["num_key_value_heads"], "num_hidden_layers": 2, "vocab_size": 170}
+    if kind is not MistralConfig:
+        del fields["sliding_window"]
+    if kind is LlamaConfig:  # it insists on a multiple
+        fields["hidden_size"] += -fields["hidden_size"] % (2 * fields["num_attention_heads"])
+        fields["attention_bias"] = fields["mlp_bias"] = True
+    torch.manual_seed(0)
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(kind(**fields), attn_implementation=ATTENTION, dtype=dtype).eval()
+    for name, parameter in model.named_parameters():  # norms and biases are ones and zeros otherwise
+        if "norm" in name or "bias" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def rounds(lengths: list[int], more: list[int]) -> list[list[Segment]]:
+    """Prompts side by side, in blocks that lie apart; then one token, or several, more of each."""
+    tables = [[len(lengths) * place + row for place in range(12)] for row in range(len(lengths))]
+    first = [
+        Segment([(7 * row + i * i) % 170 for i in range(n)], 0, [tables[row]], True) for row, n in enumerate(lengths)
+    ]
+    second = [
+        Segment([(5 * row + i) % 170 for i in range(n)], lengths[row], [tables[row]], True)
+        for row, n in enumerate(more)
+    ]
+    return [first, second]
+
+
+def of_segments(computed: Computed) -> Tensor:
+    """A copy of the logits in the order of the segments, each of which wants some."""
+    logits, sampled, best = computed
+    if best is not None:
+        assert list(best) == logits.argmax(-1).tolist()
+    return logits[np.argsort(sampled)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=12, deadline=None)
+@given(CONFIGS, st.lists(st.tuples(st.integers(1, 70), st.sampled_from([1, 1, 3])), min_size=1, max_size=5))
+def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[int, int]]) -> None:
+    """Both decoders say the same, and leave the same keys and values behind: the second step reads them."""
+    found = []
+    for offered in (kernels(), None):
+        runner = Runner(
+            make_model(config, dtype), BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered
+        )
+        assert (runner._native is not None) is (offered is not None)
+        runner.allocate([12 * len(lengths)])
+        steps = rounds([n for n, _ in lengths], [n for _, n in lengths])
+        logits = [of_segments(runner.forward(step)) for step in steps]
+        found.append([*logits, *(pool.memory for pool in runner.pools(0))])
+    bound = {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
+    assert [distance(one, other) < bound for one, other in zip(*found, strict=True)] == [True] * len(found[0])
+
+
+def test_long_prompts_are_left_to_products_of_many_rows() -> None:
+    """Their keys are read by the kernels afterwards: one memory, whoever wrote it."""
+    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 48, "sliding_window": None}
+    found = []
+    for offered in (kernels(), None):
+        model = make_model(config, torch.float32)
+        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner.allocate([100])
+        prompts = [Segment([i % 170 for i in range(n)], 0, [list(range(at, at + 80))], True) for n, at in ((300, 0),)]
+        if runner._native is not None:
+            assert not runner._native.takes(prompts)
+            assert not runner._native.takes([Segment([1, 2], 1023, [[]], True)])
+            assert runner._native.takes([Segment([1], 5000, [[]], True)] * 256)
+            assert not runner._native.takes([Segment([1], 5000, [[]], True)] * 257)
+        runner.forward(prompts)
+        found.append(runner.forward([Segment([9], 300, [list(range(80))], True)])[0])
+    assert distance(*found) < 1e-4
+
+
+def test_a_token_without_an_embedding_or_a_block_is_an_error_and_no_reading_elsewhere() -> None:
+    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 48, "sliding_window": None}
+    for offered in (kernels(), None):
+        model = make_model(config, torch.float32)
+        vocabulary = model.config.vocab_size
+        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner.allocate([4])
+        for token in (vocabulary, -1, 1 << 40):
+            with pytest.raises(IndexError):
+                runner.forward([Segment([3, token], 0, [[0]], True)])
+        assert runner.forward([Segment([vocabulary - 1], 0, [[0]], True)])[0].isfinite().all()
+        if runner._native is not None:
+            with pytest.raises(IndexError):
+                runner.forward([Segment([3] * (BLOCK + 1), 0, [[0]], True)])  # it has one
+
+
+def test_the_best_token_is_the_first_of_equals_and_none_where_logits_are_no_numbers() -> None:
+    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 48, "sliding_window": None}
+    offered, found = kernels(), set()
+    segments = [Segment([5, 7], 0, [[0]], True), Segment([9], 0, [[1]], False), Segment([11], 0, [[2]], True)]
+    for sign in (1, -1):
+        model = make_model(config, torch.float32)
+        head = model.lm_head.weight
+        nn.init.zeros_(head)
+        head.data[[70, 150]] = sign * torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
+        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner.allocate([4])
+        model.get_input_embeddings().weight.data[11] = torch.nan
+        assert runner._native is not None
+        logits, sampled, best = runner._native(segments)
+        assert list(sampled) == [0, 2] and best is not None
+        assert best[0] == logits[0].numpy().argmax() and logits[0].isfinite().all()
+        assert best[1] == -1 and logits[1].isnan().all()
+        found.add(best[0])
+    assert found == {0, 70}
+
+
+def test_rotations_are_known_wherever_a_context_ends() -> None:
+    """A long prompt's last token, and one far behind it: the table of rotations grows, and stops at the context."""
+    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 48, "sliding_window": None}
+    table = list(range(110))
+    found = []
+    for offered in (kernels(), None):
+        model = make_model(config, torch.float32)
+        runner = Runner(model, BLOCK, 1500, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner.allocate([110])
+        runner.forward([Segment([1] * 10, 0, [table], True)])
+        found.append(
+            [runner.forward([Segment([2], at, [table], True)])[0].clone() for at in (10, 1020, 1023, 1024, 1499)]
+        )
+    assert [distance(one, other) < 1e-4 for one, other in zip(*found, strict=True)] == [True] * 5
+
+
+class TestCompiling:
+    @staticmethod
+    def fail(compiler: str, cache: Path) -> str:
+        """Why there are no kernels."""
+        with pytest.raises(NoKernels) as caught:
+            load_kernels(compiler, cache)
+        return str(caught.value)
+
+    def test_without_a_compiler(self, tmp_path: Path) -> None:
+        assert "/none/cc is not there; install a C compiler" in self.fail("/none/cc", tmp_path)
+
+    def test_without_the_source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("penstock.engine.cpu.library._SOURCES", (tmp_path / "kernels.c",))
+        line = self.fail("cc", tmp_path)
+        assert f"{tmp_path}/kernels.c is not there; install Penstock again" in line and "compiler" not in line
+
+    def test_a_compiler_that_fails(self, tmp_path: Path) -> None:
+        compiler = tmp_path / "cc"
+        compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "no such flag" >&2; exit 1; }\n')
+        compiler.chmod(0o755)
+        assert "cc failed (no such flag); install gcc" in self.fail(str(compiler), tmp_path / "cache")
+        assert list((tmp_path / "cache").iterdir()) == []
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        assert "let XDG_CACHE_HOME name a directory that can be written" in self.fail("cc", tmp_path / "file" / "cache")
+
+    def test_a_library_that_was_cut_off_is_built_again(self, tmp_path: Path) -> None:
+        load_kernels(cache=tmp_path)
+        (path,) = tmp_path.iterdir()
+        whole = path.stat().st_size
+        path.unlink()  # it is mapped: a new file
+        path.write_bytes(b"\x7fELF" + bytes(1000))
+        load_kernels(cache=tmp_path)
+        assert path.stat().st_size == whole
+        changed = path.stat().st_mtime_ns
+        load_kernels(cache=tmp_path)
+        assert path.stat().st_mtime_ns == changed, "kept"
+
+    def test_two_processes_at_once(self, tmp_path: Path) -> None:
+        code = "import sys; from pathlib import Path; from penstock.engine.cpu.library import load_kernels\n"
+        code += "load_kernels(cache=Path(sys.argv[1]))"
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        processes = [subprocess.Popen(command) for _ in range(2)]
+        assert [process.wait(120) for process in processes] == [0, 0]
+        assert len(list(tmp_path.iterdir())) == 1
+
+    def test_the_threads_are_torchs(self) -> None:
+        # In a process of its own: other libraries in this one may have brought an OpenMP of theirs.
+        script = (
+            "from penstock.engine.cpu.library import _runtimes, load_kernels; load_kernels(); print(len(_runtimes()))"
+        )
+        assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    "shape, quantization", [("mistral", None), ("qwen3", None), ("qwen2", "int8"), ("llama", "int4")]
+)
+def test_the_switch(shape: str, quantization: str | None, model_directory: Callable[[str], Path]) -> None:
+    params = GenerationParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[3 + (7 * n + i * i) % 400 for i in range(n)] for n in (1, 16, 33, 60)]
+    found = []
+    for compiled in (True, False):
+        config = EngineConfig(
+            model=str(model_directory(shape)),
+            dtype="float32",
+            device="cpu",
+            quantization=quantization,
+            compile_kernels=compiled,
+        )
+        with InferenceEngine(config) as engine:
+            backend: Any = engine._driver.backend
+            assert (backend._runner._native is not None) is compiled
+            assert engine.model_info().slow_paths == (() if compiled else ("decoding is not compiled: switched off",))
+            found.append([output.token_ids for output in engine.generate(prompts, params)])
+    assert found[0] == found[1]

@@ -1,0 +1,89 @@
+"""Grammars are compiled in a child process, which may take its time, die, and be replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from penstock.engine.grammar.checker import GrammarChecker
+from penstock.schemas.errors import InvalidRequest, ModelLoadError
+from penstock.schemas.params import Grammar
+
+GOOD = Grammar(kind="regex", text="[a-z]{3}")
+BAD = Grammar(kind="regex", text="(a")
+ENDLESS = Grammar(kind="json_schema", text='{"type": "string", "pattern": ".{0,9000}x.{0,9000}"}')
+
+
+@pytest.fixture(scope="module")
+def model(model_directory: Callable[[str], Path]) -> str:
+    return str(model_directory("llama"))
+
+
+@pytest_asyncio.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(time_limit=0.5)
+    yield checker
+    await checker.close()
+    assert children() == []
+
+
+def children() -> list[int]:
+    """Processes that check grammars for this one."""
+    return [one.pid for one in psutil.Process().children() if "penstock.engine.grammar.checker" in one.cmdline()]
+
+
+async def fault_of(checker: GrammarChecker, grammar: Grammar, model: str) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await checker.check(grammar, model, "paged", param="guided_regex")
+    assert (caught.value.code, caught.value.param) == ("invalid_grammar", "guided_regex")
+    return str(caught.value)
+
+
+async def test_it_says_what_compiles_and_why_not(checker: GrammarChecker, model: str) -> None:
+    assert children() == []
+    await asyncio.gather(
+        checker.check(GOOD, model, "paged", param="p"),
+        fault_of(checker, BAD, model),
+        checker.check(GOOD, model, "hf", param="p"),
+    )
+    assert "parenthesis is not closed" in await fault_of(checker, BAD, model)
+    with pytest.raises(ModelLoadError, match="no such directory"):
+        await checker.check(GOOD, "/nowhere/at/all", "paged", param="p")
+    await checker.check(Grammar(kind="ebnf", text='root ::= "a"'), model, "paged", param="p")
+    assert len(children()) == 1
+
+
+async def test_what_takes_too_long_is_refused_and_the_next_is_not(checker: GrammarChecker, model: str) -> None:
+    endless, good = await asyncio.gather(
+        fault_of(checker, ENDLESS, model), checker.check(GOOD, model, "paged", param="p")
+    )
+    assert endless == "the grammar takes longer than 0.5 s to compile"
+    assert good is None
+    running = children()
+    assert await fault_of(checker, ENDLESS, model) == endless
+    assert children() == running  # the verdict is remembered: nothing was killed
+
+
+async def test_a_dead_child_is_replaced(checker: GrammarChecker, model: str) -> None:
+    await checker.check(GOOD, model, "paged", param="p")
+    (first,) = children()
+    os.kill(first, signal.SIGKILL)
+    assert "parenthesis" in await fault_of(checker, BAD, model)
+    assert children() != [first]
+
+
+async def test_who_leaves_harms_nobody(checker: GrammarChecker, model: str) -> None:
+    leaving = asyncio.create_task(checker.check(GOOD, model, "paged", param="p"))
+    await asyncio.sleep(0)  # it has begun
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert "parenthesis" in await fault_of(checker, BAD, model)
+    await checker.check(GOOD, model, "paged", param="p")
+    assert len(children()) == 1

@@ -1,0 +1,253 @@
+"""What of JSON Schema can be held to, and what is refused, with the path of the fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from json_schemas import BY_HAND, generate, record
+
+from penstock.engine.grammar.json_schema import (
+    any_json_object,
+    choice_grammar,
+    ebnf_grammar,
+    json_schema_grammar,
+    regex_grammar,
+)
+from penstock.schemas.errors import InvalidRequest
+from penstock.schemas.params import Grammar
+
+STRING = {"type": "string"}
+INTEGER = {"type": "integer"}
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    import xgrammar
+    from xgrammar.testing import _is_grammar_accept_string
+
+    match grammar.kind:
+        case "json_schema":
+            made = xgrammar.Grammar.from_json_schema(grammar.text, any_whitespace=False)
+        case "regex":
+            made = xgrammar.Grammar.from_regex(grammar.text)
+        case _:
+            made = xgrammar.Grammar.from_ebnf(grammar.text)
+    return bool(_is_grammar_accept_string(made, text))
+
+
+def fault_of(schema: Any, strict: bool = False) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        json_schema_grammar(schema, path="p", strict=strict)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_realistic_schemas_are_taken(name: str) -> None:
+    assert json_schema_grammar(BY_HAND[name], path="p").kind == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"properties": {"age": {"type": "integer", "multipleOf": 5, "minimum": 0}}}, "properties.age.multipleOf"),
+        ({"type": "number", "multipleOf": 0.1}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 5000}, "multipleOf"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "items": {"contains": {}}}, "items.contains"),
+        ({"type": "array", "minContains": 1}, "minContains"),
+        ({"type": "array", "unevaluatedItems": False}, "unevaluatedItems"),
+        ({"type": "array", "additionalItems": False}, "additionalItems"),
+        ({"anyOf": [STRING, {"not": STRING}]}, "anyOf[1].not"),
+        ({"if": STRING, "then": STRING}, "if"),
+        ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"dependentSchemas": {}}, "dependentSchemas"),
+        ({"dependencies": {}}, "dependencies"),
+        ({"$dynamicRef": "#a"}, "$dynamicRef"),
+        ({"type": "string", "nullable": True}, "nullable"),
+        ({"type": "string", "maxLenght": 3}, "maxLenght"),
+        ({"patternProperties": {"^a$": STRING}, "properties": {"b": STRING}}, "patternProperties"),
+        ({"patternProperties": {"^a$": STRING, "^b$": STRING}}, "patternProperties"),
+        ({"propertyNames": {"maxLength": 3}, "properties": {"b": STRING}}, "propertyNames"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "string", "pattern": "^a$", "maxLength": 3}, "maxLength"),
+        ({"type": "string", "pattern": "^a$", "maxLength": 0}, "maxLength"),
+        ({"type": "string", "format": "date", "minLength": 3}, "minLength"),
+        ({"type": "string", "format": "date", "pattern": "^2"}, "format"),
+        ({"type": "string", "format": "iri"}, "format"),
+        ({"type": "string", "format": "json-pointer"}, "format"),
+        ({"type": "string", "pattern": "(?=a)a"}, "pattern"),
+        ({"type": "string", "pattern": "a(?<!b)"}, "pattern"),
+        ({"type": "string", "pattern": "a|^b"}, "pattern"),
+        ({"type": "string", "pattern": "(a)\\1"}, "pattern"),
+        ({"type": "string", "pattern": "\\bfoo"}, "pattern"),
+        ({"type": "string", "pattern": "\\p{L}"}, "pattern"),
+        ({"type": "string", "pattern": '["ä]'}, "pattern"),
+        ({"type": "string", "pattern": "[\\n]"}, "pattern"),
+        ({"type": "string", "pattern": "[z-a]"}, "pattern"),
+        ({"type": "string", "pattern": "a{200}"}, "pattern"),
+        ({"enum": ["abc"], "maxLength": 2}, "maxLength"),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [record({"a": STRING}), record({"b": STRING})]}, "oneOf"),
+        ({"allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, "allOf[1].pattern"),
+        ({"allOf": [record({"a": STRING}), record({"b": STRING})]}, "allOf[1]"),
+        ({"$ref": "http://example.com/schema"}, "$ref"),
+        ({"$ref": "other.json#/a"}, "$ref"),
+        ({"$ref": "#anchor"}, "$ref"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"a": {}}}, "properties.a.$ref"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_its_path(schema: Any, path: str) -> None:
+    error = fault_of(schema)
+    assert error.param == f"p.{path}"
+    assert str(error).startswith(f"p.{path}: ")
+    assert error.status == 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "strin"}, ".type"),
+        ({"type": []}, ".type"),
+        ({"type": ["string", 5]}, ".type"),
+        ({"properties": []}, ".properties"),
+        ({"properties": {"a": 5}}, ".properties.a"),
+        ({"items": [STRING, INTEGER]}, ".items"),
+        ({"required": "a"}, ".required"),
+        ({"required": [1]}, ".required"),
+        ({"minLength": -1}, ".minLength"),
+        ({"maxItems": 1.5}, ".maxItems"),
+        ({"minimum": "3"}, ".minimum"),
+        ({"minimum": True}, ".minimum"),
+        ({"minimum": float("inf")}, ".minimum"),
+        ({"enum": []}, ".enum"),
+        ({"enum": 5}, ".enum"),
+        ({"anyOf": {}}, ".anyOf"),
+        ({"pattern": 5}, ".pattern"),
+        ({"$defs": {"a": {"type": 5}}, "$ref": "#/$defs/a"}, ".$defs.a.type"),
+        ({"$ref": 5}, ".$ref"),
+        (5, ""),
+        # what no value fits
+        (False, ""),
+        ({"properties": {"a": False}, "required": ["a"]}, ".required"),
+        ({"properties": {}, "required": ["a"], "additionalProperties": False}, ".required"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, ".minLength"),
+        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, ""),
+        ({"type": "number", "exclusiveMinimum": 3, "maximum": 3}, ""),
+        ({"type": "integer", "minimum": 1e30}, ""),
+        ({"type": "array", "items": False, "minItems": 1}, ".minItems"),
+        ({"type": "integer", "enum": ["a"]}, ""),
+        ({"const": 2**63}, ""),
+        ({"enum": [[-(2**70)]]}, ""),
+        ({"allOf": [STRING, INTEGER]}, ".allOf[1]"),
+        ({"$ref": "#"}, ""),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, ""),
+        ({"$defs": {"a": {"$ref": "#/$defs/a", "maxLength": 3}}, "$ref": "#/$defs/a"}, ""),
+        (record({"next": {"$ref": "#"}}), ""),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, ""),
+    ],
+)
+def test_malformed_and_empty_schemas_are_refused_with_the_path(schema: Any, path: str) -> None:
+    assert fault_of(schema).param == f"p{path}"
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({}, ['{"a": [1, null]}', "1"], ['{"a":  1}', " 1", "1 "]),
+        ({"type": "object"}, ['{"a": 1}', "{}"], ["[]", '{\n"a": 1}']),
+        ({"properties": {"a": STRING}}, ["{}", '{"a": "x"}'], ['{"b": 1}', '{"a": 1}', "[]"]),
+        ({"required": ["a"]}, ['{"a": 1}', '{"a": 1, "c": 2}'], ["{}", '{"b": 1}']),
+        ({"maxLength": 2}, ['"ab"'], ['"abc"', "1"]),
+        ({"type": "array", "maxItems": 2}, ['[1, "a"]', "[]"], ["[1, 2, 3]"]),
+        ({"type": "array", "prefixItems": [STRING], "minItems": 2}, ['["a", 1]'], ['["a"]']),
+        ({"type": "array", "prefixItems": [STRING, INTEGER], "maxItems": 1}, ['["a"]'], ['["a", 1]']),
+        ({"type": "integer", "maximum": 1e25, "minimum": 7}, ["7", "99999"], ["6"]),
+        ({"type": "string", "format": "date"}, ['"2024-02-29"', '"2000-02-29"'], ['"2023-02-29"', '"2100-02-29"']),
+        ({"type": "string", "format": "time"}, ['"23:59:59Z"', '"01:02:03.5+01:00"'], ['"24:00:00Z"', '"12:00:60Z"']),
+        ({"type": "string", "format": "ipv4"}, ['"10.0.255.1"'], ['"10.00.255.1"', '"256.1.1.1"']),
+        ({"type": "string", "format": "email"}, ['"first.last@a-b.org"'], ['"a..b@c.de"', '"a@b"']),
+        ({"type": "string", "pattern": "^a(?:bc+?)?d$"}, ['"abccd"', '"ad"'], ['"acd"', '"abd"']),
+        ({"type": "string", "pattern": '^"$'}, ['"\\""'], ['"""']),
+        ({"type": "string", "pattern": "^\\x0a\\t$"}, ['"\\n\\t"'], ['"\n\t"']),
+        ({"type": "string", "pattern": "^[^ä]$"}, ['"b"'], ['"""', '"\\"', '"\n"']),
+        ({"type": "string", "pattern": "^[^-ä]$"}, ['"b"', '"+"'], ['"-"', '"""']),
+        ({"type": "string", "pattern": "^[\\w\\sÀ-ÿ]+$"}, ['"a É"'], ['"\n"', '"a\\"']),
+        (
+            record({"ab": STRING}) | {"additionalProperties": INTEGER},
+            ['{"ab": "x", "a": 1, "": 2}'],
+            [r'{"ab": "x", "\u0061b": 1}'],
+        ),
+        (record({"ä": STRING}, "ä") | {"additionalProperties": INTEGER}, ['{"ö": 1}'], ['{"ä": 1}', r'{"\u00e4": 1}']),
+        ({"allOf": [INTEGER, {"minimum": 3}], "maximum": 4}, ["3", "4"], ["2", "5", '"3"']),
+        ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": STRING}}, ['"x"'], ['"xx"', "1"]),
+        ({"type": "string", "enum": ["a", 1]}, ['"a"'], ["1"]),
+        ({"properties": {"a": False, "b": STRING}, "additionalProperties": True}, ['{"b": "x"}'], ['{"a": 1}']),
+        ({"type": ["integer", "number"], "minimum": 1}, ["1", "1.5"], ["0"]),
+    ],
+)
+def test_what_xgrammar_alone_would_get_wrong(schema: Any, good: list[str], bad: list[str]) -> None:
+    grammar = json_schema_grammar(schema, path="p")
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+def test_strict_demands_what_openai_demands() -> None:
+    whole = record({"a": record({"b": STRING})})
+    assert json_schema_grammar(whole, path="p", strict=True)
+    open_inside = fault_of(record({"a": {"type": "object", "properties": {}}}), strict=True)
+    assert open_inside.param == "p.properties.a.additionalProperties"
+    assert "'additionalProperties' is required to be supplied and to be false" in str(open_inside)
+    optional = fault_of(record({"a": STRING, "b": STRING}, "b"), strict=True)
+    assert optional.param == "p.required"
+    assert "Missing 'b'" in str(optional)
+    assert json_schema_grammar(record({"a": STRING, "b": STRING}, "b"), path="p")
+
+
+def test_size_is_limited() -> None:
+    wide = {"type": "object", "properties": {f"p{place}": STRING for place in range(4000)}}
+    assert json_schema_grammar(wide, path="p")
+    wider = {"type": "object", "properties": {f"p{place}": STRING for place in range(10_000)}}
+    assert "10000 nodes" in str(fault_of(wider))
+    deep: Any = STRING
+    for _ in range(100):
+        deep = record({"a": deep})
+    assert "deeper than" in str(fault_of(deep))
+    half: Any = STRING
+    for _ in range(50):
+        half = record({"a": half})
+    assert json_schema_grammar(half, path="p")
+
+
+def test_references_that_multiply_are_limited() -> None:
+    parts: dict[str, Any] = {"a0": {"type": "object"}}
+    for place in range(30):
+        ref = {"$ref": f"#/$defs/a{place}", "minProperties": 0}
+        parts[f"a{place + 1}"] = {"properties": {"l": ref, "r": ref}}
+    assert "10000 nodes" in str(fault_of({"$ref": "#/$defs/a30", "$defs": parts}))
+
+
+def test_other_grammars() -> None:
+    choices = ['a"b', "\\", "\n", "é😀", "]"]
+    grammar = choice_grammar(choices)
+    assert all(accepts(grammar, choice) for choice in choices)
+    assert not accepts(grammar, 'a"bx')
+    assert accepts(regex_grammar(r'^"[^"]{3}"\n$'), '"abc"\n')
+    assert accepts(ebnf_grammar('root ::= "a" b\nb ::= "c"'), "ac")
+    assert accepts(any_json_object(), '{"a": []}') and not accepts(any_json_object(), "[]")
+    wrong: list[Callable[[], Grammar]] = [
+        lambda: choice_grammar([]),
+        lambda: choice_grammar(["a", ""]),
+        lambda: regex_grammar("(?!a)b"),
+        lambda: ebnf_grammar("expr: NUMBER"),
+    ]
+    for make in wrong:
+        with pytest.raises(InvalidRequest) as caught:
+            make()
+        assert str(caught.value.param).startswith("guided_")
+
+
+def test_generated_schemas_are_taken() -> None:
+    for seed in range(300):
+        json.loads(json_schema_grammar(generate(seed), path="p").text)

@@ -1,0 +1,449 @@
+"""Every architecture that the packed engine claims, against transformers' own generation of one prompt at a time.
+
+The oracle is eager attention in float32, unpadded. Prompts are 1 to 70 tokens long, around the edges of blocks of 16
+tokens and beyond the sliding windows, which are 16 wide. Nothing here may depend on what runs beside a request, on how
+its prompt was cut, on what the cache still held, or on how often it was preempted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
+from penstock.engine.backend import Backend
+from penstock.engine.backends.registry import load_backend
+from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.paged.quantize import dequantized, linear_maker, quantizable
+from penstock.engine.sequence import Sequence as Choice
+from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
+
+BACKEND = "paged"
+DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cpu")
+
+BLOCK = 16  # tokens
+COUNT = 24  # tokens generated
+SOME = ["llama", "mistral", "gemma2", "qwen3_moe", "gpt_oss"]
+MORE = ["cohere", "gemma3_text", "glm4", "gpt2", "granite", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"]
+all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE])
+some_shapes = pytest.mark.parametrize("shape", SOME)
+
+GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+SAMPLED = GenerationParams(temperature=0.8, top_p=0.9, top_k=50, seed=11, max_tokens=COUNT, ignore_eos=True)
+
+Tokens = tuple[int, ...]
+StartEngine = Callable[..., InferenceEngine]
+
+
+def made_up(length: int, salt: int = 0) -> list[int]:
+    """A prompt; two that differ in length or salt have no beginning in common."""
+    return [3 + (7 * length + 131 * salt + place * place) % 500 for place in range(length)]
+
+
+PROMPTS = [made_up(length) for length in (1, 15, 16, 17, 33, 70)]
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int = COUNT) -> Tokens:
+    """What transformers makes of one prompt, ends of text ignored."""
+    ids = torch.tensor([list(prompt)])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+class Oracle:
+    """transformers' own models and what they said, each computed once."""
+
+    def __init__(self, directory_of: Callable[[str], Path]) -> None:
+        self._directory_of = directory_of
+        self._models: dict[str, Any] = {}
+        self._answers: dict[tuple[str, Tokens], Tokens] = {}
+
+    def model(self, shape: str) -> Any:
+        if shape not in self._models:
+            from transformers import AutoModelForCausalLM
+
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self._directory_of(shape), dtype="float32", attn_implementation="eager"
+            )
+            model.generation_config.eos_token_id = None
+            self._models[shape] = model
+        return self._models[shape]
+
+    def tokens(self, shape: str, prompt: Sequence[int], count: int = COUNT) -> Tokens:
+        key = (shape, tuple(prompt))
+        if key not in self._answers:
+            self._answers[key] = greedy(self.model(shape), prompt)
+        return self._answers[key][:count]
+
+    def logprobs(self, shape: str, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities under which each token of the answer was chosen, [len(answer), V]."""
+        with torch.no_grad():
+            logits = self.model(shape)(torch.tensor([[*prompt, *answer]])).logits[0]
+        result: torch.Tensor = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        return result
+
+    def bytes_per_block(self, shape: str) -> int:
+        """Keys and values of one block of tokens in all layers, in float32."""
+        config = self.model(shape).config
+        heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layers: int = config.num_hidden_layers
+        return BLOCK * layers * 2 * heads * head_dim * 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_machine() -> Iterator[None]:
+    """Tiny matrices are fastest on one thread, and each engine that closes collects garbage: not all that is loaded."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def oracle(model_directory: Callable[[str], Path]) -> Oracle:
+    return Oracle(model_directory)
+
+
+@pytest.fixture(scope="session")
+def config_of(model_directory: Callable[[str], Path]) -> Callable[..., EngineConfig]:
+    def make(shape: str, **changes: Any) -> EngineConfig:
+        model = str(model_directory(shape))
+        return EngineConfig(model=model, backend=BACKEND, dtype="float32", device=DEVICE, **changes)
+
+    return make
+
+
+@pytest.fixture
+def start(config_of: Callable[..., EngineConfig]) -> Iterator[StartEngine]:
+    """A new engine, its cache cold."""
+    with ExitStack() as stack:
+        yield lambda shape, **changes: stack.enter_context(InferenceEngine(config_of(shape, **changes)))
+
+
+def answers(engine: InferenceEngine, prompts: list[list[int]], params: GenerationParams = GREEDY) -> list[Tokens]:
+    """What the engine makes of the prompts together, its first choices."""
+    return [output.token_ids for output in engine.generate(prompts, params)]
+
+
+@all_shapes
+def test_the_oracle_says_something(shape: str, oracle: Oracle) -> None:
+    assert mean(len(set(oracle.tokens(shape, prompt))) for prompt in PROMPTS) >= 8
+
+
+@all_shapes
+def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    outputs = start(shape).generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == [oracle.tokens(shape, prompt) for prompt in PROMPTS]
+    assert {(output.finish_reason, output.stats.cached_tokens) for output in outputs} == {("length", 0)}
+
+
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3"])
+def test_without_kernels_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    """What is compiled computes these shapes' steps everywhere else in this file."""
+    engine = start(shape, compile_kernels=False, prefill_chunk_size=60)
+    assert answers(engine, PROMPTS) == [oracle.tokens(shape, prompt) for prompt in PROMPTS]
+
+
+@all_shapes
+def test_chunks_of_a_prompt_equal_the_whole(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    engine = start(shape, enable_chunked_prefill=True, prefill_chunk_size=7, max_batch_size=len(PROMPTS))
+    assert answers(engine, PROMPTS) == [oracle.tokens(shape, prompt) for prompt in PROMPTS]
+
+
+@all_shapes
+def test_prefix_hits_change_nothing(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    engine = start(shape)
+    base = made_up(40)
+    first = engine.generate(base, GREEDY)
+    prompts = [
+        base,
+        [*base, *made_up(30)],
+        [*base, *first.token_ids, *made_up(3)],  # the next turn of a conversation
+        [*base[:33], *made_up(9)],
+        base[:32],  # nothing but whole blocks, of which the last token must be computed all the same
+    ]
+    for prompt in prompts:
+        output = engine.generate(prompt, GREEDY)
+        assert output.token_ids == oracle.tokens(shape, prompt)
+        assert 0 < output.stats.cached_tokens < len(prompt)
+    assert answers(engine, prompts) == [oracle.tokens(shape, prompt) for prompt in prompts]
+    assert first.token_ids == oracle.tokens(shape, base)
+    assert first.stats.cached_tokens == 0
+
+
+@some_shapes
+@pytest.mark.parametrize("changes", [{}, {"prefill_chunk_size": 16}, {"enable_chunked_prefill": False}], ids=str)
+def test_a_prompt_is_scored_as_the_oracle_has_it(
+    shape: str, changes: dict[str, Any], start: StartEngine, oracle: Oracle
+) -> None:
+    """Together, in chunks, and where the beginning is cached already."""
+    engine = start(shape, **changes)
+    prompts = [*PROMPTS, made_up(300)]
+    answers(engine, prompts)
+    params = GREEDY.model_copy(update={"logprobs": 2, "prompt_logprobs": True, "max_tokens": 2})
+    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+        told = output.logprobs
+        assert told is not None and [entry.token_id for entry in told] == [*prompt, *output.token_ids]
+        assert (told[0].logprob, told[0].top) == (None, ())
+        raw = oracle.logprobs(shape, prompt[:1], [*prompt[1:], *output.token_ids])
+        chosen = raw[range(len(raw)), [entry.token_id for entry in told[1:]]]
+        assert [entry.logprob for entry in told[1:]] == pytest.approx(chosen.tolist(), abs=1e-4)
+        best = [[rival.logprob for rival in entry.top] for entry in told[1:]]
+        assert best == [pytest.approx(row, abs=1e-4) for row in raw.topk(2).values.tolist()]
+        assert output.stats.cached_tokens == 0
+
+
+@some_shapes
+def test_equal_prompts_arriving_together_change_nothing(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    base = made_up(40)
+    prompts = [base, base, base[:32], [*base, 5, 6], base]
+    assert answers(start(shape), prompts) == [oracle.tokens(shape, prompt) for prompt in prompts]
+
+
+@all_shapes
+def test_preemption_changes_nothing(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    """Five requests begin with 3 blocks and end with 5, or hold 2 or 3 where all layers slide; there is room for 6."""
+    memory = 6 * oracle.bytes_per_block(shape)
+    engine = start(
+        shape, kv_cache_memory=memory, max_sequence_length=6 * BLOCK, prefill_chunk_size=16, max_batch_size=5
+    )
+    prompts = [made_up(45, salt) for salt in range(5)]
+    assert answers(engine, prompts) == [oracle.tokens(shape, prompt) for prompt in prompts]
+    cache = engine.stats().cache
+    assert cache is not None and cache.num_preemptions > 0
+
+
+@some_shapes
+def test_seeded_draws_depend_on_nothing_else(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    alone = start(shape, max_batch_size=1)
+    expected = [alone.generate(prompt, SAMPLED).token_ids for prompt in PROMPTS]
+    assert expected != [oracle.tokens(shape, prompt) for prompt in PROMPTS]
+    company = start(shape)
+    assert answers(company, PROMPTS, SAMPLED) == expected
+    assert answers(company, PROMPTS, SAMPLED) == expected  # this time the prompts are cached
+    memory = 6 * oracle.bytes_per_block(shape)
+    short = start(shape, kv_cache_memory=memory, max_sequence_length=96, prefill_chunk_size=7, max_batch_size=6)
+    assert answers(short, PROMPTS, SAMPLED) == expected
+
+
+@some_shapes
+def test_choices_depend_on_nothing_else(shape: str, start: StartEngine) -> None:
+    params = SAMPLED.model_copy(update={"n": 3})
+    expected = start(shape, max_batch_size=1).generate(PROMPTS[4], params).choices
+    assert len({choice.token_ids for choice in expected}) == 3
+    assert start(shape).generate(PROMPTS, params)[4].choices == expected
+
+
+@all_shapes
+def test_logprobs_are_the_oracles(shape: str, start: StartEngine, oracle: Oracle) -> None:
+    params = SAMPLED.model_copy(update={"logprobs": 2, "logit_bias": {7: 3.0}})
+    for prompt, output in zip(PROMPTS, start(shape).generate(PROMPTS, params), strict=True):
+        raw = oracle.logprobs(shape, prompt, output.token_ids)
+        assert output.logprobs is not None and len(output.logprobs) == COUNT
+        chosen = [row[token].item() for row, token in zip(raw, output.token_ids, strict=True)]
+        assert [entry.logprob for entry in output.logprobs] == pytest.approx(chosen, abs=1e-4)
+        top = [value for entry in output.logprobs for value in (best.logprob for best in entry.top)]
+        assert top == pytest.approx(raw.topk(2).values.flatten().tolist(), abs=1e-4)
+
+
+def test_a_model_without_pluggable_attention_is_refused(config_of: Callable[..., EngineConfig]) -> None:
+    with pytest.raises(ModelLoadError):
+        load_backend(config_of("stablelm"))
+
+
+def test_rotations_that_follow_the_longest_request_are_left_to_hf(
+    model_directory: Callable[[str], Path], tmp_path: Path, config_of: Callable[..., EngineConfig]
+) -> None:
+    """longrope, as in Phi: beyond the original context all keys change, those of neighbours and in the cache too."""
+    directory = shutil.copytree(model_directory("phi3"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    config |= {"original_max_position_embeddings": 48, "sliding_window": None}
+    config["rope_parameters"]["original_max_position_embeddings"] = 48
+    (directory / "config.json").write_text(json.dumps(config))
+    own = config_of("phi3").model_copy(update={"model": str(directory)})
+    with InferenceEngine(own) as engine:
+        assert engine.model_info().context_length == 48
+        with pytest.raises(InvalidRequest, match="48"):
+            engine.generate(made_up(48), GREEDY)
+    with pytest.raises(ConfigurationError, match="ask for at most 48, or use --backend hf"):
+        load_backend(own.model_copy(update={"max_sequence_length": 100}))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a schedule: it comes once `after` deltas were seen, or when nothing else runs.
+
+    It is cancelled after `patience` steps of the engine, waiting or in the middle of its prompt as it may be.
+    """
+
+    prompt: int
+    after: int
+    max_tokens: int
+    patience: int | None
+
+
+BASE = made_up(40)
+POOL = [BASE[:1], BASE[:16], BASE[:17], BASE, [*BASE[:16], *made_up(7)], [*BASE[:32], *made_up(5)], made_up(21)]
+SCHEDULES = st.lists(
+    st.builds(
+        Arrival,
+        prompt=st.integers(0, len(POOL) - 1),
+        after=st.integers(0, 30),
+        max_tokens=st.integers(1, 10),
+        patience=st.none() | st.integers(0, 14),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+class Play:
+    """A schedule, played step by step on a backend, with no thread in between."""
+
+    def __init__(self, backend: Backend, schedule: list[Arrival]) -> None:
+        self._backend = backend
+        self._pending = sorted(schedule, key=lambda arrival: arrival.after)
+        self._impatient: dict[Choice, int] = {}  # steps that each will still wait
+        self.sent: dict[Choice, list[int]] = {}
+        self.arrivals: dict[Choice, Arrival] = {}
+
+    def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            for choice in self.arrivals:
+                self._backend.remove(choice)
+
+    def _run(self) -> None:
+        num_deltas = num_steps = 0
+        while self._pending or self._busy():
+            while self._pending and (self._pending[0].after <= num_deltas or not self._busy()):
+                self._add(self._pending.pop(0))
+            for choice in [choice for choice, steps in self._impatient.items() if steps == 0]:
+                del self._impatient[choice]
+                if choice.finish is None:
+                    self._backend.remove(choice)
+                    choice.end("cancelled")
+            self._impatient = {choice: steps - 1 for choice, steps in self._impatient.items()}
+            by_id = {choice.request.id: choice for choice in self.arrivals}
+            for delta in self._backend.step():
+                num_deltas += 1
+                self.sent[by_id[delta.request]] += delta.token_ids
+            num_steps += 1
+            assert num_steps < 1000, "the backend makes no progress"
+
+    def _busy(self) -> bool:
+        return bool(self._backend.num_running or self._backend.num_waiting)
+
+    def _add(self, arrival: Arrival) -> None:
+        params = GREEDY.model_copy(update={"max_tokens": arrival.max_tokens})
+        request = EngineRequest(f"r{len(self.arrivals)}", tuple(POOL[arrival.prompt]), params, seed=1)
+        choice = Choice(request, 0, self._backend.tokenizer, self._backend.info)
+        self._backend.add(choice)
+        self.arrivals[choice] = arrival
+        self.sent[choice] = []
+        if arrival.patience is not None:
+            self._impatient[choice] = arrival.patience
+
+
+@pytest.fixture(scope="module")
+def cramped(config_of: Callable[..., EngineConfig], oracle: Oracle) -> Iterator[Callable[[str, bool], Backend]]:
+    """One backend a shape: three rows, short chunks, hardly more room than one request needs."""
+    with ExitStack() as stack:
+        loaded: dict[tuple[str, bool], Backend] = {}
+
+        def load(shape: str, ahead: bool) -> Backend:
+            if (shape, ahead) not in loaded:
+                changes: dict[str, Any] = {"max_batch_size": 3}
+                changes |= {"kv_cache_memory": 6 * oracle.bytes_per_block(shape), "max_sequence_length": 64}
+                changes |= {"enable_chunked_prefill": True, "prefill_chunk_size": 5}
+                backend = loaded[shape, ahead] = PagedBackend(config_of(shape, **changes), ahead=ahead)
+                stack.callback(backend.close)
+            return loaded[shape, ahead]
+
+        yield load
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["read", "ahead"])
+@some_shapes
+@given(schedule=SCHEDULES)
+@settings(max_examples=40, deadline=None)
+def test_arrivals_and_cancels_change_nothing(
+    shape: str, ahead: bool, cramped: Callable[[str, bool], Backend], oracle: Oracle, schedule: list[Arrival]
+) -> None:
+    """A request that is left alone gives the oracle's tokens, a cancelled one the first of them.
+
+    So it is where each step is launched before the tokens of the last are read.
+    """
+    backend = cramped(shape, ahead)
+    play = Play(backend, schedule)
+    play.run()
+    assert len(play.arrivals) == len(schedule)
+    for choice, arrival in play.arrivals.items():
+        expected = oracle.tokens(shape, POOL[arrival.prompt], arrival.max_tokens)
+        sent = tuple(play.sent[choice])
+        assert sent == tuple(choice.tokens)
+        if choice.finish == "cancelled":
+            assert sent == expected[: len(sent)]
+        else:
+            assert (choice.finish, sent) == ("length", expected)
+    packed: Any = backend
+    packed.check_integrity()
+
+
+def replace_weights(model: Any, quantization: str) -> Any:
+    """A copy of the model that computes in float32 with what the quantised weights stand for."""
+    copy = deepcopy(model)
+    linears = list(quantizable(copy, quantization))
+    assert [method for *_, method in linears].count(quantization) == len(linears) - (quantization == "int4")
+    for name, linear, method in linears:
+        weight = dequantized(linear.weight.detach(), method)
+        assert weight.shape == linear.weight.shape and weight.dtype == torch.float32, name
+        assert not torch.equal(weight, linear.weight), name
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)  # an embedding tied to it stays as it is
+    return copy
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("shape", ["llama", "gemma2", "gpt2", "gpt_oss", "phi3"])
+def test_quantised_weights_equal_what_they_stand_for(
+    shape: str, quantization: str, start: StartEngine, oracle: Oracle
+) -> None:
+    """The kernels, not the loss: the oracle runs the same, dequantised weights."""
+    model = replace_weights(oracle.model(shape), quantization)
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    engine = start(shape, quantization=quantization)
+    assert answers(engine, PROMPTS) == expected
+    assert [engine.generate(prompt, GREEDY).token_ids for prompt in PROMPTS] == expected  # few rows: another kernel
+    in_pieces = start(shape, quantization=quantization, prefill_chunk_size=7, max_batch_size=7)
+    assert [in_pieces.generate(prompt, GREEDY).token_ids for prompt in PROMPTS] == expected  # steps without logits
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("shape", [(64, 64), (33, 40), (5, 17), (1, 1)])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_odd_weights_are_multiplied_like_others(quantization: str, shape: tuple[int, int], rows: int) -> None:
+    """In bfloat16, without compiled kernels: torch's own read beyond a row whose length is no multiple of 16."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(one, generator=generator).bfloat16() for one in (shape, (rows, shape[1])))
+    product = linear_maker(quantization, torch.device("cpu"))(weight, None)(x).float()
+    expected = x.float() @ dequantized(weight, quantization, torch.bfloat16).T
+    assert (product - expected).norm() <= 0.02 * expected.norm()

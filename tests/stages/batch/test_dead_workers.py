@@ -1,0 +1,105 @@
+"""Who is taken for dead, and who was only not heard of."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from memory_pipeline import MODEL, Pipeline, validated
+
+from penstock.config.process import host
+from penstock.schemas import codec
+from penstock.schemas.events import Done, Event
+from penstock.schemas.jobs import InferenceBatch, Priority
+from penstock.schemas.registry import WorkerCard
+from penstock.stages import Pipe
+from penstock.stages.batch.dead_workers import Guard
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.port import SCHEMA, Consumer, ConsumerSpec
+
+LONG = 3600.0  # seconds
+
+
+class Shaky(MemoryBroker):
+    """Loses its connection as often as it is told."""
+
+    lost = 0
+
+    @property
+    def outages(self) -> int:
+        return self.lost
+
+
+class Intake:
+    """Notes whose work is taken back."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.taken: list[str] = []
+
+    async def consume(
+        self, stream: str, name: str, subject: str, *, takeover: bool = False, idle_limit: float = 0.0
+    ) -> Consumer:
+        self.taken.append(name)
+        raise asyncio.CancelledError  # enough is seen
+
+    async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:
+        raise NotImplementedError
+
+
+async def looks(guard: Guard) -> bool:
+    """Whether the guard takes somebody for dead now."""
+    try:
+        await guard._look()
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+async def pipeline_with_work_for_nobody() -> Pipeline:
+    pipeline = await Pipeline.start(memory=Shaky, heartbeat_interval=0.05)
+    subject = pipeline.pipe.subjects.infer("gone")
+    await pipeline.pipe.broker.publish(subject, b"{}", message_id="a batch")
+    return pipeline
+
+
+async def test_nobody_waits_for_the_leases_of_a_worker_that_died_here(dead: int) -> None:
+    """Its card lives on, and what it had in hand was lent to it for longer than this test takes."""
+    pipeline = await Pipeline.start(lease=LONG)
+    pipe = pipeline.pipe
+    card = WorkerCard(
+        id="w7", model=pipe.registry.models[MODEL], capacity=4, pid=dead, incarnation=uuid.uuid4().hex, host=host()
+    )
+    job = validated(f"r-{uuid.uuid4().hex}", pipe)
+    batch = InferenceBatch(id=uuid.uuid4().hex, worker="w7", jobs=(job,), incarnation=card.incarnation)
+    subject = pipe.subjects.infer("w7")
+    spec = ConsumerSpec(stream="INFER", name="infer-w7", subject=subject, ack_wait=LONG, max_deliver=-1)
+    own = await pipe.broker.consume(spec, prefetch=1)
+    await pipe.broker.publish(subject, codec.encode(batch), message_id=batch.id, headers={SCHEMA: codec.BATCH})
+    assert len(await own.take(1)) == 1
+    await own.close()
+    await pipe.registry.announce_worker(card)
+    async with asyncio.timeout(60):
+        events = pipe.subjects.events(job.tenant, job.bridge, job.id)
+        while not any(isinstance(event, Done) for event in await told(pipe, events)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert "w7" not in [card.id for card in pipe.registry.workers]
+    await pipeline.stop()
+
+
+async def told(pipe: Pipe, subject: str) -> list[Event]:
+    return [codec.decode_event(message.data) for message in await pipe.broker.replay("EVENTS", subject)]
+
+
+async def test_after_an_outage_nobody_is_dead_before_he_could_say_that_he_lives() -> None:
+    pipeline = await pipeline_with_work_for_nobody()
+    broker: Any = pipeline.pipe.broker
+    guard = Guard(pipeline.pipe, Intake(pipeline.pipe))
+    assert await looks(guard)
+    broker.lost += 1
+    assert not await looks(guard)
+    async with asyncio.timeout(60):
+        while not await looks(guard):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await pipeline.stop()

@@ -1,0 +1,109 @@
+"""Three servers that are one broker: a stream on all of them outlives the loss of any one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from penstock.api.bench.proxy import Proxy
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.cluster import LocalCluster
+from penstock.streams.port import ConsumerSpec, StreamSpec
+
+LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")
+
+
+async def connect(cluster: LocalCluster) -> JetStreamBroker:
+    return await JetStreamBroker.connect(cluster.urls, namespace="p", timeout=30.0, replicas=3)
+
+
+async def test_a_stream_outlives_its_leader(own_cluster: LocalCluster) -> None:
+    broker = await connect(own_cluster)
+    await broker.ensure([LEDGER], [])
+    assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    leader = await own_cluster.leader_of("P_LEDGER")
+    assert leader is not None
+    await own_cluster.kill(leader)
+    assert (await broker.publish("p.ledger", b"", message_id="m2")).sequence == 2
+    assert await own_cluster.leader_of("P_LEDGER") not in (None, leader)
+    await own_cluster.ready()
+    assert await own_cluster.meta_leader() not in (None, leader)
+    await own_cluster.restart(leader)
+    await own_cluster.ready()
+    assert (await broker.publish("p.ledger", b"", message_id="m3")).sequence == 3
+    await broker.close()
+
+
+async def test_a_node_that_steps_aside_leads_nothing(own_cluster: LocalCluster) -> None:
+    broker = await connect(own_cluster)
+    await broker.ensure([LEDGER], [])
+    spec = ConsumerSpec(stream="LEDGER", name="reader", subject="p.ledger", ack_wait=5.0, max_deliver=-1)
+    consumer = await broker.consume(spec, prefetch=1)
+    for _ in range(2):
+        leader = await own_cluster.leader_of("P_LEDGER")
+        assert leader is not None
+        await own_cluster.step_aside(leader)
+        async with asyncio.timeout(20):
+            while await own_cluster.leader_of("P_LEDGER") in (None, leader):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            while (await broker.consumers("LEDGER"))[0]["cluster"].get("leader") in (None, f"n{leader}"):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert not (await broker.publish("p.ledger", b"", message_id=f"m{leader}")).duplicate
+    await consumer.close()
+    await broker.close()
+
+
+async def test_a_stopped_node_is_replaced_and_comes_back(own_cluster: LocalCluster) -> None:
+    broker = await connect(own_cluster)
+    await broker.ensure([LEDGER], [])
+    leader = await own_cluster.leader_of("P_LEDGER")
+    assert leader is not None
+    own_cluster.stop(leader)
+    assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    own_cluster.cont(leader)
+    await own_cluster.ready()
+    await broker.close()
+
+
+async def test_all_come_back_under_their_addresses(own_cluster: LocalCluster) -> None:
+    broker, urls = await connect(own_cluster), own_cluster.urls
+    await broker.ensure([LEDGER], [])
+    await broker.publish("p.ledger", b"", message_id="m1")
+    await asyncio.gather(*map(own_cluster.kill, range(3)))
+    await asyncio.gather(*map(own_cluster.restart, range(3)))
+    await own_cluster.ready()
+    assert own_cluster.urls == urls
+    assert (await broker.publish("p.ledger", b"", message_id="m2")).sequence == 2
+    await broker.close()
+
+
+async def test_clients_learn_of_no_other_server(own_cluster: LocalCluster) -> None:
+    address = urlsplit(own_cluster.nodes[0].url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    said = json.loads((await reader.readline()).removeprefix(b"INFO "))
+    writer.close()
+    assert said["cluster"] == "local" and not said.get("connect_urls")
+
+
+async def test_a_publish_waits_for_a_leader_that_is_slow(tmp_path: Path) -> None:
+    """What is sent again meanwhile is refused by the server as being in process, and is stored once all the same."""
+    proxies: dict[tuple[int, int], Proxy] = {}
+
+    async def dial(source: int, target: int, port: int) -> int:
+        proxies[source, target] = await Proxy.start(port)
+        return proxies[source, target].port
+
+    cluster = await LocalCluster.start(tmp_path / "cluster", dial=dial)
+    broker = await connect(cluster)
+    await broker.ensure([LEDGER], [])
+    leader = await cluster.leader_of("P_LEDGER")
+    for ends, proxy in proxies.items():
+        proxy.delay = 0.8 if leader in ends else 0.0
+    stored = await broker.publish("p.ledger", b"", message_id="m1")
+    assert stored.sequence == (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    await broker.close()
+    await cluster.close()
+    for proxy in proxies.values():
+        await proxy.close()

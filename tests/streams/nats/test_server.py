@@ -1,0 +1,166 @@
+"""The embedded server: one a directory, gone with its parent, its secrets the owner's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from penstock.schemas.errors import StartupError
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.port import StreamSpec
+
+PATIENCE = 20.0  # seconds until a wait counts as endless
+POLL = 0.02
+
+LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")
+
+
+async def listens(url: str) -> bool:
+    address = urlsplit(url)
+    try:
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+    except (ConnectionRefusedError, ConnectionResetError):  # the latter where it is dying
+        return False
+    writer.close()
+    return True
+
+
+async def gone(url: str) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while await listens(url):  # noqa: ASYNC110  (another process tells nobody when it ends)
+            await asyncio.sleep(POLL)
+
+
+def command_line(pid: int) -> str:
+    return " ".join(psutil.Process(pid).cmdline())
+
+
+async def test_a_held_directory_is_refused(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"state is held by another Penstock; stop that one"):
+        await EmbeddedServer.start(tmp_path / "state")
+
+
+async def test_a_directory_is_free_after_stop(tmp_path: Path) -> None:
+    first = await EmbeddedServer.start(tmp_path)
+    await first.stop()
+    await gone(first.url)
+    second = await EmbeddedServer.start(tmp_path)
+    assert await listens(second.url)
+    await second.stop()
+
+
+async def test_what_was_stored_is_there_after_a_stop(tmp_path: Path) -> None:
+    for expected in (1, 2):
+        server = await EmbeddedServer.start(tmp_path, sync_interval="always")
+        broker = await JetStreamBroker.connect(server.url, namespace="p")
+        await broker.ensure([LEDGER], [])
+        published = await broker.publish("p.ledger", b"", message_id=f"m{expected}")
+        assert published.sequence == expected
+        await broker.close()
+        await server.stop()
+
+
+async def test_restart_keeps_the_address(own_server: EmbeddedServer) -> None:
+    before = own_server.url, own_server.pid
+    os.kill(own_server.pid, signal.SIGKILL)
+    assert await own_server.wait() == -signal.SIGKILL
+    await own_server.restart()
+    assert own_server.url == before[0]
+    assert own_server.pid != before[1]
+    assert await listens(own_server.url)
+
+
+async def test_secrets_are_the_owners(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    config = tmp_path / "state" / "nats-server.conf"
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+    token = urlsplit(own_server.url).username
+    assert token is not None
+    assert token in config.read_text()
+    assert token not in (tmp_path / "state" / "nats-server.log").read_text()
+    assert token not in command_line(own_server.pid)
+
+
+async def test_only_this_machine_reaches_it(own_server: EmbeddedServer) -> None:
+    assert urlsplit(own_server.url).hostname == "127.0.0.1"
+    with pytest.raises(StartupError):
+        await JetStreamBroker.connect(f"nats://127.0.0.1:{urlsplit(own_server.url).port}", namespace="p")
+
+
+@pytest.mark.parametrize("given", [None, "1GiB"])
+async def test_it_is_asked_for_little_memory_unless_the_operator_says_more(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOMEMLIMIT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOMEMLIMIT", given)
+    server = await EmbeddedServer.start(tmp_path)
+    environment = psutil.Process(server.pid).environ()
+    await server.stop()
+    assert environment["GOMEMLIMIT"] == (given or "512MiB")
+
+
+async def test_buckets_may_reserve_more_memory_than_the_server_is_asked_to_use(own_server: EmbeddedServer) -> None:
+    broker = await JetStreamBroker.connect(own_server.url, namespace="p")
+    reserved = StreamSpec("RESERVED", ("p.reserved",), "limits", "memory", max_bytes=1 << 30)
+    await broker.ensure([reserved], [])
+    await broker.close()
+
+
+async def test_a_missing_binary(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="correct --nats-server"):
+        await EmbeddedServer.start(tmp_path / "state", tmp_path / "none")
+
+
+async def test_a_binary_that_ends_at_once(tmp_path: Path) -> None:
+    binary = tmp_path / "nats-server"
+    binary.write_text("#!/bin/sh\necho no licence today >&2\nexit 3\n")
+    binary.chmod(0o755)
+    with pytest.raises(StartupError, match=r"(?s)ended with status 3.*no licence today"):
+        await EmbeddedServer.start(tmp_path / "state", binary)
+    after = await EmbeddedServer.start(tmp_path / "state")  # the failed start has let go of the directory
+    await after.stop()
+
+
+async def test_a_file_that_is_no_program(tmp_path: Path) -> None:
+    binary = tmp_path / "nats-server"
+    binary.write_text("nothing to run")
+    binary.chmod(0o755)
+    with pytest.raises(StartupError, match="cannot be run"):
+        await EmbeddedServer.start(tmp_path / "state", binary)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promise is Linux's")
+async def test_a_killed_parent_leaves_no_server(tmp_path: Path) -> None:
+    script = f"""
+import asyncio
+from pathlib import Path
+from penstock.streams.nats.server import EmbeddedServer
+async def main():
+    server = await EmbeddedServer.start(Path({str(tmp_path)!r}))
+    print(server.url, flush=True)
+    await server.wait()
+asyncio.run(main())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    async with asyncio.timeout(PATIENCE):
+        url = (await parent.stdout.readline()).decode().strip()
+        assert await listens(url)
+        parent.kill()
+        await parent.wait()
+    await gone(url)
+    successor = await EmbeddedServer.start(tmp_path)
+    await successor.stop()

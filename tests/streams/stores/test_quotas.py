@@ -1,0 +1,98 @@
+"""What is kept for a tenant is counted, whatever it is, and bounded; a neighbour notices nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.schemas.errors import QuotaExceeded
+from penstock.schemas.openai.batches import Batch
+from penstock.streams.port import Broker
+from penstock.streams.stores.conversations import Conversation, Conversations
+from penstock.streams.stores.objects import Objects
+from penstock.streams.stores.quotas import ENTRY, FRESH, REFUSED, Quotas
+from penstock.streams.topology import BATCH_RESULTS, BATCH_STATES, FILES, RESPONSES, topology
+
+LARGE = 10_000
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def data() -> AsyncIterator[bytes]:
+    yield bytes(LARGE)
+
+
+def batch(status: str) -> Batch:
+    given = {"endpoint": "/v1/completions", "input_file_id": "f", "created_at": 0, "expires_at": 1, "tenant": "one"}
+    return Batch.model_validate({**given, "id": "batch_x", "output_ttl": 1.0, "status": status})
+
+
+async def held(broker: Broker, tenant: str = "one") -> int:
+    """What is counted for a tenant, as a refusal says."""
+    with pytest.raises(QuotaExceeded, match="are kept for you, and the setting tenant_quota allows 1") as refused:
+        await Quotas(broker, 1).check(tenant)
+    assert refused.value.code == "insufficient_quota" and refused.value.retry_after is None
+    return int(str(refused.value).split()[0].replace(",", ""))
+
+
+async def test_all_that_is_kept_is_counted(broker: Broker, namespace: str) -> None:
+    await broker.ensure(*topology(namespace, ["queue"]))
+    assert await held(broker) == 0
+    kept = 0
+    for bucket in (FILES, RESPONSES):
+        await (await Objects.of(broker, bucket)).put("one.name", data(), {})
+        kept += LARGE + ENTRY
+        assert kept < await held(broker) < kept + 3 * ENTRY
+    await (await broker.bucket(RESPONSES)).put("one.resp_x.call-1-0", b'["owner", "result"]')
+    states, results = await broker.bucket(BATCH_STATES), await Objects.of(broker, BATCH_RESULTS)
+    await states.put("one.batch_x", batch("in_progress").model_dump_json().encode())
+    await results.put("batch_x.0", data(), {})
+    assert kept + LARGE + 3 * ENTRY < await held(broker) < kept + LARGE + 7 * ENTRY
+    await states.put("one.batch_x", batch("completed").model_dump_json().encode())
+    assert await held(broker) < kept + 6 * ENTRY, "its results are a file by now"
+    assert await held(broker, "two") == 0
+
+
+async def test_what_was_let_in_counts_before_it_is_stored(broker: Broker, namespace: str) -> None:
+    await broker.ensure(*topology(namespace, ["queue"]))
+    clock = Clock()
+    quotas = Quotas(broker, 3 * LARGE, clock)
+    await quotas.check("one", LARGE)
+    await quotas.check("one", LARGE)
+    with pytest.raises(QuotaExceeded):
+        await quotas.check("one", LARGE)
+    await quotas.check("two", LARGE)
+    clock.now += 2 * REFUSED  # nothing was stored, and a refusal looks again
+    await quotas.check("one", 2 * LARGE)
+    await (await Objects.of(broker, FILES)).put("one.a", data(), {})
+    await quotas.check("one")  # the count is good for a while
+    clock.now += 2 * FRESH
+    with pytest.raises(QuotaExceeded):
+        await quotas.check("one", 2 * LARGE)
+
+
+async def test_ten_thousand_conversations_of_one_tenant(broker: Broker, namespace: str) -> None:
+    await broker.ensure(*topology(namespace, ["queue"]))
+    quotas, store = Quotas(broker, 1 << 20), await Conversations.of(broker)
+
+    async def begin(tenant: str, number: int) -> None:
+        await quotas.check(tenant, 2)
+        await store.create(tenant, Conversation(id=f"conv_{number:032x}", created_at=1))
+
+    refused = 0
+    for number in range(10_000):
+        try:
+            await begin("hostile", number)
+        except QuotaExceeded:
+            refused += 1
+        if number % 1_000 == 0:
+            await begin("good", number)
+    entries = await (await broker.bucket(RESPONSES)).entries("hostile.")
+    assert refused == 10_000 - len(entries) and 1_000 < len(entries) < 2_048
+    assert len(await (await broker.bucket(RESPONSES)).entries("good.")) == 10

@@ -1,0 +1,195 @@
+"""All five stages and a bridge in one event loop, over the in-memory broker and the echo engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.api.bridge.bridge import Bridge
+from penstock.api.tools.toolbox import Toolbox
+from penstock.config.settings import Settings
+from penstock.engine import EngineConfig, InferenceEngine
+from penstock.engine.backends.echo import EchoBackend
+from penstock.schemas.codec import decode_event
+from penstock.schemas.events import FINAL, Delta, Event
+from penstock.schemas.jobs import Endpoint, Job, ValidatedJob
+from penstock.schemas.params import GenerationParams
+from penstock.schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
+from penstock.stages import Filter, Pipe, Runner, Stage
+from penstock.stages.cancellations import Cancellations
+from penstock.stages.catalogue import LIGHT
+from penstock.stages.infer import Infer
+from penstock.stages.stream import Stream
+from penstock.stages.tools.stage import Tools
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.port import Broker, Message
+from penstock.streams.stores.registry import Registry
+from penstock.streams.topology import Subjects, topology
+
+MODEL = "echo"
+TOOLS_CARD = StageCard(stage="tools", id="t0", pid=os.getpid())
+
+
+class FragileEcho(EchoBackend):
+    """Echoes, but fails every sequence that has so many tokens, where that is set, and stands still without `goes`."""
+
+    fails_after: int | None = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.goes = threading.Event()
+        self.goes.set()
+
+    def step(self) -> list[Delta]:
+        self.goes.wait()
+        deltas = super().step()
+        for sequence in list(self._running):
+            if self.fails_after is not None and len(sequence.tokens) >= self.fails_after:
+                self.remove(sequence)
+                deltas.append(sequence.fail(RuntimeError("broken on purpose")))
+        return deltas
+
+
+class Pipeline:
+    """`ask` runs one request to its end and returns its events; `runner` drives the loop for plain tests."""
+
+    runner: asyncio.Runner
+    infer: Infer  # set by start
+
+    def __init__(self, pipe: Pipe, engine: InferenceEngine, backend: FragileEcho) -> None:
+        self.pipe = pipe
+        self.backend = backend
+        self.engine = engine
+        self.bridge = Bridge(pipe.broker, pipe.subjects, "test")
+        self._runners: list[Runner] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls,
+        *more: type[Stage],
+        context_length: int = 512,
+        nats_url: str | None = None,
+        memory: type[MemoryBroker] = MemoryBroker,
+        kind: type[FragileEcho] = FragileEcho,
+        toolbox: Toolbox | None = None,
+        source: str = MODEL,
+        filters: Sequence[type[Filter]] = (),
+        **values: Any,
+    ) -> Pipeline:
+        """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend, and
+        `source` the model whose tokenizer it has."""
+        own: dict[str, Any] = {"lease": 0.5, "namespace": f"p{uuid.uuid4().hex}"}
+        settings = Settings(backend="echo", **own | values)
+        broker: Broker = memory()
+        if nats_url is not None:
+            broker = await JetStreamBroker.connect(nats_url, namespace=settings.namespace)
+        subjects = Subjects(settings.namespace)
+        limits = {name: getattr(settings, name) for name in ("queue_limit", "tenant_limit", "batches_limit")}
+        streams, buckets = topology(settings.namespace, settings.job_stages, **limits)
+        await broker.ensure(streams, buckets)
+        cancellations = Cancellations()
+        await cancellations.listen(broker, subjects)
+        registry = Registry(broker, interval=0.05)
+        pipe = Pipe(broker, subjects, settings, registry, cancellations)
+        capacity = settings.max_batch_size or 16
+        config = EngineConfig(
+            model=source,
+            backend="echo",
+            max_sequence_length=context_length,
+            echo_rate=settings.echo_rate,
+            max_batch_size=capacity + reserve_of(capacity),
+            reserved_batch_size=reserve_of(capacity),
+            stall_timeout=settings.stall_timeout,
+        )
+        backend = kind(config)
+        engine = InferenceEngine(config, backend=backend)
+        model = ModelCard(
+            name=MODEL, source=source, backend="echo", context_length=context_length, created=int(time.time())
+        )
+        worker = WorkerCard(id="w0", model=model, capacity=capacity, pid=os.getpid(), incarnation=uuid.uuid4().hex)
+        pipeline = cls(pipe, engine, backend)
+        tools = Tools(pipe, toolbox or Toolbox({}))
+        made: dict[type[Stage], Stage] = {Tools: tools, Stream: Stream(pipe, filters)}
+        stages = [made.get(stage) or stage(pipe) for stage in (*LIGHT.values(), *more)]
+        pipeline.infer = Infer(pipe, engine, worker)
+        pipeline._runners = [Runner(stage, pipe) for stage in (*stages, pipeline.infer)]
+        pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]
+        pipeline._tasks += [asyncio.create_task(registry.run()), asyncio.create_task(pipeline._announce())]
+        await pipeline.bridge.start()
+        await registry.announce_worker(worker)
+        await registry.announce_stage(TOOLS_CARD)
+        await registry.refresh()
+        return pipeline
+
+    async def stop(self) -> None:
+        self.backend.goes.set()
+        for runner in self._runners:
+            runner.stop()
+        *stages, registry, announcing = self._tasks
+        await asyncio.gather(*stages)
+        registry.cancel()
+        announcing.cancel()
+        await self.pipe.broker.close()
+        self.engine.close()
+
+    async def _announce(self) -> None:
+        """Say that the stage tools lives, as a process would."""
+        while True:
+            await asyncio.sleep(1.0)
+            await self.pipe.registry.announce_stage(TOOLS_CARD)
+
+    async def lose_worker(self) -> None:
+        """The worker leaves, and nobody takes its place."""
+        self._runners[-1].stop()
+        await self._tasks[-3]
+        await self.pipe.registry.refresh()
+
+    def ask(self, body: dict[str, Any], endpoint: Endpoint = "/v1/completions", **fields: Any) -> list[Event]:
+        return self.runner.run(self.events(body, endpoint, **fields))
+
+    async def events(self, body: dict[str, Any], endpoint: Endpoint = "/v1/completions", **fields: Any) -> list[Event]:
+        job = Job(id=f"test-{uuid.uuid4().hex}", endpoint=endpoint, bridge="test", body=body, **fields)
+        reading = await self.bridge.open(job, priority="normal", tenant="default")
+        events: list[Event] = []
+        while not reading.ended:
+            events += await reading.take(60.0)
+        reading.close()
+        return events
+
+    async def raw(self, subject: str, data: bytes, message_id: str) -> Event:
+        """Publish bytes as a foreign client would, and wait for the final event whose request is named by them."""
+        final: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+
+        def hear(message: Message) -> None:
+            event = decode_event(message.data)
+            if event.request == message_id and isinstance(event, FINAL) and not final.done():
+                final.set_result(event)
+
+        listening = await self.pipe.broker.listen(f"{self.pipe.subjects.root}.events.>", hear)
+        await self.pipe.broker.publish(subject, data, message_id=message_id)
+        event = await final
+        await listening.close()
+        return event
+
+
+def validated(name: str, pipe: Pipe) -> ValidatedJob:
+    return ValidatedJob(
+        id=name,
+        endpoint="/v1/completions",
+        bridge="test",
+        tenant="default",
+        priority="normal",
+        model=MODEL,
+        prompts=(tuple(b"hello"),),
+        params=GenerationParams(),
+        created=pipe.now(),
+        deadline=pipe.now() + 600,
+        body={"model": MODEL, "prompt": "hello"},
+    )
