@@ -1,6 +1,94 @@
 """Penstock: an LLM inference server built as a pipeline over NATS JetStream, with its own engine.
 
-The library's names live in `penstock.engine`; the stage contract in `penstock.stages`; the command line in `penstock`.
+The library's names are here, each imported when it is first used: `import penstock` loads neither torch nor NATS. The
+server is the command `penstock`.
 """
 
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api.library.adapter import OpenAIAdapter
+    from .api.library.session import ResponsesSession
+    from .api.tools.functions import tool
+    from .api.tools.mcp_client import McpClient
+    from .engine import EngineConfig, GenerationParams, InferenceEngine
+    from .stages import Filter, JobStage
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "EngineConfig",
+    "Filter",
+    "GenerationParams",
+    "InferenceEngine",
+    "JobStage",
+    "McpClient",
+    "OpenAIAdapter",
+    "ResponsesSession",
+    "__version__",
+    "tool",
+]
+
+_HOMES = {
+    "EngineConfig": "engine",
+    "Filter": "stages",
+    "GenerationParams": "engine",
+    "InferenceEngine": "engine",
+    "JobStage": "stages",
+    "McpClient": "api.tools.mcp_client",
+    "OpenAIAdapter": "api.library.adapter",
+    "ResponsesSession": "api.library.session",
+    "tool": "api.tools.functions",
+}
+# Modules of 0.1.0 that applications import, and where they are now. Their old names go with the next release.
+_MOVED = {
+    "api.adapter": "api.library.adapter",
+    "api.functions": "api.tools.functions",
+    "api.mcp_client": "api.tools.mcp_client",
+    "api.mcp_config": "api.tools.mcp_config",
+    "api.session": "api.library.session",
+    "api.toolbox": "api.tools.toolbox",
+    "engine.tokenizer": "engine.text.tokenizer",
+    "schemas.chat": "schemas.openai.chat",
+    "schemas.embeddings": "schemas.openai.embeddings",
+    "schemas.items": "schemas.openai.items",
+    "schemas.responses": "schemas.openai.responses",
+    "streams.jetstream": "streams.nats.broker",
+    "streams.registry": "streams.stores.registry",
+    "streams.server": "streams.nats.server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Imports a module by its name of 0.1.0, with a warning that says the new one."""
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        is_moved = fullname.removeprefix(f"{__name__}.") in _MOVED
+        return ModuleSpec(fullname, self) if is_moved else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = f"{__name__}.{_MOVED[module.__name__.removeprefix(f'{__name__}.')]}"
+        warnings.warn(f"{module.__name__} is now {new}; the old name goes with 0.3", DeprecationWarning, stacklevel=2)
+        vars(module).update({name: value for name, value in vars(import_module(new)).items() if name[:2] != "__"})
+
+
+sys.meta_path.append(_MovedModules())

@@ -1,0 +1,45 @@
+"""The library's face: its names, what importing it costs, and the module names of 0.1.0."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import penstock
+
+LARGE = "('torch', 'nats', 'transformers', 'fastapi')"
+LIGHT = f"import sys, penstock; print([name for name in {LARGE} if name in sys.modules])"
+
+
+@pytest.mark.parametrize("name", penstock.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert getattr(penstock, name) is not None
+    assert name in dir(penstock)
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="'penstock' has no attribute 'Engine'"):
+        _ = penstock.Engine
+
+
+def test_importing_it_loads_nothing_large() -> None:
+    assert subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("old", "new"), penstock._MOVED.items())
+def test_names_of_the_first_release_still_work(old: str, new: str) -> None:
+    sys.modules.pop(f"penstock.{old}", None)
+    with pytest.warns(DeprecationWarning, match=f"penstock.{old} is now penstock.{new};"):
+        module = importlib.import_module(f"penstock.{old}")
+    there = importlib.import_module(f"penstock.{new}")
+    assert {name for name in vars(there) if name[0] != "_"} <= vars(module).keys()
+
+
+def test_the_warning_names_who_imports() -> None:
+    code = "import warnings; warnings.simplefilter('always')\nfrom penstock.schemas.chat import ChatMessage"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert told.returncode == 0
+    assert "<string>:2: DeprecationWarning: penstock.schemas.chat is now penstock.schemas.openai.chat" in told.stderr
