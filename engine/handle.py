@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -48,7 +47,7 @@ class RequestHandle:
         self._news = asyncio.Event()
         self._unfinished = request.params.n
         self._unput = request.params.n  # choices whose last delta has not been put; set by `put`
-        self._complete = asyncio.Event()  # all deltas have been put; set by `wake`
+        self._pausing: asyncio.Future[None] | None = None  # set by `pause`
 
     def put(self, delta: Delta) -> None:
         """Called by the engine's thread, which has `wake` called afterwards."""
@@ -58,14 +57,19 @@ class RequestHandle:
     def wake(self) -> None:
         """Called in `loop` when something was put."""
         self._news.set()
-        if self._unput == 0:
-            self._complete.set()
+        if self._unput == 0 and self._pausing is not None:
+            _release(self._pausing)
 
     async def pause(self, seconds: float) -> None:
         """Let deltas gather for a while, unless nothing more will come."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._complete.wait()
+        if self._unput == 0:
+            return
+        pausing = self._pausing = self.loop.create_future()
+        timer = self.loop.call_later(seconds, _release, pausing)
+        try:
+            await pausing
+        finally:
+            timer.cancel()
 
     async def take(self) -> list[Delta]:
         """Wait for news and return all of it, merged: a slow reader gets fewer, larger deltas.
@@ -84,3 +88,8 @@ class RequestHandle:
         """Stop before the next token; every choice still ends with a delta, its finish reason "cancelled"."""
         if not self.finished:
             self._cancel()
+
+
+def _release(pausing: asyncio.Future[None]) -> None:
+    if not pausing.done():
+        pausing.set_result(None)
