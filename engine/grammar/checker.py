@@ -14,7 +14,7 @@ from collections import OrderedDict
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from ...schemas.errors import InvalidRequest, ModelLoadError, Overloaded, PenstockError
 from ...schemas.params import Grammar
@@ -23,16 +23,12 @@ from .matcher import GrammarCompiler
 
 _MEMORY = 2 << 30  # bytes that compiling may take in addition to what the child has loaded
 _START_LIMIT = 300.0  # seconds for the child to import its libraries and load a tokenizer
-_MOST_WAITING = 16  # grammars, each checked after the other
-_VERDICTS = 4096
-_LONGEST_LINE = 64 << 20  # bytes
+_MAX_WAITING = 16  # grammars, checked one after another
+_MAX_VERDICTS = 4096
+_MAX_LINE_BYTES = 64 << 20
 
-
-class _Job(NamedTuple):
-    source: str
-    backend: str
-    kind: str
-    text: str
+_Job = tuple[str, str, str, str]
+"""A model's source, its backend, and a grammar's kind and text."""
 
 
 class GrammarChecker:
@@ -44,43 +40,45 @@ class GrammarChecker:
     def __init__(self, *, time_limit: float = 5.0) -> None:
         """`time_limit` in seconds is what one compilation may take, counted from where it begins."""
         self._time_limit = time_limit
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # why not; empty for a grammar that compiles
-        self._pending: dict[bytes, asyncio.Task[str]] = {}
+        # What is wrong with each grammar, by its digest, the least recently used first; empty where it compiles.
+        self._verdicts: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
+        self._num_waiting = 0
         self._turn = asyncio.Lock()
-        self._child: Process | None = None  # set by whoever has `_turn`
+        self._child: Process | None = None  # guarded by `_turn`
 
     async def check(self, grammar: Grammar, source: str, backend: str, *, param: str) -> None:
-        """Return if the model `source` can be held to `grammar`.
+        """Return if the model at `source` can follow `grammar`.
 
-        Raises `InvalidRequest` with `param` and xgrammar's reason, or since it takes too long; `Overloaded`, where many
-        wait already; `ModelLoadError`.
+        Raises `InvalidRequest` with `param` where the grammar does not compile, or not in time; `Overloaded` where too
+        many grammars wait already; `ModelLoadError`.
         """
-        job = _Job(source, backend, grammar.kind, grammar.text)
+        job = (source, backend, grammar.kind, grammar.text)
         key = sha256(json.dumps(job).encode()).digest()  # a grammar may have megabytes
-        if key in self._verdicts:
-            self._verdicts.move_to_end(key)
-        else:
-            if key not in self._pending:
-                if len(self._pending) >= _MOST_WAITING:
-                    raise Overloaded("Too many grammars wait to be checked.", retry_after=self._time_limit)
-                task = self._pending[key] = asyncio.create_task(self._judge(job))
-                task.add_done_callback(lambda _: self._pending.pop(key))
-            # Whoever asked may leave; the child's answer has to be read all the same.
-            self._remember(key, await asyncio.shield(self._pending[key]))
-        if fault := self._verdicts[key]:
+        if key not in self._verdicts:
+            if self._num_waiting >= _MAX_WAITING:
+                raise Overloaded("Too many grammars wait to be checked.", retry_after=self._time_limit)
+            self._num_waiting += 1
+            self._verdicts[key] = asyncio.create_task(self._judge(job))
+            self._verdicts[key].add_done_callback(lambda task: self._settle(key, task))
+        self._verdicts.move_to_end(key)
+        # The caller may be cancelled; the child's answer has to be read all the same.
+        if fault := await asyncio.shield(self._verdicts[key]):
             raise InvalidRequest(fault, code="invalid_grammar", param=param)
 
     async def close(self) -> None:
         """End the child, and with it what it compiles."""
-        tasks = list(self._pending.values())
+        tasks = list(self._verdicts.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._end()
 
-    def _remember(self, key: bytes, fault: str) -> None:
-        self._verdicts[key] = fault
-        if len(self._verdicts) > _VERDICTS:
+    def _settle(self, key: bytes, task: asyncio.Task[str]) -> None:
+        """Forget a check that failed itself, and the oldest verdict where there are too many."""
+        self._num_waiting -= 1
+        if task.cancelled() or task.exception():
+            del self._verdicts[key]
+        elif len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
     async def _judge(self, job: _Job) -> str:
@@ -112,8 +110,11 @@ class GrammarChecker:
         assert child.stdin is not None
         child.stdin.write(json.dumps(job).encode() + b"\n")
         await child.stdin.drain()
-        async with asyncio.timeout(_START_LIMIT):
-            loaded = await self._read(child)
+        try:
+            async with asyncio.timeout(_START_LIMIT):
+                loaded = await self._read(child)
+        except TimeoutError:
+            raise ModelLoadError("the process that checks grammars takes too long to start") from None
         if "error" in loaded:
             raise ModelLoadError(loaded["error"])
 
@@ -128,7 +129,7 @@ class GrammarChecker:
     async def _start(self) -> Process:
         # What the compiler writes to stderr may quote a client's grammar, which no log is to have.
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __spec__.name, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_LONGEST_LINE
+            sys.executable, "-m", __spec__.name, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_MAX_LINE_BYTES
         )
 
     async def _end(self) -> None:
@@ -140,7 +141,7 @@ class GrammarChecker:
 
 
 def main(jobs: IO[str], answers: IO[str]) -> None:
-    """The child: a line for each job once it is loaded, and one with what is wrong with its grammar."""
+    """The child: answers each job with a line once the model's tokenizer is loaded, and one with the verdict."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -148,7 +149,7 @@ def main(jobs: IO[str], answers: IO[str]) -> None:
             waiting.put(line)
         os._exit(0)  # the parent is gone, whatever is being compiled
 
-    def tell(answer: dict[str, str]) -> None:
+    def reply(answer: dict[str, str]) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -159,15 +160,15 @@ def main(jobs: IO[str], answers: IO[str]) -> None:
         try:
             compiler = compilers(source, backend)
         except PenstockError as error:
-            tell({"error": str(error)})
+            reply({"error": str(error)})
             continue
-        tell({})
+        reply({})
         fault = ""
         try:
             compiler.compile(Grammar(kind=kind, text=text))
         except InvalidRequest as error:
             fault = str(error)
-        tell({"fault": fault})
+        reply({"fault": fault})
 
 
 def _load(source: str, backend: str) -> GrammarCompiler:
@@ -179,7 +180,7 @@ def _load(source: str, backend: str) -> GrammarCompiler:
 
 
 def _limit_memory(more: int | None) -> None:
-    """Allow this process so many bytes more than it has, or as many as it could have at first."""
+    """Allow this process `more` bytes than it has now; with None, as many as it was allowed at first."""
     if sys.platform != "linux":
         return
     import resource
@@ -190,7 +191,7 @@ def _limit_memory(more: int | None) -> None:
 
 
 if __name__ == "__main__":
-    # Libraries may print; what they print is no answer.
+    # Libraries may print to stdout, which must not mix with the answers.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as own:
         os.dup2(2, 1)
         main(sys.stdin, own)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from penstock.engine.grammar import checker as checking
 from penstock.engine.grammar.checker import GrammarChecker
 from penstock.schemas.errors import InvalidRequest, ModelLoadError
 from penstock.schemas.params import Grammar
@@ -77,6 +78,16 @@ async def test_a_dead_child_is_replaced(checker: GrammarChecker, model: str) -> 
     os.kill(first, signal.SIGKILL)
     assert "parenthesis" in await fault_of(checker, BAD, model)
     assert children() != [first]
+
+
+async def test_a_slow_start_is_not_the_grammars_fault(
+    checker: GrammarChecker, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "_START_LIMIT", 0)
+    with pytest.raises(ModelLoadError, match="too long to start"):
+        await checker.check(GOOD, model, "paged", param="p")
+    monkeypatch.undo()
+    await checker.check(GOOD, model, "paged", param="p")
 
 
 async def test_who_leaves_harms_nobody(checker: GrammarChecker, model: str) -> None:
