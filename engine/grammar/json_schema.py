@@ -1,8 +1,8 @@
-"""A user's JSON Schema made into one that xgrammar holds to, or refused with the path of the fault.
+"""Rewrites a user's JSON Schema so that xgrammar enforces all of it, or refuses it with the path of the fault.
 
-xgrammar 0.2.8 passes over in silence what it does not enforce: keywords beside `$ref`, `enum` or `anyOf`, those of a
-node without `type`, `required` names without a property, lengths beside a `pattern`, half of `multipleOf`, and more.
-What leaves this module says everything in the way that is enforced. An answer may be narrower than the schema, never
+xgrammar 0.2.8 silently ignores what it does not enforce: keywords beside `$ref`, `enum` or `anyOf`, those of a node
+without `type`, `required` names without a property, lengths beside a `pattern`, half of `multipleOf`, and more. The
+rewritten schema states everything in the way that xgrammar enforces. An answer may be narrower than the schema, never
 wider: properties come in the order given, other properties only where `additionalProperties` allows them (a bare object
 may have any), a `pattern` has to match the whole string, and years have four digits.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from math import ceil, floor, inf, isfinite
+from math import ceil, floor, inf
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,8 +25,7 @@ MAX_NODES = 10_000
 MAX_DEPTH = 128  # of objects and lists within each other
 
 _INT64 = 2**63
-_MOST_MULTIPLE = 1024  # above which xgrammar gives up
-
+_MAX_MULTIPLE = 1024  # above which xgrammar gives up
 _TIGHTER = {"max": min, "min": max, "exclusiveMax": min, "exclusiveMin": max}
 
 _DATE = (
@@ -87,15 +86,15 @@ def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
 
 
 class _Normaliser:
-    """One schema on its way to xgrammar."""
+    """Rewrites one schema."""
 
     def __init__(self, root: Mapping[str, Any], path: str, strict: bool) -> None:
         self._root = root
         self._path = path
         self._strict = strict
-        self._names: dict[str, str] = {}  # what `$ref` names in the result, by pointer
-        self._definitions: dict[str, Any] = {}  # the same normalised, by name in the result
-        self._exclusive: list[tuple[list[Any], str]] = []  # branches of which one alone may match, and where they stand
+        self._names: dict[str, str] = {}  # of the result's definitions, by the pointers of the schema's `$ref`s
+        self._definitions: dict[str, Any] = {}  # of the result, by name
+        self._exclusive: list[tuple[list[Any], str]] = []  # branches of each `oneOf`, and its path
         self._count = 0
 
     def run(self) -> dict[str, Any]:
@@ -259,36 +258,29 @@ class _Normaliser:
         return {main: name}
 
     def _number(self, kind: str, rest: dict[str, Any], path: str) -> dict[str, Any]:
-        low, above = rest.get("minimum", -inf), rest.get("exclusiveMinimum", -inf)
-        high, below = rest.get("maximum", inf), rest.get("exclusiveMaximum", inf)
-        step = rest.get("multipleOf")
-        if kind == "integer":
-            lows = [ceil(low)] if isfinite(low) else []
-            lows += [floor(above) + 1] if isfinite(above) else []
-            highs = [floor(high)] if isfinite(high) else []
-            highs += [ceil(below) - 1] if isfinite(below) else []
-            step_alone = {} if step is None else {"multipleOf": step}
-            rest = step_alone | ({"minimum": max(*lows, -_INT64)} if lows else {})
-            rest |= {"maximum": min(*highs, _INT64 - 1)} if highs else {}
-            low, above, high, below = rest.get("minimum", -inf), -inf, rest.get("maximum", inf), inf
-            if low >= _INT64 or high < -_INT64:
+        step = rest.pop("multipleOf", None)
+        if kind == "integer":  # its bounds made whole and inclusive
+            lows = [ceil(rest["minimum"])] if "minimum" in rest else []
+            lows += [floor(rest["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in rest else []
+            highs = [floor(rest["maximum"])] if "maximum" in rest else []
+            highs += [ceil(rest["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in rest else []
+            if max(lows, default=0) >= _INT64 or min(highs, default=0) < -_INT64:
                 raise fault(path, "whole numbers have at most 64 bits")
-        if low > high or low >= below or above >= min(high, below):
+            rest = ({"minimum": max(*lows, -_INT64)} if lows else {}) | (
+                {"maximum": min(*highs, _INT64 - 1)} if highs else {}
+            )
+        low, high, below = rest.get("minimum", -inf), rest.get("maximum", inf), rest.get("exclusiveMaximum", inf)
+        if low > high or low >= below or rest.get("exclusiveMinimum", -inf) >= min(high, below):
             raise fault(path, "allows no number between its bounds")
-        if step is not None:
-            if (
-                kind == "number"
-                or rest.keys() - {"multipleOf"}
-                or step != floor(step)
-                or not 1 <= step <= _MOST_MULTIPLE
-            ):
-                raise fault(
-                    f"{path}.multipleOf",
-                    f"only whole numbers from 1 to {_MOST_MULTIPLE}, of an integer without bounds, can be enforced",
-                    "unsupported_schema",
-                )
-            rest = {"multipleOf": int(step)}
-        return rest
+        if step is None:
+            return rest
+        if kind == "number" or rest or step != floor(step) or not 1 <= step <= _MAX_MULTIPLE:
+            raise fault(
+                f"{path}.multipleOf",
+                f"only whole numbers from 1 to {_MAX_MULTIPLE}, of an integer without bounds, can be enforced",
+                "unsupported_schema",
+            )
+        return {"multipleOf": int(step)}
 
     def _array(self, rest: dict[str, Any], path: str) -> dict[str, Any]:
         if rest.pop("uniqueItems", False):
@@ -314,27 +306,26 @@ class _Normaliser:
         if rest.get("minProperties", 0) > len(required) + 1 and more is not False:
             raise fault(f"{path}.minProperties", "cannot be enforced where names are free", "unsupported_schema")
         node = {name: value for name, value in rest.items() if name in ("minProperties", "maxProperties")}
-        for name in ("patternProperties", "propertyNames"):
-            if name not in rest:
-                continue
-            if properties or len(rest.keys() & {"patternProperties", "propertyNames"}) > 1:
-                raise fault(f"{path}.{name}", "cannot be enforced beside other names", "unsupported_schema")
-            if name == "propertyNames":
-                names = self._node(self._merge({"type": "string"}, rest[name], f"{path}.{name}"), f"{path}.{name}")
-                return node | {name: names, "additionalProperties": self._additional(more, path)}
-            if len(rest[name]) != 1 or rest.get("additionalProperties"):
-                raise fault(f"{path}.{name}", "only one pattern alone can be enforced", "unsupported_schema")
-            ((pattern, value),) = rest[name].items()
-            where = f"{path}.{name}.{pattern}"
-            pattern = check_pattern(pattern, where, in_json=True)
-            return node | {name: {pattern: self._node(value, where)}, "additionalProperties": False}
+        by_name = [f"{path}.{name}" for name in ("patternProperties", "propertyNames") if name in rest]
+        if by_name and (properties or len(by_name) > 1):
+            raise fault(by_name[0], "cannot be enforced beside other names", "unsupported_schema")
+        if "propertyNames" in rest:
+            names = self._node(self._merge({"type": "string"}, rest["propertyNames"], by_name[0]), by_name[0])
+            return node | {"propertyNames": names, "additionalProperties": self._additional(more, path)}
+        if "patternProperties" in rest:
+            if len(rest["patternProperties"]) != 1 or rest.get("additionalProperties"):
+                raise fault(by_name[0], "only one pattern alone can be enforced", "unsupported_schema")
+            ((pattern, value),) = rest["patternProperties"].items()
+            where = f"{by_name[0]}.{pattern}"
+            node["patternProperties"] = {check_pattern(pattern, where, in_json=True): self._node(value, where)}
+            return node | {"additionalProperties": False}
         declared = {name: value for name, value in properties.items() if value is not False}
         if not properties:
             return node | {"additionalProperties": self._additional(more, path)}
         node["properties"] = {name: self._node(value, f"{path}.properties.{name}") for name, value in declared.items()}
         node["required"] = required
         if more is not False:
-            # xgrammar's own exclusion of the names above can be got round with an escape.
+            # xgrammar's own exclusion of the names above misses those written with an escape.
             node["patternProperties"] = {key_pattern(properties): self._additional(more, path)}
         return node | {"additionalProperties": False}
 
