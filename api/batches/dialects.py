@@ -6,7 +6,8 @@ from typing import Any
 
 from ...schemas.anthropic import MessagesRequest
 from ...schemas.openai.batches import MESSAGES, Batch
-from ..http.requests import model_of, parsed
+from ...schemas.openai.chat import model_of
+from ...schemas.openai.completions import parse_body
 from ..render.anthropic import MessageRenderer
 from ..render.openai import PREFIX, Embeddings, Extras, Renderer
 
@@ -15,7 +16,7 @@ def prepared(batch: Batch, number: int, body: dict[str, Any], now: int) -> tuple
     """The body of the line's job, and the renderer of its answer. Raises `InvalidRequest`."""
     name = f"{batch.id.removeprefix('batch_')}-{number}"
     if batch.endpoint == MESSAGES:
-        asked = parsed(MessagesRequest, body)
+        asked = parse_body(MessagesRequest, body)
         return asked.chat_body(), MessageRenderer(f"msg-{name}", asked.model)
     id, model = f"{PREFIX[batch.endpoint]}{name}", model_of(body)
     if batch.endpoint == "/v1/embeddings":

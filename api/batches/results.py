@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 
 from ...schemas.openai.batches import NOT_RUN, Batch, Ending
+from ...streams.stores.files import put_file
 from ...streams.stores.objects import ObjectInfo, Objects
-from ..http.files import put_file
 
 
 class Results:

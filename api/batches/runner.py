@@ -33,13 +33,13 @@ from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expir
 from ...schemas.jobs import Job
 from ...schemas.openai.batches import FINAL, Batch, Counts, Ending, Fault, Faults, Status
 from ...streams.port import ConsumerSpec, Delivery
+from ...streams.stores.batches import change_batch
+from ...streams.stores.files import delete_expired_files
 from ...streams.stores.objects import ObjectInfo, Objects
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, CONSUMER_IDLE, FILES
 from ..bridge.bridge import Bridge
 from ..bridge.reading import Reading
-from ..http.batches import change
-from ..http.files import sweep
 from ..render.openai import Renderer, error_payload
 from .dialects import prepared
 from .input import check_lines, line_of, read_lines
@@ -129,7 +129,7 @@ class BatchRunner:
     async def _sweep(self) -> None:
         while True:
             try:
-                await sweep(self.bridge.broker)
+                await delete_expired_files(self.bridge.broker)
             except Transient as error:
                 log.warning("old files stay a while longer", reason=str(error))
             await asyncio.sleep(SWEEP)
@@ -198,7 +198,7 @@ class _Run:
         def moved(batch: Batch) -> Batch:
             return batch.after(steps, self._runner.now(), **values)
 
-        return await change(self._bridge.broker, self.batch.tenant, self.batch.id, moved)
+        return await change_batch(self._bridge.broker, self.batch.tenant, self.batch.id, moved)
 
     async def _answer_all(self, input: ObjectInfo) -> None:
         most = self._runner.settings.batch_concurrency
@@ -316,7 +316,7 @@ class _Run:
         while True:
             await self._delivery.in_progress()
             try:
-                batch = await change(self._bridge.broker, self.batch.tenant, self.batch.id, counted)
+                batch = await change_batch(self._bridge.broker, self.batch.tenant, self.batch.id, counted)
                 if batch.status == "cancelling":
                     self._cancelled.set()
                     for reading in tuple(self._open):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 
-from ...schemas.errors import InvalidRequest, Overloaded, StreamFull, StreamNotFound
-from ...schemas.jobs import TOKEN_PATTERN
+from ...schemas.errors import InvalidRequest, Overloaded, StreamFull
 from ...schemas.openai.batches import WINDOW, Batch, BatchRequest
-from ...streams.port import Broker
+from ...streams.stores.batches import change_batch, find_batch, list_batches
+from ...streams.stores.files import find_file
 from ...streams.topology import BATCH_STATES
-from .files import find_file, page
+from .files import page
 from .openapi import body_of, refusals
 from .requests import Door, read_parsed, tenant_of
 
@@ -57,15 +55,13 @@ def add_batches(app: FastAPI, door: Door) -> None:
     @app.get("/v1/batches", tags=["openai"], responses=refusals(400, 503))
     async def batches(request: Request) -> Any:
         """The batches there are, newest first; `limit` and `after` choose."""
-        entries = await (await broker.bucket(BATCH_STATES)).entries(f"{tenant_of(request)}.")
-        found = [Batch.model_validate_json(entry.value) for entry in entries]
-        found.sort(key=lambda batch: (batch.created_at, batch.id))
+        found = await list_batches(broker, tenant_of(request))
         return page(request, [batch.shown() for batch in found], default=20, most=100)
 
     @app.get("/v1/batches/{id}", tags=["openai"], responses=refusals(404, 503))
     async def batch(id: str, request: Request) -> Any:
         """How far a batch has come."""
-        return (await change(broker, tenant_of(request), id)).shown()
+        return (await find_batch(broker, tenant_of(request), id)).shown()
 
     @app.post("/v1/batches/{id}/cancel", tags=["openai"], responses=refusals(400, 404, 503))
     async def cancel(id: str, request: Request) -> Any:
@@ -74,7 +70,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
         def cancelling(batch: Batch) -> Batch:
             return batch.after({"validating": "cancelling", "in_progress": "cancelling"}, time.time())
 
-        batch = await change(broker, tenant_of(request), id, cancelling)
+        batch = await change_batch(broker, tenant_of(request), id, cancelling)
         if batch.status not in ("cancelling", "cancelled"):
             raise InvalidRequest(f"A batch that is {batch.status} cannot be cancelled.", code="batch_over")
         return batch.shown()
@@ -92,14 +88,3 @@ async def publish(door: Door, batch: Batch) -> None:
             raise
         raise Overloaded("Too many batches are waiting.", retry_after=60.0) from None
     await (await door.broker.bucket(BATCH_STATES)).create(batch.key, data)
-
-
-async def change(broker: Broker, tenant: str, id: str, update: Callable[[Batch], Batch] = lambda batch: batch) -> Batch:
-    """Put `update` of a batch in its place, whoever else changes it, and return that. Raises `StreamNotFound`."""
-    states = await broker.bucket(BATCH_STATES)
-    while re.fullmatch(TOKEN_PATTERN, id) and (entry := await states.get(f"{tenant}.{id}")) is not None:
-        before = Batch.model_validate_json(entry.value)
-        after = update(before)
-        if after == before or await states.update(before.key, after.model_dump_json().encode(), entry.revision):
-            return after
-    raise StreamNotFound(f"There is no batch {id!r}.", code="batch_not_found", param="batch_id")

@@ -9,11 +9,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ...schemas.jobs import Endpoint
+from ...schemas.openai.chat import model_of
 from ...schemas.openai.completions import KINDS
 from ..render.openai import PREFIX, Extras, Renderer
 from .answers import Answer
 from .openapi import documented
-from .requests import Door, model_of, open_request, read_object
+from .requests import Door, open_request, read_object
 
 ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from ...schemas.openai.chat import model_of
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ..render.openai import PREFIX, Embeddings
 from .answers import Answer
 from .openapi import documented
-from .requests import Door, model_of, open_request, read_object
+from .requests import Door, open_request, read_object
 
 
 def add_embeddings(app: FastAPI, door: Door) -> None:

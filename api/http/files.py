@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,12 +14,10 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.types import Message
 
-from ...schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, StreamNotFound
-from ...schemas.jobs import TOKEN_PATTERN
-from ...schemas.openai.batches import FINAL, Batch
-from ...streams.port import Broker
+from ...schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge
+from ...streams.stores.files import files_in_use, find_file, list_files, put_file
 from ...streams.stores.objects import ObjectInfo, Objects
-from ...streams.topology import BATCH_STATES, FILES
+from ...streams.topology import FILES
 from .openapi import refusals
 from .requests import Door, tenant_of
 
@@ -75,9 +72,9 @@ def add_files(app: FastAPI, door: Door) -> None:
     async def files(request: Request) -> Any:
         """The files there are, newest first; `purpose`, `order`, `limit` and `after` choose."""
         purpose = request.query_params.get("purpose")
-        infos = await (await Objects.of(door.broker, FILES)).infos(f"{tenant_of(request)}.")
-        found = [info for info in infos if not _is_over(info) and purpose in (None, info.about["purpose"])]
-        return page(request, [_shown(info) for info in found], default=10_000, most=10_000)
+        infos = await list_files(door.broker, tenant_of(request))
+        found = [_shown(info) for info in infos if purpose in (None, info.about["purpose"])]
+        return page(request, found, default=10_000, most=10_000)
 
     @app.get("/v1/files/{id}", tags=["openai"], responses=refusals(404, 503))
     async def file(id: str, request: Request) -> Any:
@@ -96,38 +93,10 @@ def add_files(app: FastAPI, door: Door) -> None:
     async def delete(id: str, request: Request) -> Any:
         """Delete a file, unless a batch that runs needs it."""
         info = await find_file(door.broker, tenant_of(request), id)
-        if info.name in await _needed(door.broker):
+        if info.name in await files_in_use(door.broker):
             raise InvalidRequest("A batch that has not ended needs this file.", code="file_in_use", param="file_id")
         await (await Objects.of(door.broker, FILES)).delete(info)
         return {"id": id, "object": "file", "deleted": True}
-
-
-async def put_file(
-    objects: Objects, name: str, data: AsyncIterable[bytes], filename: str, purpose: str, lifetime: float
-) -> ObjectInfo | None:
-    """Store a file that ends `lifetime` seconds from now; None if there is one of the name."""
-    now = int(time.time())
-    times = {"created_at": now, "expires_at": now + int(lifetime)}
-    return await objects.put(name, data, {"object": "file", **times, "filename": filename, "purpose": purpose})
-
-
-async def find_file(broker: Broker, tenant: str, id: str) -> ObjectInfo:
-    """Raises `StreamNotFound` where the tenant has no such file, or its time is over."""
-    if re.fullmatch(TOKEN_PATTERN, id):
-        info = await (await Objects.of(broker, FILES)).info(f"{tenant}.{id}")
-        if info is not None and not _is_over(info):
-            return info
-    raise StreamNotFound(f"There is no file {id!r}.", code="file_not_found", param="file_id")
-
-
-async def sweep(broker: Broker) -> None:
-    """Delete the files whose time is over, but for those that batches still need."""
-    objects = await Objects.of(broker, FILES)
-    if over := [info for info in await objects.infos() if _is_over(info)]:
-        needed = await _needed(broker)
-        for info in over:
-            if info.name not in needed:
-                await objects.delete(info)
 
 
 def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, most: int) -> dict[str, Any]:
@@ -197,17 +166,6 @@ def _lifetime(form: FormData, most: float) -> float:
 async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
     while chunk := await file.read(1 << 20):
         yield chunk
-
-
-async def _needed(broker: Broker) -> set[str]:
-    """The files that batches which have not ended read from."""
-    states = await (await broker.bucket(BATCH_STATES)).entries()
-    batches = [Batch.model_validate_json(entry.value) for entry in states]
-    return {f"{batch.tenant}.{batch.input_file_id}" for batch in batches if batch.status not in FINAL}
-
-
-def _is_over(info: ObjectInfo) -> bool:
-    return bool(info.about["expires_at"] <= time.time())
 
 
 def _shown(info: ObjectInfo) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from fastapi.responses import Response
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Done, ErrorBody, Event, Expired, Failed, Token
 from ...schemas.jobs import Endpoint
-from ...schemas.openai.chat import Body, ModelName
+from ...schemas.openai.chat import Body, ModelName, model_of
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, Stop
 from ..bridge.resume import Progress
 from ..render.openai import Renderer, join_calls
 from .answers import Answer
 from .ignored import known_alone
 from .openapi import documented
-from .requests import Door, Opened, model_of, open_request, read_object
+from .requests import Door, Opened, open_request, read_object
 from .streams import Feed
 from .tokens import Preparers
 

@@ -17,15 +17,17 @@ from fastapi.responses import Response, StreamingResponse
 from ...schemas.errors import InvalidRequest, Refusal, StreamNotFound
 from ...schemas.message_batches import MessageBatchRequest, shown
 from ...schemas.openai.batches import FINAL, MESSAGES, WINDOW, Batch, Counts
+from ...schemas.openai.completions import parse_body
+from ...streams.stores.batches import change_batch, find_batch, list_batches
+from ...streams.stores.files import find_file, put_file
 from ...streams.stores.objects import Objects
 from ...streams.topology import BATCH_STATES, FILES
 from ..batches.input import read_line, read_lines
 from ..render.anthropic import error_payload
-from .batches import change, publish
-from .files import find_file, put_file
+from .batches import publish
 from .ignored import known_alone
 from .openapi import body_of
-from .requests import Door, parsed, read_as, tenant_of
+from .requests import Door, read_as, tenant_of
 
 PATH = "/v1/messages/batches"
 MOST_LISTED = 1000
@@ -68,10 +70,8 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
     @app.get(PATH, tags=["anthropic"], responses=responses)
     async def batches(request: Request) -> Any:
         """The batches of messages there are, newest first; `limit`, `after_id` and `before_id` choose."""
-        entries = await (await broker.bucket(BATCH_STATES)).entries(f"{tenant_of(request)}.")
-        kept = [batch for entry in entries if (batch := Batch.model_validate_json(entry.value)).endpoint == MESSAGES]
-        kept.sort(key=lambda batch: (batch.created_at, batch.id), reverse=True)
-        return _page(request, [_shown(request, batch) for batch in kept])
+        found = reversed(await list_batches(broker, tenant_of(request)))
+        return _page(request, [_shown(request, batch) for batch in found if batch.endpoint == MESSAGES])
 
     @app.get(f"{PATH}/{{id}}", tags=["anthropic"], responses=responses)
     async def batch(id: str, request: Request) -> Any:
@@ -99,7 +99,7 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
     async def cancel(id: str, request: Request) -> Any:
         """Stop a batch; what is answered already stays."""
         await _find(id, request)
-        batch = await change(
+        batch = await change_batch(
             broker, tenant_of(request), id, lambda batch: batch.after({"in_progress": "cancelling"}, time.time())
         )
         if batch.status in FINAL and batch.status != "cancelled":
@@ -120,7 +120,7 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
         return {"id": id, "type": "message_batch_deleted"}
 
     async def _find(id: str, request: Request) -> Batch:
-        batch = await change(broker, tenant_of(request), id)
+        batch = await find_batch(broker, tenant_of(request), id)
         if batch.endpoint != MESSAGES:
             raise StreamNotFound(f"The batch {id} is none of messages; see /v1/batches.", code="batch_not_found")
         return batch
@@ -129,7 +129,7 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
 def _lines(request: Request, door: Door, body: dict[str, Any]) -> list[bytes]:
     """The lines of the input file. Raises `InvalidRequest`."""
     known = known_alone(body, MessageBatchRequest, request=request, settings=door.settings)
-    asked = parsed(MessageBatchRequest, known).requests
+    asked = parse_body(MessageBatchRequest, known).requests
     if len({one.custom_id for one in asked}) < len(asked):
         raise InvalidRequest("Each custom_id must be another.", code="duplicate_custom_id", param="requests")
     lines = [one.line for one in asked]

@@ -16,13 +16,13 @@ from ...schemas.anthropic import CountRequest, MessagesRequest
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Accepted, Event
 from ...schemas.jobs import Endpoint
-from ...schemas.openai.completions import parse_request
+from ...schemas.openai.completions import parse_body, parse_request
 from ..render.anthropic import THREAD, MessageRenderer, error_payload, sse
 from .answers import Answer
 from .ignored import known_alone, name_ignored
 from .message_batches import add_message_batches
 from .openapi import STREAMED, body_of
-from .requests import Door, open_request, parsed, read_as
+from .requests import Door, open_request, read_as
 from .tokens import Preparers
 
 Asked = TypeVar("Asked", bound=CountRequest)
@@ -90,7 +90,7 @@ def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[st
     """What was asked, and what of it has no effect named in the answer. Raises `InvalidRequest`."""
     if body.get("thread") is not None:  # clients go on without it for this code alone
         raise InvalidRequest("thread is not supported here; send the whole conversation.", code=THREAD, param="thread")
-    asked = parsed(kind, known_alone(body, kind, request=request, settings=settings))
+    asked = parse_body(kind, known_alone(body, kind, request=request, settings=settings))
     name_ignored(request, asked.without_effect)
     return asked
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
-from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
@@ -22,8 +21,8 @@ from ...config.settings import Settings
 from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge
 from ...schemas.jobs import Job, JobEndpoint, Priority
-from ...schemas.openai.chat import MOST_MODEL, Body
-from ...schemas.openai.completions import TIERS, refusal
+from ...schemas.openai.chat import Body
+from ...schemas.openai.completions import TIERS, parse_body
 from ...streams.port import Broker
 from ...streams.stores.quotas import Quotas
 from ...streams.stores.registry import Registry
@@ -73,9 +72,9 @@ async def read_object(request: Request, settings: Settings, *kinds: type[Body]) 
 
 
 async def read_parsed(kind: type[Kind], request: Request, settings: Settings) -> Kind:
-    """A body that does not go through the pipeline. Raises what `read_object` and `parsed` raise."""
+    """A body that does not go through the pipeline. Raises what `read_object` and `parse_body` raise."""
     return await read_as(
-        lambda body: parsed(kind, known_alone(body, kind, request=request, settings=settings)), request, settings
+        lambda body: parse_body(kind, known_alone(body, kind, request=request, settings=settings)), request, settings
     )
 
 
@@ -98,22 +97,8 @@ def _made(make: Callable[[dict[str, Any]], Made], raw: bytes) -> Made:
     return make(body)
 
 
-def parsed(kind: type[Kind], body: dict[str, Any]) -> Kind:
-    """A body that does not go through the pipeline, refused as validate would. Raises `InvalidRequest`."""
-    try:
-        return kind.model_validate(kind.supported(body))
-    except ValidationError as error:
-        raise refusal(error) from None
-
-
 def _itself(body: dict[str, Any]) -> dict[str, Any]:
     return body
-
-
-def model_of(body: dict[str, Any]) -> str:
-    """The model that an answer names; nothing where the request is about to be refused for it."""
-    model = body.get("model")
-    return model if isinstance(model, str) and len(model) <= MOST_MODEL else ""
 
 
 async def read_body(request: Request, limit: int, patience: float) -> bytes:

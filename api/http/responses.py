@@ -19,6 +19,7 @@ from ...schemas import codec
 from ...schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Turn
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
+from ...schemas.openai.chat import model_of
 from ...schemas.openai.items import input_items as items_of
 from ...schemas.openai.response_tools import hosted
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
@@ -32,7 +33,7 @@ from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page
 from .ignored import known_alone, name_ignored
 from .openapi import STREAMED, documented, refusals
-from .requests import Door, model_of, open_request, read_as, tenant_of
+from .requests import Door, open_request, read_as, tenant_of
 
 PREFIX = "resp_"
 LOOK = 0.1  # seconds between two looks whether a response has stopped

@@ -19,6 +19,12 @@ ModelName = Annotated[str, Field(min_length=1, max_length=MOST_MODEL)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
+def model_of(body: Mapping[str, Any]) -> str:
+    """The model that an answer to this unchecked body names; empty if the body is about to be refused for it."""
+    model = body.get("model")
+    return model if isinstance(model, str) and len(model) <= MOST_MODEL else ""
+
+
 class Unsupported(NamedTuple):
     """A field that would change the answer and cannot be honoured: refused unless its value is one of `neutral`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -30,6 +30,8 @@ from .chat import (
 )
 from .embeddings import EmbeddingRequest
 from .prompts import Prompt, as_list
+
+Kind = TypeVar("Kind", bound=Body)
 
 MAX_TOOLS = 128
 TIERS: dict[str, Priority] = {"priority": "high", "auto": "normal", "default": "normal", "flex": "low"}
@@ -195,13 +197,17 @@ KINDS: dict[Endpoint, type[Request | EmbeddingRequest]] = {
 }
 
 
-def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | EmbeddingRequest:
-    """Check a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
-    kind = KINDS[endpoint]
+def parse_body(kind: type[Kind], body: dict[str, Any]) -> Kind:
+    """A body of this kind. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
     try:
-        request = kind.model_validate(kind.supported(body))
+        return kind.model_validate(kind.supported(body))
     except ValidationError as error:
         raise refusal(error) from None
+
+
+def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | EmbeddingRequest:
+    """Check a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
+    request = parse_body(KINDS[endpoint], body)
     if request.priority and request.service_tier and TIERS[request.service_tier] != request.priority:
         raise InvalidRequest("priority and service_tier differ; give one.", param="service_tier")
     if isinstance(request, EmbeddingRequest):

@@ -17,7 +17,7 @@ from ..jobs import Priority, SubjectToken
 from ..loops import LoopTool, Source
 from ..params import GenerationParams
 from .chat import Body, JsonSchema, ModelName, Unsupported
-from .completions import MAX_TOOLS, TIERS, refusal
+from .completions import MAX_TOOLS, TIERS, parse_body, refusal
 from .items import InputItem, by_type
 from .response_tools import (
     AllowedTools,
@@ -250,10 +250,7 @@ def wants_logprobs(top_logprobs: int | None, include: Sequence[str] | None) -> b
 
 def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
     """Check a body. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
-    try:
-        request = ResponsesRequest.model_validate(ResponsesRequest.supported(body))
-    except ValidationError as error:
-        raise refusal(error) from None
+    request = parse_body(ResponsesRequest, body)
     values = request.model_dump(include=_SAMPLING | _RENAMED.keys(), exclude_none=True)
     try:
         GenerationParams.model_validate({_RENAMED.get(name, name): value for name, value in values.items()})

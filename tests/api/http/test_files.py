@@ -16,8 +16,8 @@ import pytest
 from applications import Script
 
 from penstock.api.http import files
-from penstock.api.http.files import sweep
 from penstock.schemas.openai.batches import Batch
+from penstock.streams.stores.files import delete_expired_files
 from penstock.streams.stores.objects import Objects
 from penstock.streams.topology import BATCH_STATES, FILES
 
@@ -132,7 +132,7 @@ async def test_a_file_ends_when_it_was_said_to(desk: Desk) -> None:
         output_ttl=1.0,
     )  # fmt: skip
     await (await desk.script.broker.bucket(BATCH_STATES)).put(running.key, running.model_dump_json().encode())
-    await sweep(desk.script.broker)
+    await delete_expired_files(desk.script.broker)
     assert [info.name for info in await objects.infos()] == [f"one.{kept.id}"]  # a batch still reads it
 
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from serving import Served
 
-from penstock.api.http.requests import parsed
 from penstock.api.render.anthropic import MessageRenderer
 from penstock.schemas.anthropic import CountRequest, MessagesRequest
 from penstock.schemas.errors import InvalidRequest
@@ -36,7 +35,7 @@ from penstock.schemas.events import (
     ToolCallDelta,
     Usage,
 )
-from penstock.schemas.openai.completions import parse_request
+from penstock.schemas.openai.completions import parse_body, parse_request
 
 PATH = "/v1/messages"
 HELLO: dict[str, Any] = {"model": "echo", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello 🙂"}]}
@@ -258,7 +257,7 @@ async def test_a_page_of_a_foreign_origin_is_refused_in_cors_own_words() -> None
 
 
 def chat(**change: Any) -> dict[str, Any]:
-    body = parsed(MessagesRequest, HELLO | change).chat_body()
+    body = parse_body(MessagesRequest, HELLO | change).chat_body()
     parse_request("/v1/chat/completions", body)  # raises where it is none
     return body
 
@@ -361,7 +360,7 @@ NEUTRAL: dict[str, Any] = {"container": None, "mcp_servers": [], "speed": "stand
 
 @pytest.mark.parametrize("path", IN_VAIN)
 def test_what_has_no_effect_is_taken_and_named(path: str) -> None:
-    asked = parsed(MessagesRequest, HELLO | IN_VAIN[path])
+    asked = parse_body(MessagesRequest, HELLO | IN_VAIN[path])
     assert dict.fromkeys(asked.without_effect) == {path: None}
     kept = {name: value for name, value in IN_VAIN[path].items() if name in ("thinking", "tools")}
     plain = {"tools": [TOOL | {"name": tool["name"]} for tool in kept.get("tools", ()) if "input_schema" in tool]}
@@ -370,7 +369,7 @@ def test_what_has_no_effect_is_taken_and_named(path: str) -> None:
 
 
 def test_what_asks_for_nothing_is_not_named() -> None:
-    asked = parsed(MessagesRequest, HELLO | NEUTRAL)
+    asked = parse_body(MessagesRequest, HELLO | NEUTRAL)
     assert not [*asked.without_effect] and asked.chat_body() == chat()
 
 
@@ -436,15 +435,15 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
 )
 def test_what_cannot_be_served_is_named(change: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parsed(MessagesRequest, HELLO | change).chat_body()
+        parse_body(MessagesRequest, HELLO | change).chat_body()
     assert says in str(refused.value)
 
 
 def test_what_is_counted_has_no_limit_of_tokens() -> None:
     asked = {"model": "echo", "messages": HELLO["messages"]}
-    assert parsed(CountRequest, asked).chat_body() == asked
+    assert parse_body(CountRequest, asked).chat_body() == asked
     with pytest.raises(InvalidRequest, match="max_tokens is not a known parameter"):
-        parsed(CountRequest, HELLO)
+        parse_body(CountRequest, HELLO)
 
 
 texts = st.text(max_size=4)
