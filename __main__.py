@@ -1,341 +1,116 @@
-"""The composition root: every process of Penstock is put together here, from parts that do not know each other."""
+"""The command line: which commands there are, and where each one lives."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import re
-import secrets
-import signal
-import socket
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import replace
-from functools import partial
-from math import inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, ClassVar
 
-import structlog
 import typer
 
-from .api.cli import app
-from .api.http.keys import Keys
-from .api.http.server import serve_http
-from .api.serve.supervisor import Supervisor, announce, base_url, connected, listen
-from .api.terminal.options import with_settings
-from .config.logging import configure_logging
-from .config.process import host, keep_loaded
-from .config.settings import Settings
-from .config.sources import Loaded
-from .engine import BACKENDS, InferenceEngine, resolve_model
-from .engine.cpu.process import prepare_process, stand_behind, worker_threads
-from .engine.models import BUNDLED, read_model_info
-from .engine.text.forms import choose_form
-from .schemas.errors import ConfigurationError, StartupError, Transient
-from .schemas.jobs import TOKEN_PATTERN
-from .schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
-from .stages import Filter, Pipe, Runner, Stage
-from .stages.cancellations import Cancellations
-from .stages.catalogue import LIGHT, find_filters, find_stage, installed
-from .stages.stream import Stream
-from .stages.tools.stage import Tools
-from .stages.validate import Validate
-from .streams.nats.deployment import joined
-from .streams.stores.registry import Registry
-from .streams.topology import Subjects
+from . import __version__
+from .api.terminal.lazy import Entry, LazyGroup
 
-if TYPE_CHECKING:
-    from .api.tools.toolbox import Toolbox
+COMMANDS = (
+    Entry(
+        "serve",
+        "composition:serve",
+        "Run",
+        help="Serve a model: broker, pipeline, engine and HTTP bridge in one command.",
+    ),
+    Entry(
+        "worker",
+        "composition:worker",
+        "Run",
+        help="Run the infer stage alone: one engine that takes batches from the broker.",
+    ),
+    Entry(
+        "stage",
+        "composition:stage",
+        "Run",
+        help="Run stages alone, in one process, against a broker that other parts share.",
+    ),
+    Entry(
+        "bridge",
+        "composition:bridge",
+        "Run",
+        help="Run the HTTP bridge alone, against a broker that other parts share.",
+    ),
+    Entry(
+        "front", "composition:front", help="Run the bridge and the light stages in one process: what `serve` starts."
+    ),
+    Entry(
+        "chat", "api.terminal.chat:chat", "Use", help="Talk to a model, of Penstock or of any server with OpenAI's API."
+    ),
+    Entry(
+        "submit",
+        "api.terminal.submit:submit",
+        "Use",
+        help="Publish a chat job on NATS and print its answer as it comes.",
+    ),
+    Entry(
+        "models",
+        "api.terminal.look:models",
+        "Look",
+        help="List the models of a server, of Penstock or of any with OpenAI's API.",
+    ),
+    Entry(
+        "scheduling",
+        "api.terminal.look:scheduling",
+        "Look",
+        help="Show which worker gets the next batch, or change it while everything runs.",
+    ),
+    Entry("dead", "api.terminal.dead:dead", "Look", help="Look after the messages that could not be handled."),
+    Entry(
+        "key",
+        "api.http.keys:make_key",
+        "Look",
+        help="Make an API key, and print the line of it for the file that --api-keys-file names.",
+    ),
+    Entry(
+        "config",
+        "api.terminal.deployment:config",
+        "Look",
+        help="Print every setting's effective value and where it comes from, or what a deployment has agreed on.",
+    ),
+    Entry(
+        "schema",
+        "api.terminal.look:schema",
+        "Look",
+        help="Print what travels on NATS: an AsyncAPI document, or the messages' JSON Schemas alone.",
+    ),
+    Entry("bench", "api.bench.commands:bench", "Measure", help="Measure a server, or a part of Penstock."),
+)
 
-log = structlog.get_logger(__name__)
+
+class Commands(LazyGroup):
+    entries: ClassVar = {entry.name: entry for entry in COMMANDS}
 
 
-@app.command(rich_help_panel="Run")
-@with_settings
-def serve(
-    loaded: Loaded,
-    model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
+app = typer.Typer(
+    name="penstock",
+    cls=Commands,
+    help="Penstock: an LLM server that loses no request. `penstock serve MODEL` is the whole of it on one machine.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """Serve a model: broker, pipeline, engine and HTTP bridge in one command.
-
-    Prints `penstock ready URL` when a first request would be answered. Ctrl-C lets running requests finish.
-    """
-    configure_logging(loaded.settings)
-    _check(loaded.settings)
-    sealed = {"secret_key": loaded.settings.secret_key or secrets.token_hex(32)}
-    _run(Supervisor(replace(loaded, settings=_with_model(loaded.settings).model_copy(update=sealed))).run())
-
-
-@app.command(rich_help_panel="Run")
-@with_settings
-def worker(
-    loaded: Loaded,
-    model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
-    id: Annotated[str | None, typer.Option(help="A name that stays over restarts; a random one by default.")] = None,
-) -> None:
-    """Run the infer stage alone: one engine that takes batches from the broker."""
-    if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
-        raise StartupError(f"--id {id!r}: letters, digits, '_' and '-' alone, at most 64")
-    configure_logging(loaded.settings, process="worker")
-    whole = replace(loaded, settings=_with_model(loaded.settings))
-    _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}"))
-
-
-@app.command(rich_help_panel="Run")
-@with_settings
-def stage(
-    loaded: Loaded,
-    names: Annotated[
-        list[str], typer.Argument(help="validate, queue, batch, stream, tools, or your own: file.py:Class.")
-    ],
-) -> None:
-    """Run stages alone, in one process, against a broker that other parts share.
-
-    Filters run in the stage stream: name all those of the pipeline together, and it is among the stages.
-    """
-    found = [find_stage(name) for name in names]
-    filters = [kind for kind in found if issubclass(kind, Filter)]
-    stages = [kind for kind in found if issubclass(kind, Stage)]
-    if filters and Stream not in stages:
-        stages.append(Stream)
-    configure_logging(loaded.settings, process="stage")
-    _run(_parts(loaded, lambda _: stages, None, filters))
-
-
-@app.command(rich_help_panel="Run")
-@with_settings
-def bridge(loaded: Loaded) -> None:
-    """Run the HTTP bridge alone, against a broker that other parts share."""
-    configure_logging(loaded.settings, process="bridge")
-    _check(loaded.settings)
-    listener = listen(loaded.settings.host, loaded.settings.port)
-
-    async def run() -> None:
-        log.info("listening; the other parts may still be missing", url=base_url(listener))
-        announcing = asyncio.create_task(announce(base_url(listener)))
-        try:
-            await _parts(loaded, lambda _: [], listener)
-        finally:
-            announcing.cancel()
-
-    _run(run())
-
-
-@app.command(hidden=True)
-@with_settings
-def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening socket.")] = 0) -> None:
-    """Run the bridge and the light stages in one process: what `serve` starts."""
-    configure_logging(loaded.settings, process="front")
-
-    def stages(settings: Settings) -> list[type[Stage]]:
-        light = [LIGHT[name] for name in (*settings.pipeline, "tools") if name in LIGHT]
-        if elsewhere := [name for name in settings.filters if not installed(name)]:
-            log.warning("answers wait for a process that has the filters: penstock stage FILE.py:Class", of=elsewhere)
-            light.remove(Stream)
-        own = [find_stage(name) for name in settings.job_stages if installed(name)]
-        return light + [kind for kind in own if issubclass(kind, Stage)]
-
-    _run(_parts(loaded, stages, socket.socket(fileno=fd)))
-
-
-async def _parts(
-    loaded: Loaded,
-    choose: Callable[[Settings], Sequence[type[Stage]]],
-    listener: socket.socket | None,
-    filters: Sequence[type[Filter]] = (),
-) -> None:
-    """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
-    async with (
-        _pipe(loaded, "bridge" if listener else "stage") as pipe,
-        contextlib.AsyncExitStack() as ending,
-        asyncio.TaskGroup() as group,
-    ):
-        stopping = _stop_signal()  # not before: what waits for the broker may simply be killed
-        settings, stages = pipe.settings, choose(pipe.settings)
-        toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
-        made: dict[type[Stage], Callable[[Pipe], Stage]] = {
-            Validate: partial(Validate, loaded=keep_loaded),
-            Stream: partial(Stream, filters=find_filters(settings.filters, filters) if Stream in stages else ()),
-        }
-        if toolbox:
-            made[Tools] = partial(Tools, toolbox=toolbox)
-        parts = [made.get(kind, kind)(pipe) for kind in stages]
-        runners = [Runner(part, pipe) for part in parts]
-        running = [group.create_task(runner.run()) for runner in runners]
-        background = [group.create_task(_heartbeats(pipe, parts)), group.create_task(pipe.registry.run())]
-        keep_loaded()
-        log.info("running", stages=[part.name for part in parts])
-        if listener is None:
-            await stopping.wait()
-        else:
-            await serve_http(pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping)
-        for runner in runners:
-            runner.stop()
-        await asyncio.gather(*running)
-        for task in background:
-            task.cancel()
-
-
-async def _worker(loaded: Loaded, name: str) -> None:
-    from .engine import EngineConfig
-    from .engine.sizing import CACHING, human, sized
-    from .stages.infer import Infer
-
-    settings = loaded.settings
-    shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
-    given = {name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"}
-    directory = None if settings.model is None else Path(settings.model)
-    stand_behind()
-    prepare_process(settings.threads or worker_threads(directory, settings.workers))
-    sizes = sized(EngineConfig(**given), settings.workers)
-    capacity, reserve = sizes.max_batch_size, reserve_of(sizes.max_batch_size)
-    own = {"max_batch_size": capacity + reserve, "reserved_batch_size": reserve}
-    if settings.backend in CACHING:
-        own["kv_cache_memory"] = sizes.kv_cache_memory
-    config = EngineConfig(**given | own)
-    log.info(
-        "loading",
-        model=config.model,
-        backend=config.backend,
-        max_batch_size=capacity,
-        kv_cache_memory=config.kv_cache_memory and human(config.kv_cache_memory),
-    )
-    engine = await asyncio.to_thread(InferenceEngine, config)
-    try:
-        source = settings.model or "echo"
-        card = WorkerCard(
-            id=name,
-            model=ModelCard(
-                name=settings.served_model_name or source,
-                source=source,
-                backend=settings.backend,
-                context_length=engine.model_info().context_length,
-                created=int(time.time()),
-                tool_format=settings.tool_format,
-                reasoning_format=settings.reasoning_format,
-            ),
-            capacity=capacity,
-            pid=os.getpid(),
-            incarnation=uuid.uuid4().hex,
-            host=host(),
-            slow_paths=engine.model_info().slow_paths,
-        )
-        async with _pipe(loaded, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
-            stopping = _stop_signal()  # not before: what loads, or waits for the broker, may simply be killed
-            runner = Runner(Infer(pipe, engine, card), pipe)
-            running = group.create_task(runner.run())
-            slow = {"slow_paths": card.slow_paths} if card.slow_paths else {}
-            keep_loaded()
-            log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend, **slow)
-            retiring = group.create_task(_retire(pipe.settings, engine, stopping))
-            await stopping.wait()
-            retiring.cancel()
-            runner.stop()
-            await running
-    finally:
-        await asyncio.to_thread(engine.close, 5.0)  # one that hangs ends with the process
-
-
-async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio.Event) -> None:
-    """Have the worker drain once it has served so much or so long; what keeps it running starts another."""
-    born = time.monotonic()
-    requests, hours = settings.restart_after_requests or inf, settings.restart_after_hours or inf
-    while engine.stats().num_requests < requests and time.monotonic() - born < hours * 3600:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(settings.heartbeat_interval):
-                await stopping.wait()
-            return
-    log.info("worker retires", requests=engine.stats().num_requests)
-    stopping.set()
-
-
-@contextlib.asynccontextmanager
-async def _pipe(loaded: Loaded, name: str) -> AsyncIterator[Pipe]:
-    """A connected broker with its topology in place, and what the parts share around it; the settings are the agreed.
-
-    Raises `ConfigurationError` where a setting was given that differs from what the deployment has agreed on.
-    """
-    async with connected(loaded.settings, name, patient=True) as broker:
-        settings = await joined(broker, loaded)
-        subjects = Subjects(settings.namespace)
-        cancellations = Cancellations()
-        await cancellations.listen(broker, subjects)
-        registry = Registry(broker, interval=settings.heartbeat_interval)
-        await registry.refresh()  # a copy that starts under load must know the models before its first job
-        yield Pipe(broker, subjects, settings, registry, cancellations)
-
-
-async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
-    """Say which stages live here, each from when it is ready."""
-    cards = [(stage, StageCard(stage=stage.name, id=stage.copy, pid=os.getpid())) for stage in stages]
-    interval = pipe.settings.heartbeat_interval
-    try:
-        while True:
-            for stage, card in cards:
-                try:
-                    if stage.ready:
-                        await pipe.registry.announce_stage(card)
-                except Transient as error:
-                    log.warning("heartbeat missed", stage=card.stage, reason=str(error))
-            await asyncio.sleep(interval if all(stage.ready for stage in stages) else min(0.1, interval))
-    finally:
-        for _, card in cards:
-            with contextlib.suppress(Transient):
-                await pipe.registry.withdraw(card)
-
-
-def _stop_signal() -> asyncio.Event:
-    """Set at the first SIGINT or SIGTERM."""
-    stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    return stopping
-
-
-def _toolbox(settings: Settings) -> Toolbox:
-    from .api.tools.toolbox import toolbox_of  # brings MCP's client, which few processes need
-
-    return toolbox_of(settings)
-
-
-def _check(settings: Settings) -> None:
-    """Faults of keys and tools show here, before anything has started."""
-    Keys(settings.api_keys or (), settings.api_keys_file)
-    if settings.mcp_config or settings.mcp_allowed_urls or settings.tool_functions:
-        _toolbox(settings)
-
-
-def _with_model(settings: Settings) -> Settings:
-    """The settings with the model on this disk, downloaded if need be, and a name for it; faults show here, early."""
-    if settings.backend not in BACKENDS:
-        raise ConfigurationError([f"unknown backend {settings.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
-    choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
-    if settings.model is None and settings.backend == "echo":
-        return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
-    source = settings.model or BUNDLED
-    directory = resolve_model(source)
-    read_model_info(directory, source, settings.max_sequence_length)
-    is_path = Path(source).expanduser().is_dir()
-    name = settings.served_model_name or (directory.resolve().name if is_path else source)
-    return settings.model_copy(update={"model": str(directory.resolve()), "served_model_name": name})
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    try:
-        import uvloop
-    except ImportError:  # not on every system
-        asyncio.run(main)
-    else:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(main)
+    pass
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app.registered_commands.sort(key=lambda command: command.rich_help_panel != "Run")  # `--help` in order of use
     app(prog_name="penstock")
 
 

@@ -35,7 +35,9 @@ from ...streams.topology import Subjects
 from ..serve.supervisor import connected
 from .options import with_settings
 
-dead = typer.Typer(help="Look after the messages that could not be handled.", no_args_is_help=True)
+dead = typer.Typer(
+    help="Look after the messages that could not be handled.", no_args_is_help=True, add_completion=False
+)
 
 Numbers = Annotated[list[int] | None, typer.Argument(help="Numbers from `penstock dead list`.", metavar="NUMBER…")]
 All = Annotated[bool, typer.Option("--all", help="All there are.")]

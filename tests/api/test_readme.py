@@ -13,8 +13,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-import penstock.__main__  # noqa: F401  # it adds the commands that run processes
-from penstock.api.cli import app
+from penstock.__main__ import app
 from penstock.config.settings import Settings
 from penstock.schemas.events import Started, Token
 from penstock.stages import Filter, JobStage

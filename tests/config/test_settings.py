@@ -20,7 +20,7 @@ from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from typer.testing import CliRunner, Result
 
-from penstock.api.cli import app
+from penstock.__main__ import app
 from penstock.api.terminal.options import with_settings
 from penstock.config.settings import BUILT_IN_STAGES, Settings
 from penstock.config.sources import Loaded, flag, load, variable

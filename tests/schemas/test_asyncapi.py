@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock import __version__
-from penstock.api.cli import app
+from penstock.__main__ import app
 from penstock.schemas import codec
 from penstock.streams.topology import PRIORITIES, Subjects
 

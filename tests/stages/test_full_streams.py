@@ -11,7 +11,7 @@ import pytest
 from memory_pipeline import MODEL, Pipeline
 from structlog.testing import capture_logs
 
-from penstock.__main__ import _heartbeats
+from penstock.composition import _heartbeats
 from penstock.schemas.events import Done
 from penstock.streams.topology import DEAD, INFER, MODELS, WORKERS, topology
 

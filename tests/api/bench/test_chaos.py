@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from serving import Start
 from typer.testing import CliRunner
 
+from penstock.__main__ import app
 from penstock.api.bench.answers import Answer, ask, compare, difference, mixed_requests
 from penstock.api.bench.load import Client, Event
-from penstock.api.cli import app
 
 
 def chunk(text: str = "", reason: str | None = None, *, name: str = "chatcmpl-1", choice: int = 0) -> bytes:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from penstock.__main__ import app
 from penstock.api.bench import engine as bench_engine
-from penstock.api.cli import app
 from penstock.engine.paged import backend as paged
 from penstock.engine.sampler import choose
 from penstock.engine.sequence import Sequence

@@ -15,7 +15,7 @@ import pytest
 from serving import Served, Start
 from typer.testing import CliRunner, Result
 
-from penstock.api.cli import app
+from penstock.__main__ import app
 
 WORDS_TOKENS, AROUND = 3, 5  # what the fake counts: so many a word, and so many around a prompt
 FREE = 5  # requests before the first that counts, at a concurrency of 1

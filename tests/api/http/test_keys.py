@@ -14,7 +14,7 @@ from asgi import ask
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from penstock.api.cli import app
+from penstock.__main__ import app
 from penstock.api.http.keys import Keys
 from penstock.api.serve.processes import child_environment
 from penstock.config.api_keys import ApiKey

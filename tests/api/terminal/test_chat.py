@@ -24,7 +24,7 @@ import pytest
 from serving import START_TIMEOUT, Process, Served
 from typer.testing import CliRunner, Result
 
-from penstock.api.cli import app
+from penstock.__main__ import app
 from penstock.api.terminal.chat_client import ask
 
 ASKED = [{"role": "user", "content": "word " * 2000}]

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.api.cli import app
+from penstock.__main__ import app
 from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.api.cli import app
+from penstock.__main__ import app
 from penstock.config.deployment import explicit, shared_settings
 from penstock.config.settings import BUILT_IN_STAGES, Settings
 from penstock.config.sources import Loaded, flag

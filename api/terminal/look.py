@@ -1,0 +1,68 @@
+"""The commands that look at a server or a deployment: `penstock models`, `scheduling`, `schema`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated, Literal
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ... import __version__
+from ...config.sources import Loaded
+from ...schemas.asyncapi import asyncapi, json_schemas
+from ..serve.supervisor import connected
+from .chat_client import models as served_by
+from .chat_client import server_at
+from .options import ApiKey, ServerUrl, with_settings
+
+
+@with_settings
+def schema(
+    loaded: Loaded,
+    kind: Annotated[
+        Literal["asyncapi", "json"], typer.Argument(help="asyncapi: the subjects too; json: the messages alone.")
+    ] = "asyncapi",
+) -> None:
+    """Print what travels on NATS: an AsyncAPI document, or the messages' JSON Schemas alone."""
+    document = asyncapi(loaded.settings.namespace, __version__)
+    if kind == "json":
+        document = {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "components": {"schemas": json_schemas()},
+        }
+    sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+@with_settings
+def models(loaded: Loaded, url: ServerUrl = None, api_key: ApiKey = None) -> None:
+    """List the models of a server, of Penstock or of any with OpenAI's API."""
+    table = Table("model", "context", box=None, pad_edge=False)
+    with server_at(url, api_key, loaded.settings) as server:
+        for name, model in served_by(server).items():
+            table.add_row(name, f"{model.get('max_model_len', '')}")
+    Console().print(table)
+
+
+@with_settings
+def scheduling(
+    loaded: Loaded,
+    strategy: Annotated[
+        Literal["round_robin", "least_loaded", "memory_aware"] | None,
+        typer.Argument(help="The one to use from now on."),
+    ] = None,
+) -> None:
+    """Show which worker gets the next batch, or change it while everything runs."""
+
+    async def run() -> str:
+        async with connected(loaded.settings, "scheduling") as broker:
+            bucket = await broker.bucket("state")
+            if strategy is not None:
+                await bucket.put("scheduling", strategy.encode())
+            entry = await bucket.get("scheduling")
+            return entry.value.decode() if entry else f"{loaded.settings.scheduling} (by its setting)"
+
+    typer.echo(asyncio.run(run()))

@@ -1,0 +1,49 @@
+"""The list of commands, made without importing what they need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.__main__ import COMMANDS, app
+from penstock.api.terminal.lazy import Entry
+
+LARGE = ("torch", "numpy", "fastapi", "nats", "pydantic", "penstock.config.settings")
+HELP = f"""
+import sys
+from penstock.__main__ import app
+try:
+    app(["--help"])
+finally:
+    print([name for name in {LARGE} if name in sys.modules])
+"""
+
+
+def test_help_imports_nothing_large() -> None:
+    shown = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True).stdout
+    assert shown.endswith("[]\n")
+    assert all(f"│ {entry.name} " in shown for entry in COMMANDS if entry.panel)
+    assert "│ front " not in shown
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_the_list_says_what_the_command_says(entry: Entry) -> None:
+    command = entry.load()
+    assert command.help.splitlines()[0] == entry.help
+    assert (command.name, command.hidden) == (entry.name, not entry.panel)
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_every_command_has_help_of_its_own(entry: Entry) -> None:
+    shown = CliRunner().invoke(app, [entry.name, "--help"])
+    assert shown.exit_code == 0
+    assert f"Usage: penstock {entry.name} " in shown.output
+
+
+def test_an_unknown_command_is_told_what_is_near() -> None:
+    refused = CliRunner().invoke(app, ["serv"])
+    assert refused.exit_code == 2
+    assert "No such command 'serv'. Did you mean 'serve'" in refused.output
