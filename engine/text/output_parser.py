@@ -1,7 +1,7 @@
-"""What a model says, what it thinks and what it calls, told apart while its text is still arriving.
+"""Splits a model's text into content, reasoning and tool calls while it is still arriving.
 
-How the text is cut into pieces never changes the result, and only what may be the beginning of a marker is held back,
-or white space that may turn out to stand next to one. No text is an error: what is no call after all is said.
+The result never depends on how the text is cut into pieces. Only what may be the beginning of a marker is held back, or
+white space that may turn out to stand next to one. No text is an error: a malformed call is content.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...schemas.events import ToolCallDelta
 from ...schemas.jobs import Form
-from .text_cursor import Page, Reading
+from .text_cursor import Parsing, TextCursor
 from .tool_formats import REASONING_FORMATS, format_of
 
 
@@ -30,56 +30,56 @@ class OutputParser:
 
     def __init__(self, form: Form, request: str, choice: int) -> None:
         self._form = form
-        self._page = Page(form, request, choice)
-        self._reading = self._read()
+        self._cursor = TextCursor(form, request, choice)
+        self._parsing = self._read()
 
     @property
     def called(self) -> bool:
         """Whether a call was begun."""
-        return self._page.num_calls > 0
+        return self._cursor.num_calls > 0
 
     @property
     def thinking(self) -> bool:
         """Whether the text is in the middle of a thought."""
-        return self._page.thinking
+        return self._cursor.thinking
 
     def push(self, text: str) -> Parsed:
-        self._page.feed(text)
-        next(self._reading, None)
-        return Parsed(*self._page.take())
+        self._cursor.feed(text)
+        next(self._parsing, None)
+        return Parsed(*self._cursor.take())
 
     def finish(self) -> Parsed:
         """What was held back, once nothing more comes."""
-        self._page.ended = True
+        self._cursor.ended = True
         return self.push("")
 
-    def _read(self) -> Reading[None]:
-        page = self._page
+    def _read(self) -> Parsing[None]:
+        cursor = self._cursor
         tools = format_of(self._form)
         begins, silent = (tools.begins, tools.silent) if tools else ((), ())
         stray = (yield from self._read_thought()) if self._form.reasoning_format else ""
-        while word := (yield from page.until((*begins, *silent, *filter(None, [stray])), page.say)):
+        while word := (yield from cursor.copy_until((*begins, *silent, *filter(None, [stray])), cursor.add_content)):
             if word == stray or word in silent:
-                page.pause()
+                cursor.pass_marker()
                 stray = "" if word == stray else stray
-            elif tools and (yield from tools.read(page, tools.ends)):
+            elif tools and (yield from tools.read(cursor, tools.ends)):
                 for end in tools.ends:
-                    yield from page.accept(end)
+                    yield from cursor.accept(end)
             else:
-                page.say(page.pending)
-            page.mark = page.at
+                cursor.add_content(cursor.pending)
+            cursor.mark = cursor.at
 
-    def _read_thought(self) -> Reading[str]:
+    def _read_thought(self) -> Parsing[str]:
         """A thought at the beginning. Where there is none, the marker that would end one and must not be said."""
-        page = self._page
+        cursor = self._cursor
         begin, end = REASONING_FORMATS[self._form.reasoning_format or ""]
         # A template may have begun the thought, and the model may begin it once more.
-        if not (yield from page.accept(begin)) and not self._form.thinking:
-            page.at = page.mark
+        if not (yield from cursor.accept(begin)) and not self._form.thinking:
+            cursor.at = cursor.mark
             return end
-        page.pause()
-        page.thinking = True
-        yield from page.until((end,), page.think)
-        page.pause()
-        page.mark = page.at
+        cursor.pass_marker()
+        cursor.thinking = True
+        yield from cursor.copy_until((end,), cursor.add_reasoning)
+        cursor.pass_marker()
+        cursor.mark = cursor.at
         return ""

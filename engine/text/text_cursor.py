@@ -1,7 +1,7 @@
-"""A choice's text while it is still arriving: a place on it, and what its readers have found so far.
+"""A cursor on a choice's text while it is still arriving, which collects what the parsers find.
 
-Whoever reads is a generator: it waits with `yield` where it needs more, so that how the text is cut never changes what
-is read. A `Reading` is to be run with `yield from`.
+Parsers are generators: they `yield` where they need more text, so that the result never depends on how the text is cut
+into pieces. Run a `Parsing` with `yield from`.
 """
 
 from __future__ import annotations
@@ -19,71 +19,72 @@ from ...schemas.jobs import Form
 from .literals import Literal
 
 Result = TypeVar("Result")
-Reading = Generator[None, None, Result]
-Say = Callable[[str], None]
+Parsing = Generator[None, None, Result]
+Sink = Callable[[str], None]
 
 _SPACE = " \t\r\n"
 _NAME = re.compile(r"[\w.-]*")
-_LONGEST_HEADER = 256  # characters; what is longer is no name of a tool
+_MAX_NAME_LENGTH = 256  # characters; anything longer is no name of a tool
 
 
-class Page:
-    """`at` is where reading goes on. Everything before `mark` is accounted for; what lies between the two may still
-    turn out to be nothing but text.
+class TextCursor:
+    """`at` is where parsing goes on. Everything before `mark` is settled; what lies between the two may still turn out
+    to be plain text.
 
-    `accept`, `name`, `value` and `string` pass the white space in front. `begin` and `add` account for everything that
-    was passed.
+    `accept`, `read_name`, `copy_literal` and `read_string` first skip white space. `begin_call` and `add_arguments`
+    settle everything up to `at`.
     """
 
     def __init__(self, form: Form, request: str, choice: int) -> None:
         self.at = 0
         self.mark = 0
         self.ended = False  # set by the owner, when nothing more will come
-        self.num_calls = 0  # set by begin
-        self.thinking = form.thinking and form.reasoning_format is not None  # set by say, think and pause
-        self._written = ""
+        self.num_calls = 0  # set by begin_call
+        # set by add_content, add_reasoning and pass_marker
+        self.thinking = form.thinking and form.reasoning_format is not None
+        self._text = ""
         self._form = form
         self._request = request
         self._choice = choice
-        self._said = _Prose(trimmed=form.tool_format is not None)
-        self._thought = _Prose(trimmed=True)
+        self._content = _TextBuffer(trimmed=form.tool_format is not None)
+        self._reasoning = _TextBuffer(trimmed=True)
         self._calls: list[ToolCallDelta] = []  # pieces, at most one of each call
 
     def feed(self, text: str) -> None:
-        self._written = self._written[self.mark :] + text
+        self._text = self._text[self.mark :] + text
         self.at -= self.mark
         self.mark = 0
 
     def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """What was found since the last time: said, thought and called."""
+        """What was found since the last time: content, reasoning and tool calls."""
         calls, self._calls = tuple(self._calls), []
-        return self._said.take(self.ended), self._thought.take(self.ended), calls
+        return self._content.take(self.ended), self._reasoning.take(self.ended), calls
 
     @property
     def pending(self) -> str:
-        """What was read and is not accounted for."""
-        return self._written[self.mark : self.at]
+        """What was passed and is not settled."""
+        return self._text[self.mark : self.at]
 
-    def peek(self) -> Reading[str]:
+    def peek(self) -> Parsing[str]:
         """The next character; none at the end."""
-        while self.at == len(self._written) and not self.ended:
+        while self.at == len(self._text) and not self.ended:
             yield
-        return self._written[self.at : self.at + 1]
+        return self._text[self.at : self.at + 1]
 
-    def space(self) -> Reading[str]:
-        """Pass white space; the character behind it, none at the end."""
+    def skip_space(self) -> Parsing[str]:
+        """Skip white space; return the next character, none at the end."""
         while (char := (yield from self.peek())) and char in _SPACE:
             self.at += 1
         return char
 
-    def accept(self, *words: str) -> Reading[str]:
+    def accept(self, *words: str) -> Parsing[str]:
         """Pass the one of `words` that stands here, and return it; otherwise nothing. None may begin another.
 
         The beginning of one at the very end of the text is passed as well: it was cut off.
         """
-        yield from self.space()
+        yield from self.skip_space()
         while True:
-            rest = self._written[self.at : self.at + max(map(len, words))]
+            rest = self._text[self.at : self.at + max(map(len, words))]
             found = next((word for word in words if rest.startswith(word)), "")
             begun = any(word.startswith(rest) for word in words)
             if found or self.ended or not begun:
@@ -91,137 +92,137 @@ class Page:
                 return found
             yield
 
-    def name(self) -> Reading[str]:
-        """Pass letters, digits, `_`, `.` and `-`; empty if there are none, or more than any name has."""
-        yield from self.space()
+    def read_name(self) -> Parsing[str]:
+        """Pass letters, digits, `_`, `.` and `-`; return them, at most as many as a name may have."""
+        yield from self.skip_space()
         while True:
-            found = _NAME.match(self._written, self.at, self.at + _LONGEST_HEADER)
+            found = _NAME.match(self._text, self.at, self.at + _MAX_NAME_LENGTH)
             assert found is not None
-            if self.ended or found.end() < len(self._written):
+            if self.ended or found.end() < len(self._text):
                 self.at = found.end()
                 return found[0]
             yield
 
-    def before(self, word: str) -> Reading[str | None]:
-        """Pass `word` and return what stands in front of it; None if it is not near, or cut off."""
-        while (end := self._written.find(word, self.at, self.at + _LONGEST_HEADER)) < 0:
-            if len(self._written) - self.at >= _LONGEST_HEADER:
+    def read_before(self, word: str) -> Parsing[str | None]:
+        """Pass `word` and return the text before it; None if `word` does not follow soon, or not at all."""
+        while (end := self._text.find(word, self.at, self.at + _MAX_NAME_LENGTH)) < 0:
+            if len(self._text) - self.at >= _MAX_NAME_LENGTH:
                 return None
             if self.ended:
-                self.at = len(self._written)
+                self.at = len(self._text)
                 return None
             yield
-        found = self._written[self.at : end]
+        found = self._text[self.at : end]
         self.at = end + len(word)
         return found
 
-    def until(self, words: tuple[str, ...], say: Say) -> Reading[str]:
-        """Say everything up to the first of `words`, and pass that; nothing is returned if the text ends before.
+    def copy_until(self, words: tuple[str, ...], sink: Sink) -> Parsing[str]:
+        """Copy everything up to the first of `words` to `sink`, pass that word and return it; empty at the end.
 
         Afterwards `mark` is where the word begins.
         """
         pattern = _search(words)
         while True:
-            found = pattern.search(self._written, self.at)
+            found = pattern.search(self._text, self.at)
             word = found[0] if found and found[0] in words else ""
-            start = found.start() if found and (word or not self.ended) else len(self._written)
-            said = self._written[self.at : start]
+            start = found.start() if found and (word or not self.ended) else len(self._text)
+            passed = self._text[self.at : start]
             self.mark = start
             self.at = start + len(word)
-            if said:
-                say(said)
+            if passed:
+                sink(passed)
             if word or self.ended:
                 return word
             yield
 
-    def value(self, say: Say) -> Reading[bool]:
-        """Say the literal that stands here, as JSON; whether it was one, and complete."""
-        yield from self.space()
+    def copy_literal(self, sink: Sink) -> Parsing[bool]:
+        """Copy the literal at the cursor to `sink`, as JSON; return whether it was one, and complete."""
+        yield from self.skip_space()
         literal = Literal()
         while True:
-            piece, self.at = literal.take(self._written, self.at, self.ended)
+            piece, self.at = literal.take(self._text, self.at, self.ended)
             if piece:
-                say(piece)
+                sink(piece)
             if literal.done or literal.broken or self.ended:
                 return literal.done
             yield
 
-    def string(self) -> Reading[str | None]:
-        """The text of the string that stands here; None for anything else."""
+    def read_string(self) -> Parsing[str | None]:
+        """The text of the string at the cursor; None for anything else."""
         parts: list[str] = []
-        if (yield from self.space()) not in ("'", '"') or not (yield from self.value(parts.append)):
+        if (yield from self.skip_space()) not in ("'", '"') or not (yield from self.copy_literal(parts.append)):
             return None
         return str(json.loads("".join(parts)))
 
-    def schema(self, name: str) -> dict[str, Any] | None:
+    def parameters_of(self, name: str) -> dict[str, Any] | None:
         """The JSON Schema of a tool's parameters; None if there is no such tool."""
         if self._form.tool_format is None or not name:
             return None
         return self._form.tools.get(name) if self._form.tools else {}
 
-    def begin(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         """A call begins."""
-        self.pause()
+        self.pass_marker()
         identity = id_for(self._form, self._request, self._choice, self.num_calls)
         self._calls.append(ToolCallDelta(self.num_calls, "", identity, name))
         self.num_calls += 1
         self.mark = self.at
 
-    def add(self, arguments: str) -> None:
+    def add_arguments(self, arguments: str) -> None:
         """The next piece of the last call's arguments."""
         index = self.num_calls - 1
         last = self._calls.pop() if self._calls and self._calls[-1].index == index else ToolCallDelta(index, "")
         self._calls.append(replace(last, arguments=last.arguments + arguments))
         self.mark = self.at
 
-    def say(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         self.thinking = False
-        self._said.add(text)
+        self._content.add(text)
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         self.thinking = True
-        self._thought.add(text)
+        self._reasoning.add(text)
 
-    def pause(self) -> None:
-        """A marker: the white space around it belongs to nobody."""
+    def pass_marker(self) -> None:
+        """Drop the white space around the marker at the cursor."""
         self.thinking = False
-        self._said.pause()
-        self._thought.pause()
+        self._content.pass_marker()
+        self._reasoning.pass_marker()
 
 
 def id_for(form: Form, request: str, choice: int, index: int) -> str:
-    """The id of a call: always the same for the same call, so that whoever takes the request over says the same."""
+    """The id of a call: always the same for the same call, so that it survives a takeover by another worker."""
     digest = hashlib.sha256(f"{request}/{choice}/{index}".encode()).hexdigest()
     # Mistral's templates take ids of nine letters and digits alone.
     return digest[:9] if (form.tool_format or "").startswith("mistral") else f"call_{digest[:24]}"
 
 
-class _Prose:
-    """Text without the white space that touches a marker; what was said on both sides of one, on two lines."""
+class _TextBuffer:
+    """Text without the white space next to markers; a line break separates what stands on both sides of one."""
 
     def __init__(self, trimmed: bool) -> None:
-        self._trimmed = trimmed  # a marker may come that nobody has seen yet
+        self._trimmed = trimmed  # whether a marker may follow
         self._ready = ""
         self._space = ""  # held back from the end
-        self._said = False
-        self._paused = False
+        self._has_text = False
+        self._is_after_marker = False
 
     def add(self, text: str) -> None:
         if self._trimmed and not text.strip(_SPACE):
-            self._space += "" if self._paused else text  # kept as it is: a model can go on with it for ever
+            self._space += "" if self._is_after_marker else text  # not put together anew: a model may write it forever
             return
         text = self._space + text
-        if self._paused:
+        if self._is_after_marker:
             text = text.lstrip(_SPACE)
         body = text.rstrip(_SPACE) if self._trimmed else text
         self._space = text[len(body) :]
         if body:
-            self._ready += "\n" + body if self._paused and self._said else body
-            self._said, self._paused = True, False
+            self._ready += "\n" + body if self._is_after_marker and self._has_text else body
+            self._has_text, self._is_after_marker = True, False
 
-    def pause(self) -> None:
+    def pass_marker(self) -> None:
         self._space = ""
-        self._paused = True
+        self._is_after_marker = True
 
     def take(self, ended: bool) -> str:
         ready, self._ready = self._ready + (self._space if ended else ""), ""
