@@ -43,7 +43,7 @@ def configure_logging(settings: Settings, **context: object) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*final, renderer], foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
-    for chatty in ("httpx", "httpcore", "httpx2", "httpcore2", "nats", "uvicorn", "asyncio", "client"):
+    for chatty in ("httpx2", "httpcore2", "nats", "uvicorn", "asyncio", "client"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it quotes what servers say; what goes wrong is in results
     logging.getLogger("asyncio").addFilter(FirstLine())

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
+import httpx2
 
 from ..tools.functions import tool
 from .answers import PAUSE
@@ -74,7 +74,7 @@ async def run(urls: Sequence[str], body: dict[str, Any], key: str, first: int, p
     """Ask for a response in the background, and look until it has ended; a bridge that is away is another's turn."""
     place, said, id, absent = first, "nothing", None, 0
     try:
-        async with asyncio.timeout(patience), httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
+        async with asyncio.timeout(patience), httpx2.AsyncClient(timeout=30.0, trust_env=False) as client:
             while True:
                 url = f"{urls[place % len(urls)]}/v1/responses"
                 try:
@@ -82,7 +82,7 @@ async def run(urls: Sequence[str], body: dict[str, Any], key: str, first: int, p
                         answer = await client.post(url, json=body, headers={"Idempotency-Key": key})
                     else:
                         answer = await client.get(f"{url}/{id}")
-                except httpx.HTTPError as error:
+                except httpx2.HTTPError as error:
                     said, place = repr(error), place + 1
                 else:
                     said = f"HTTP {answer.status_code}: {answer.text[:200]}"

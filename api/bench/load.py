@@ -1,6 +1,6 @@
 """Load for any server that speaks OpenAI's HTTP, and when each piece of each answer came back.
 
-The client shares its machine with what it measures: by httptools a chunk costs it 40 µs, by httpx 110 µs.
+The client shares its machine with what it measures: by httptools a chunk costs it 40 µs, by httpx2 110 µs.
 
 A benchmark gives a loop what asks once: `open_loop` asks at an even rate, `closed_loop` keeps so many running. Both
 hand each `Sample` that has ended to a callback, failed ones too, and raise nothing.

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import httpx
+import httpx2
 import structlog
 
 from ...config.settings import Settings
@@ -78,7 +78,7 @@ async def served_models(url: str, api_key: str = "") -> list[str]:
     """The names of what the server at `url` serves, at least one. Raises `StartupError` with what to do."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        async with httpx.AsyncClient(timeout=10.0, headers=headers) as client:
+        async with httpx2.AsyncClient(timeout=10.0, headers=headers) as client:
             answer = await client.get(f"{url}/v1/models")
         if answer.status_code in (401, 403):
             fault = f"{'refuses this key' if api_key else 'wants a key'} (HTTP {answer.status_code})"
@@ -86,7 +86,7 @@ async def served_models(url: str, api_key: str = "") -> list[str]:
         if models := [str(model["id"]) for model in answer.raise_for_status().json()["data"]]:
             return models
         raise StartupError(f"the server at {url} serves no model; load one there first")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         reason = str(error).partition("\n")[0].replace("All connection attempts failed", "nothing listens there")
     except (ValueError, KeyError, TypeError):
         reason = "what it says at /v1/models is no list of models"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import httpx
+import httpx2
 
 from ...engine import InferenceEngine
 from ...schemas.errors import GenerationFailed, InvalidRequest
@@ -187,7 +187,8 @@ class _Remote:
     def __init__(self, url: str, name: str, api_key: str | None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         base = url.rstrip("/").removesuffix("/v1")
-        self._http = httpx.AsyncClient(base_url=f"{base}/v1/", headers=headers, timeout=httpx.Timeout(10.0, read=None))
+        timeout = httpx2.Timeout(10.0, read=None)
+        self._http = httpx2.AsyncClient(base_url=f"{base}/v1/", headers=headers, timeout=timeout)
         self._name = name
 
     async def acreate(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class _Remote:
                 response = await self._http.post(
                     "chat/completions", json={"model": self._name, **body}, headers=headers
                 )
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 fault = GenerationFailed(f"No answer from {self._http.base_url} ({type(error).__name__}).")
             else:
                 if response.is_success:
@@ -218,7 +219,7 @@ class _Remote:
         await self._http.aclose()
 
 
-def _completion(response: httpx.Response) -> dict[str, Any]:
+def _completion(response: httpx2.Response) -> dict[str, Any]:
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         answer: dict[str, Any] = response.json()
         if {"message", "finish_reason"} <= answer["choices"][0].keys():
@@ -226,7 +227,7 @@ def _completion(response: httpx.Response) -> dict[str, Any]:
     raise GenerationFailed(f"{response.url} answered {response.status_code}, but with no chat completion.")
 
 
-def _fault(response: httpx.Response) -> InvalidRequest | GenerationFailed:
+def _fault(response: httpx2.Response) -> InvalidRequest | GenerationFailed:
     try:
         error = response.json()["error"]
         message, code, param = str(error["message"]), error.get("code"), error.get("param")

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import structlog
 from rich.console import Console
 
@@ -125,9 +125,9 @@ class Supervisor:
 
 async def ready(url: str, workers: int = 1) -> None:
     """Return when a first request to `url` would be answered, and so many workers live."""
-    async with httpx.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
         while True:
-            with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx2.TransportError):
                 answer = await client.get("/health/ready")
                 if answer.status_code == 200 and answer.json()["workers"] >= workers:
                     return

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
+import httpx2
 import typer
 from rich.console import Console
 
@@ -58,7 +58,7 @@ def chat(
 class Talk:
     """A conversation with one model."""
 
-    def __init__(self, server: httpx.Client, model: str, system: str | None) -> None:
+    def __init__(self, server: httpx2.Client, model: str, system: str | None) -> None:
         self._server = server
         self._model = model
         self._head = [{"role": "system", "content": system}] if system else []

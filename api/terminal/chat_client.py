@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import orjson
 
 from ...config.settings import Settings
@@ -23,26 +23,26 @@ class ChatError(Fatal):
     """`str(error)` says what went wrong and what to do."""
 
 
-def server_at(url: str | None, api_key: str | None, settings: Settings) -> httpx.Client:
+def server_at(url: str | None, api_key: str | None, settings: Settings) -> httpx2.Client:
     """A client of the API at `url`; without one, of that which `serve` listens for under these settings."""
     base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
     base = base if re.search("://[^/]+/", base) else f"{base}/v1"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(base_url=base, headers=headers, timeout=60.0)  # Penstock says something every 15 seconds
+    return httpx2.Client(base_url=base, headers=headers, timeout=60.0)  # Penstock says something every 15 seconds
 
 
-def models(server: httpx.Client) -> dict[str, dict[str, Any]]:
+def models(server: httpx2.Client) -> dict[str, dict[str, Any]]:
     """What is served, by name. Raises `ChatError`."""
     try:
         response = server.get("models")
         if response.is_error:
             raise _refused(response)
         return {str(model["id"]): model for model in response.json()["data"]}
-    except (httpx.HTTPError, ValueError, LookupError) as error:
+    except (httpx2.HTTPError, ValueError, LookupError) as error:
         raise _silent(server, error) from None
 
 
-def ask(server: httpx.Client, body: dict[str, Any]) -> Generator[dict[str, Any] | str]:
+def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any] | str]:
     """The chunks of an answer, each once. A text among them says why nothing comes just now.
 
     Closed before its end, it stops the server too. Raises `ChatError`.
@@ -68,8 +68,8 @@ def ask(server: httpx.Client, body: dict[str, Any]) -> Generator[dict[str, Any] 
                         if "error" in found:
                             raise ChatError(str(found["error"].get("message")))
                         yield f"queued {found.get('position')}" if fields.get("event") == "status" else found
-                raise httpx.RemoteProtocolError("the answer was cut off")
-            except httpx.HTTPError as error:
+                raise httpx2.RemoteProtocolError("the answer was cut off")
+            except httpx2.HTTPError as error:
                 cuts += 1
                 if last is None or cuts > CUTS:
                     raise _silent(server, error) from None
@@ -77,12 +77,12 @@ def ask(server: httpx.Client, body: dict[str, Any]) -> Generator[dict[str, Any] 
             time.sleep(PAUSE)
     except (GeneratorExit, KeyboardInterrupt):
         if request is not None:  # it would go on, as what is resumable does
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(httpx2.HTTPError):
                 server.delete(f"streams/{request}", timeout=5.0)
         raise
 
 
-def _refused(response: httpx.Response) -> ChatError:
+def _refused(response: httpx2.Response) -> ChatError:
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -92,7 +92,7 @@ def _refused(response: httpx.Response) -> ChatError:
     return ChatError(message)
 
 
-def _silent(server: httpx.Client, error: Exception) -> ChatError:
+def _silent(server: httpx2.Client, error: Exception) -> ChatError:
     advice = "`penstock serve MODEL` starts a server; --url names one that runs elsewhere."
     return ChatError(f"No answer from {server.base_url} ({error}). {advice}")
 

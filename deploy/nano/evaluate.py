@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from corpus import SKILLS
 from rich.console import Console
 from rich.table import Table
@@ -29,11 +29,11 @@ MAX_TOKENS = 400
 class Bridge:
     """Asks a server by OpenAI's API."""
 
-    def __init__(self, url: str, model: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, url: str, model: str, client: httpx2.AsyncClient) -> None:
         self.url, self.model, self.client = url.rstrip("/"), model, client
 
     async def ask(self, question: Question) -> Reply:
-        """The server's reply. Raises `httpx.HTTPStatusError` with its words where it refuses."""
+        """The server's reply. Raises `httpx2.HTTPStatusError` with its words where it refuses."""
         body: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": MAX_TOKENS}
         body["messages"] = with_call_ids(question.messages)
         if question.tools:
@@ -45,7 +45,7 @@ class Bridge:
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         response = await self.client.post(f"{self.url}/chat/completions", json=body)
         if response.is_error:
-            raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
+            raise httpx2.HTTPStatusError(response.text, request=response.request, response=response)
         message = response.json()["choices"][0]["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
         text = (message.get("content") or "").split("</think>")[-1].strip()
@@ -106,7 +106,7 @@ async def run(options: argparse.Namespace) -> dict[str, list[Result]]:
                 if skill != SCHEMA:
                     results[skill] = await examine_skill(skill, options.count, options.seed, ask, limit)
         return results
-    async with httpx.AsyncClient(timeout=300) as client:
+    async with httpx2.AsyncClient(timeout=300) as client:
         model = options.name
         if model is None:
             listed = (await client.get(f"{options.url.rstrip('/')}/models")).raise_for_status().json()

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
+import httpx2
 
 from ...schemas.errors import StartupError
 from .link import Link
@@ -183,7 +183,7 @@ class LocalCluster:
                     return {name: _place(leader) for name, leader in clusters.items() if leader}
         return {}
 
-    async def _is_current(self, client: httpx.AsyncClient, place: int, size: int) -> bool:
+    async def _is_current(self, client: httpx2.AsyncClient, place: int, size: int) -> bool:
         meta = (await self._ask(client, place, "/jsz") or {}).get("meta_cluster", {})
         if leader := meta.get("leader"):
             about = await self._ask(client, _place(leader), "/jsz") or {}
@@ -192,18 +192,18 @@ class LocalCluster:
             return current >= size - 1 and await self._ask(client, place, "/healthz") is not None
         return False
 
-    async def _ask(self, client: httpx.AsyncClient, place: int, path: str) -> dict[str, Any] | None:
+    async def _ask(self, client: httpx2.AsyncClient, place: int, path: str) -> dict[str, Any] | None:
         """What a node's monitoring says, None where it says nothing or that something is amiss."""
         if place in self._stopped:
             return None
         try:
             answer = await client.get(self._monitors[place] + path)
-        except httpx.HTTPError:
+        except httpx2.HTTPError:
             return None
         return dict(answer.json()) if answer.status_code == 200 else None
 
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
+    def _client(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
 
 
 def _configuration(place: int, token: str, own: _Ports, others: list[int]) -> list[str]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import nats
 import psutil
 import pytest
@@ -65,13 +65,13 @@ class Pipeline:
     def restart_cap(self) -> None:
         self.cap = Cap(self.served.nats_url)
 
-    def complete(self, prompt: Any, **parameters: Any) -> httpx.Response:
+    def complete(self, prompt: Any, **parameters: Any) -> httpx2.Response:
         body = {"model": "echo", "prompt": prompt, **parameters}
-        return httpx.post(f"{self.served.url}/v1/completions", json=body, timeout=START_TIMEOUT)
+        return httpx2.post(f"{self.served.url}/v1/completions", json=body, timeout=START_TIMEOUT)
 
-    def chat(self, content: str, **parameters: Any) -> httpx.Response:
+    def chat(self, content: str, **parameters: Any) -> httpx2.Response:
         body = {"model": "echo", "messages": [{"role": "user", "content": content}], **parameters}
-        return httpx.post(f"{self.served.url}/v1/chat/completions", json=body, timeout=START_TIMEOUT)
+        return httpx2.post(f"{self.served.url}/v1/chat/completions", json=body, timeout=START_TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_blocklist_refuses_a_blocked_word(pipeline: Pipeline, prompt: Any) -> No
 def test_blocklist_reads_every_message_of_a_chat(pipeline: Pipeline) -> None:
     messages = [{"role": "system", "content": [{"type": "text", "text": "sesame"}]}, {"role": "user", "content": "hi"}]
     body = {"model": "echo", "messages": messages}
-    answer = httpx.post(f"{pipeline.served.url}/v1/chat/completions", json=body, timeout=START_TIMEOUT)
+    answer = httpx2.post(f"{pipeline.served.url}/v1/chat/completions", json=body, timeout=START_TIMEOUT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "content_policy")
 
 
@@ -208,7 +208,7 @@ def test_both_stages_go_on_when_the_broker_comes_back(pipeline: Pipeline) -> Non
     )
     broker.kill()
     pipeline.served.process.wait_for("the broker died and is started again")
-    with httpx.Client(base_url=pipeline.served.url, timeout=START_TIMEOUT) as client:
+    with httpx2.Client(base_url=pipeline.served.url, timeout=START_TIMEOUT) as client:
         while (answer := client.post("/v1/completions", json={"model": "echo", "prompt": "x" * 50})).status_code != 200:
             assert answer.status_code in (404, 503), answer.text  # 404: no worker has said yet that it is still there
     assert answer.json()["choices"][0]["text"] == "x" * LIMIT

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import corpus
-import httpx
+import httpx2
 import pytest
 from data_text import EXTRACTION, TWO_DIGIT_SUM
 from data_tools import PARALLEL, SINGLE, UNFIT
@@ -113,13 +113,13 @@ def test_calls_get_ids_and_results_name_them() -> None:
 async def test_a_server_is_asked_in_openai_s_form() -> None:
     bodies: list[dict[str, Any]] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(request: httpx2.Request) -> httpx2.Response:
         bodies.append(json.loads(request.content))
         function = {"name": "f", "arguments": '{"a": 1}'}
         message = {"content": None, "tool_calls": [{"function": function}]}
-        return httpx.Response(200, json={"choices": [{"message": message}]})
+        return httpx2.Response(200, json={"choices": [{"message": message}]})
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+    async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
         question = Question([{"role": "user", "content": "Go"}], [{"type": "function"}], True, {"type": "object"})
         assert await Bridge("http://x/v1/", "m", client).ask(question) == Reply("", [("f", {"a": 1})])
     (body,) = bodies

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
+import httpx2
 import openai
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
@@ -160,8 +160,8 @@ def test_anthropics_client_gets_a_call(url: str) -> None:
 
 async def test_many_at_once_are_served_with_default_settings(url: str) -> None:
     """More than run together: none fails, and every stream begins with an answer."""
-    limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
+    limits = httpx2.Limits(max_connections=64)
+    async with httpx2.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
 
         async def ask(place: int) -> bytes:
             body = {"model": MODEL, "prompt": f"{place} + 1 =", "max_tokens": 16, "stream": True, "ignore_eos": True}

@@ -6,7 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from serving import Serve, Start
 
@@ -48,9 +48,9 @@ def test_parts_adopt_or_refuse_and_serve_changes_what_it_owns(serve: Serve, star
 def test_requests_run_while_the_store_is_full_of_what_is_kept(serve: Serve) -> None:
     """Each stream and bucket has its share: what is kept cannot take the room of what runs."""
     served = serve("--backend", "echo", "--store-limit", "64MiB", "--events-limit", "8MiB")
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with httpx2.Client(base_url=served.url, timeout=60) as client:
 
-        def upload() -> httpx.Response:
+        def upload() -> httpx2.Response:
             return client.post("/v1/files", files={"file": bytes(2 << 20)}, data={"purpose": "user_data"})
 
         answers = [upload() for _ in range(20)]

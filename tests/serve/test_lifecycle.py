@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from serving import Serve, Start
@@ -39,7 +39,7 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
     family = children(served.process.pid)
     assert len(family) == 3  # broker, front, worker
     text = ""
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=BODY, timeout=60) as response:
+    with httpx2.stream("POST", f"{served.url}/v1/completions", json=BODY, timeout=60) as response:
         for line in response.iter_lines():
             if not text:
                 os.killpg(served.process.pid, number)  # as a terminal does: the whole group
@@ -55,13 +55,13 @@ def test_children_read_no_file_that_the_parent_did_not(serve: Serve, tmp_path: P
     (tmp_path / "given.toml").write_text("echo_rate = 0")
     (tmp_path / "penstock.toml").write_text("max_sequence_length = 20")  # in the working directory
     served = serve("--backend", "echo", "--config", str(tmp_path / "given.toml"))
-    answer = httpx.post(f"{served.url}/v1/completions", json=BODY | {"stream": False}, timeout=60)
+    answer = httpx2.post(f"{served.url}/v1/completions", json=BODY | {"stream": False}, timeout=60)
     assert answer.json()["choices"][0]["text"] == "x" * 200
 
 
 def test_what_outlasts_the_drain_limit_is_told_so(serve: Serve) -> None:
     served = serve("--backend", "echo", "--echo-rate", "1", "--drain-timeout", "1")
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=BODY, timeout=60) as response:
+    with httpx2.stream("POST", f"{served.url}/v1/completions", json=BODY, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
         served.process.send(signal.SIGINT)
@@ -84,7 +84,7 @@ def test_a_killed_front_or_broker_is_started_again(serve: Serve) -> None:
         victim = next(child for child in children(served.process.pid) if name in " ".join(child.cmdline()))
         os.kill(victim.pid, signal.SIGKILL)
         psutil.wait_procs([victim], timeout=30)
-        with httpx.Client(base_url=served.url, timeout=60, transport=httpx.HTTPTransport(retries=20)) as client:
+        with httpx2.Client(base_url=served.url, timeout=60, transport=httpx2.HTTPTransport(retries=20)) as client:
             while client.get("/health/ready").status_code != 200:
                 pass
             answer = client.post("/v1/completions", json=BODY | {"stream": False})
@@ -95,7 +95,7 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
     served = serve("--backend", "echo", "--restart-after-requests", "1", "--heartbeat-interval", "0.2")
     for _ in range(2):
         (first,) = [child for child in children(served.process.pid) if "worker" in child.cmdline()]
-        answer = httpx.post(f"{served.url}/v1/completions", json=BODY | {"stream": False}, timeout=60)
+        answer = httpx2.post(f"{served.url}/v1/completions", json=BODY | {"stream": False}, timeout=60)
         assert answer.json()["choices"][0]["text"] == "x" * 200
         assert gone([first])
         served.process.wait_for("ended as it was told to, and is started again")
@@ -106,21 +106,21 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
 def test_readiness_and_the_log_name_the_fast_paths_that_are_not_taken(serve: Serve, tiny_model: Path) -> None:
     served = serve(str(tiny_model), "--dtype", "float32", "--compile-kernels", "false")
     reason = "decoding is not compiled: switched off"
-    assert httpx.get(f"{served.url}/health/ready").json()["slow_paths"] == {"w0": [reason]}
+    assert httpx2.get(f"{served.url}/health/ready").json()["slow_paths"] == {"w0": [reason]}
     served.process.wait_for(f"worker ready.*{reason}")
 
 
 def test_p20_ready_means_that_every_worker_is(serve: Serve) -> None:
     """P20: N configured workers means N ready workers."""
     served = serve("--backend", "echo", "--workers", "2", "--heartbeat-interval", "0.2")
-    answer = httpx.get(f"{served.url}/health/ready")
+    answer = httpx2.get(f"{served.url}/health/ready")
     assert (answer.status_code, answer.json()["workers"]) == (200, 2)
     (victim, _) = [child for child in children(served.process.pid) if "worker" in child.cmdline()]
     victim.kill()
     psutil.wait_procs([victim], timeout=30)
     counts: list[int] = []
     while counts[-2:] != [1, 2]:  # it is missed, then replaced
-        if (count := httpx.get(f"{served.url}/health/ready").json()["workers"]) not in counts[-1:]:
+        if (count := httpx2.get(f"{served.url}/health/ready").json()["workers"]) not in counts[-1:]:
             counts.append(count)
     assert counts in ([1, 2], [2, 1, 2])
 
@@ -157,7 +157,7 @@ def test_streams_go_on_after_a_kill(serve: Serve, name: str) -> None:
     def ask(place: int) -> str:
         text = ""
         body = BODY | {"prompt": f"{place}" * 150}
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=120) as response:
+        with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     if not text:
@@ -244,7 +244,7 @@ def test_submit_prints_the_answer(serve: Serve, start: Start) -> None:
 
 def test_jobs_of_many_threads_over_one_server(serve: Serve) -> None:
     served = serve("--backend", "echo")
-    with httpx.Client(base_url=served.url, timeout=60) as client, ThreadPoolExecutor(32) as pool:
+    with httpx2.Client(base_url=served.url, timeout=60) as client, ThreadPoolExecutor(32) as pool:
         bodies = [BODY | {"stream": False, "prompt": f"request {place}"} for place in range(200)]
         texts = pool.map(lambda body: client.post("/v1/completions", json=body).json()["choices"][0]["text"], bodies)
         assert list(texts) == [body["prompt"] for body in bodies]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import psutil
 from serving import Process, Served
@@ -139,7 +139,7 @@ class Bundled:
         psutil.wait_procs([victim], timeout=TIMEOUT)
 
     def wait_ready(self) -> None:
-        with httpx.Client(timeout=TIMEOUT, transport=httpx.HTTPTransport(retries=20)) as client:
+        with httpx2.Client(timeout=TIMEOUT, transport=httpx2.HTTPTransport(retries=20)) as client:
             while client.get(f"{self.served.url}/health/ready").status_code != 200:
                 pass
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Literal
 
-import httpx
+import httpx2
 import openai
 import psutil
 import pytest
@@ -51,7 +51,7 @@ def jsonl(lines: Iterable[Any]) -> bytes:
 
 
 def client(app: Any, key: str = "no-key-at-all") -> openai.AsyncOpenAI:
-    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+    http: Any = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1",
         api_key=key,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import nats
 import openai
 import psutil
@@ -29,8 +29,8 @@ def served(serve: Serve) -> Served:
 
 
 @pytest.fixture
-def client(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60, transport=httpx.HTTPTransport(retries=20)) as client:
+def client(served: Served) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=served.url, timeout=60, transport=httpx2.HTTPTransport(retries=20)) as client:
         yield client
 
 
@@ -45,7 +45,7 @@ def text(sent: list[Sent]) -> str:
     return "".join(message.data["choices"][0]["text"] for message in sent if message.data != "[DONE]")
 
 
-def stream(client: httpx.Client, headers: dict[str, str], victim: Served | None) -> tuple[list[Sent], str]:
+def stream(client: httpx2.Client, headers: dict[str, str], victim: Served | None) -> tuple[list[Sent], str]:
     """What came until the end or, where a front is to be killed in mid-stream, until the cut; and the request."""
     received = b""
     with client.stream("POST", COMPLETIONS, json=BODY | {"stream": True}, headers=headers) as response:
@@ -56,12 +56,12 @@ def stream(client: httpx.Client, headers: dict[str, str], victim: Served | None)
                 if victim is not None and len(messages(received)) >= 10:
                     kill_front(victim)
                     victim = None
-        except httpx.RemoteProtocolError:
+        except httpx2.RemoteProtocolError:
             pass
     return messages(received), response.headers["x-request-id"]
 
 
-def test_a_stream_goes_on_after_its_front_was_killed(served: Served, client: httpx.Client) -> None:
+def test_a_stream_goes_on_after_its_front_was_killed(served: Served, client: httpx2.Client) -> None:
     first, request = stream(client, RESUMABLE, served)
     assert 0 < len(text(first)) < 120
     rest, resumed = stream(client, RESUMABLE | {"Last-Event-ID": str(first[-1].id)}, None)
@@ -70,19 +70,19 @@ def test_a_stream_goes_on_after_its_front_was_killed(served: Served, client: htt
     assert [sent.data for sent in first + rest].count("[DONE]") == 1
 
 
-async def test_a_repeated_key_finds_the_request_of_a_dead_front(served: Served, client: httpx.Client) -> None:
+async def test_a_repeated_key_finds_the_request_of_a_dead_front(served: Served, client: httpx2.Client) -> None:
     connection = await nats.connect(served.nats_url)
     heard = await connection.subscribe("penstock.events.>")
     await connection.flush()
     with ThreadPoolExecutor(1) as pool:
 
-        def ask() -> httpx.Response:
+        def ask() -> httpx2.Response:
             return client.post(COMPLETIONS, json=BODY, headers={"Idempotency-Key": "once"})
 
         asked = pool.submit(ask)
         request = (await heard.next_msg(timeout=60)).subject.rpartition(".")[2]
         kill_front(served)
-        with pytest.raises(httpx.HTTPError):
+        with pytest.raises(httpx2.HTTPError):
             asked.result()
         answer = ask()
     assert answer.headers["x-request-id"] == request

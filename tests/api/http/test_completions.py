@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 import torch
@@ -179,7 +179,7 @@ def test_models_are_listed_and_shown(client: openai.OpenAI) -> None:
 
 def test_every_stream_keeps_the_rules_of_the_wire(model_server: Served) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True, "n": 3, "max_tokens": 8}
-    raw = httpx.post(f"{model_server.url}/v1/chat/completions", json=body).text
+    raw = httpx2.post(f"{model_server.url}/v1/chat/completions", json=body).text
     messages = raw.removesuffix("\n\n").split("\n\n")
     assert messages[-1] == "data: [DONE]"
     assert all(message.startswith("data: ") and "\n" not in message for message in messages)

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -31,8 +31,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def client(server: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def client(server: Served) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -41,7 +41,7 @@ def reference() -> SentenceTransformer:
     return SentenceTransformer(str(get_model_path()), device="cpu")
 
 
-def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
+def ask(client: httpx2.Client, **body: Any) -> dict[str, Any]:
     response = client.post(PATH, json={"model": "minilm"} | body)
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
@@ -53,7 +53,7 @@ def vectors(found: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def test_the_answer_is_openai_s_and_the_vectors_the_library_s(
-    client: httpx.Client, reference: SentenceTransformer
+    client: httpx2.Client, reference: SentenceTransformer
 ) -> None:
     found = ask(client, input=TEXTS)
     assert found.keys() == {"object", "data", "model", "usage"}
@@ -65,7 +65,7 @@ def test_the_answer_is_openai_s_and_the_vectors_the_library_s(
     assert vectors(ask(client, input=TEXTS[0])).shape == (1, 384)
 
 
-def test_base64_holds_the_same_numbers(client: httpx.Client) -> None:
+def test_base64_holds_the_same_numbers(client: httpx2.Client) -> None:
     plain, coded = (ask(client, input=TEXTS, encoding_format=form) for form in ("float", "base64"))
     decoded = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in coded["data"]]
     assert np.array_equal(np.array(decoded), vectors(plain))
@@ -82,26 +82,26 @@ def test_the_official_client(server: Served, reference: SentenceTransformer) -> 
             plain.embeddings.create(model="minilm", input="x", dimensions=999)
 
 
-def test_dimensions(client: httpx.Client, reference: SentenceTransformer) -> None:
+def test_dimensions(client: httpx2.Client, reference: SentenceTransformer) -> None:
     short = vectors(ask(client, input=TEXTS, dimensions=16))
     expected = reference.encode(TEXTS)[:, :16]
     assert np.abs(short - expected / np.linalg.norm(expected, axis=1, keepdims=True)).max() < 1e-5
 
 
-def test_token_ids(client: httpx.Client, reference: SentenceTransformer) -> None:
+def test_token_ids(client: httpx2.Client, reference: SentenceTransformer) -> None:
     ids = [reference.tokenizer.encode(text) for text in TEXTS]
     together = vectors(ask(client, input=ids))
     assert np.abs(together - reference.encode(TEXTS)).max() < 1e-5
     assert np.abs(vectors(ask(client, input=ids[0])) - together[0]).max() < 1e-5
 
 
-def test_three_hundred_inputs(client: httpx.Client, reference: SentenceTransformer) -> None:
+def test_three_hundred_inputs(client: httpx2.Client, reference: SentenceTransformer) -> None:
     found = ask(client, input=WORDS, priority="low", timeout=120)
     assert [each["index"] for each in found["data"]] == list(range(300))
     assert np.abs(vectors(found) - reference.encode(WORDS)).max() < 1e-5
 
 
-def test_the_same_key_is_the_same_request(client: httpx.Client) -> None:
+def test_the_same_key_is_the_same_request(client: httpx2.Client) -> None:
     body, headers = {"model": "minilm", "input": "once"}, {"Idempotency-Key": "embed-once"}
     first, again = (client.post(PATH, json=body, headers=headers) for _ in range(2))
     assert first.content == again.content
@@ -140,14 +140,14 @@ def test_the_same_key_is_the_same_request(client: httpx.Client) -> None:
         ({"priority": "low", "service_tier": "priority"}, 400, "service_tier", "differ"),
     ],
 )
-def test_a_fault_is_named(client: httpx.Client, change: dict[str, Any], status: int, param: str, message: str) -> None:
+def test_a_fault_is_named(client: httpx2.Client, change: dict[str, Any], status: int, param: str, message: str) -> None:
     response = client.post(PATH, json={"model": "minilm", "input": "hello"} | change)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
     assert message in error["message"] and error["type"] == "invalid_request_error" and error["code"]
 
 
-def test_a_missing_input(client: httpx.Client) -> None:
+def test_a_missing_input(client: httpx2.Client) -> None:
     error = client.post(PATH, json={"model": "minilm"}).json()["error"]
     assert (error["param"], error["code"]) == ("input", "missing_required_parameter")
 
@@ -160,7 +160,7 @@ def test_a_missing_input(client: httpx.Client) -> None:
         ("/v1/completions", {"prompt": "hello", "stream": True}),
     ],
 )
-def test_an_embedding_model_does_not_talk(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_an_embedding_model_does_not_talk(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
     response = client.post(path, json={"model": "minilm"} | body)
     assert response.status_code == 400
     assert "serves embeddings alone" in response.json()["error"]["message"]
@@ -169,13 +169,13 @@ def test_an_embedding_model_does_not_talk(client: httpx.Client, path: str, body:
 @pytest.mark.parametrize(("name", "model"), [("echo_server", "echo"), ("model_server", "tiny")])
 def test_a_talking_model_does_not_embed(request: pytest.FixtureRequest, name: str, model: str) -> None:
     served: Served = request.getfixturevalue(name)
-    response = httpx.post(f"{served.url}{PATH}", json={"model": model, "input": "hello"}, timeout=60)
+    response = httpx2.post(f"{served.url}{PATH}", json={"model": model, "input": "hello"}, timeout=60)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "unsupported_capability" and "--backend sentence_transformers" in error["message"]
 
 
-def test_the_openapi_page_describes_it(client: httpx.Client) -> None:
+def test_the_openapi_page_describes_it(client: httpx2.Client) -> None:
     operation = client.get("/openapi.json").json()["paths"][PATH]["post"]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
     assert {"model", "input", "encoding_format", "dimensions"} <= schema["properties"].keys()

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import orjson
 import pytest
@@ -30,14 +30,14 @@ class Desk:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(script.app), base_url="http://localhost", headers=headers("one")
+        self.http = httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(script.app), base_url="http://localhost", headers=headers("one")
         )
         self.one, self.two = (openai_client(script, key) for key in KEYS.values())
 
 
 def openai_client(script: Script, key: str) -> openai.AsyncOpenAI:
-    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(script.app))
+    http: Any = httpx2.AsyncClient(transport=httpx2.ASGITransport(script.app))
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key=key, max_retries=0, http_client=http, _strict_response_validation=True
     )

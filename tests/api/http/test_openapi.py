@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import httpx
+import httpx2
 import orjson
 import requests
 from applications import Doors, Script
@@ -34,11 +34,11 @@ async def page(app: Any) -> dict[str, Any]:
     return found
 
 
-async def send(app: Any, case: Case[Any]) -> httpx.Response:
+async def send(app: Any, case: Case[Any]) -> httpx2.Response:
     sent = requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
     body: Any = sent.body.encode() if isinstance(sent.body, str) else sent.body
     headers: Any = sent.headers
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as client:
         return await client.request(str(sent.method), str(sent.url), headers=headers, content=body)
 
 

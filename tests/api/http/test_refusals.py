@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from serving import Served
@@ -15,12 +15,12 @@ GOOD: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content"
 
 
 @pytest.fixture
-def client(echo_server: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=echo_server.url, timeout=60) as client:
+def client(echo_server: Served) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=echo_server.url, timeout=60) as client:
         yield client
 
 
-def error(response: httpx.Response) -> dict[str, Any]:
+def error(response: httpx2.Response) -> dict[str, Any]:
     """The error object, in OpenAI's form and nothing else."""
     body = response.json()
     assert body.keys() == {"error"}
@@ -53,7 +53,7 @@ def error(response: httpx.Response) -> dict[str, Any]:
     ],
 )
 def test_a_fault_is_named(
-    client: httpx.Client, fault: dict[str, Any], status: int, code: str, param: str, stream: bool
+    client: httpx2.Client, fault: dict[str, Any], status: int, code: str, param: str, stream: bool
 ) -> None:
     response = client.post(CHAT, json=GOOD | fault | {"stream": stream})
     found = error(response)
@@ -61,7 +61,7 @@ def test_a_fault_is_named(
     assert response.headers["x-request-id"]
 
 
-def test_a_prompt_beyond_the_context_is_told_both_numbers(client: httpx.Client) -> None:
+def test_a_prompt_beyond_the_context_is_told_both_numbers(client: httpx2.Client) -> None:
     longest = {"model": "echo", "max_tokens": 1, "prompt": "x" * 131_072}
     message = error(client.post("/v1/completions", json=longest))["message"]
     assert "has 131072 tokens" in message and "is 131072 tokens" in message
@@ -72,20 +72,20 @@ def test_a_prompt_beyond_the_context_is_told_both_numbers(client: httpx.Client) 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"nonsense", b"\xff\xfe", b"[]", b'"text"', b"null", b"1", b'{"model":', b"[" * 2000]
 )
-def test_a_body_that_is_no_json_object_is_400(client: httpx.Client, body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_400(client: httpx2.Client, body: bytes) -> None:
     response = client.post(CHAT, content=body)
     assert response.status_code == 400
     assert error(response)["code"] in ("invalid_json", "invalid_type")
 
 
-def test_a_body_of_20_megabytes_is_413(client: httpx.Client) -> None:
+def test_a_body_of_20_megabytes_is_413(client: httpx2.Client) -> None:
     response = client.post(CHAT, content=b'{"model": "' + b"x" * 20_000_000)
     assert response.status_code == 413
     assert "max_body_size" in error(response)["message"]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405)])
-def test_paths_and_methods_that_do_not_exist(client: httpx.Client, method: str, path: str, status: int) -> None:
+def test_paths_and_methods_that_do_not_exist(client: httpx2.Client, method: str, path: str, status: int) -> None:
     response = client.request(method, path)
     assert response.status_code == status
     error(response)
@@ -101,12 +101,12 @@ def test_the_official_client_raises_its_own_errors(echo_server: Served) -> None:
             )
 
 
-def test_what_changes_nothing_is_accepted(client: httpx.Client) -> None:
+def test_what_changes_nothing_is_accepted(client: httpx2.Client) -> None:
     extra = {"user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "response_format": {"type": "text"}}
     assert client.post(CHAT, json=GOOD | extra).status_code == 200
 
 
-def test_the_openapi_page_describes_both_bodies(client: httpx.Client) -> None:
+def test_the_openapi_page_describes_both_bodies(client: httpx2.Client) -> None:
     page = client.get("/openapi.json").json()
     for path in (CHAT, "/v1/completions"):
         schema = page["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]

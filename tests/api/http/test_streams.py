@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
+import httpx2
 import nats
 import pytest
 from nats.aio.client import Client
@@ -34,7 +34,7 @@ async def test_a_client_that_leaves_a_stream_cancels_its_request(slow: Served, e
     await events.flush()
     seen = 0
     async with (
-        httpx.AsyncClient(timeout=60) as client,
+        httpx2.AsyncClient(timeout=60) as client,
         client.stream("POST", f"{slow.url}/v1/completions", json=BODY | {"stream": True}) as response,
     ):
         async for line in response.aiter_lines():
@@ -50,8 +50,8 @@ async def test_a_client_that_leaves_a_stream_cancels_its_request(slow: Served, e
 async def test_a_client_that_leaves_before_the_answer_cancels_it_too(slow: Served, events: Client) -> None:
     heard = await events.subscribe("penstock.events.>")
     await events.flush()
-    with pytest.raises(httpx.ReadTimeout):
-        async with httpx.AsyncClient(timeout=0.5) as client:
+    with pytest.raises(httpx2.ReadTimeout):
+        async with httpx2.AsyncClient(timeout=0.5) as client:
             await client.post(f"{slow.url}/v1/completions", json=BODY)
     final = await _final(heard)
     assert final["type"] == "cancelled"
@@ -60,7 +60,7 @@ async def test_a_client_that_leaves_before_the_answer_cancels_it_too(slow: Serve
 
 def test_a_silent_stream_is_kept_alive(serve: Serve) -> None:
     served = serve("--backend", "echo", "--echo-rate", "1", "--keepalive-interval", "0.1")
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=BODY | {"stream": True}, timeout=60) as response:
+    with httpx2.stream("POST", f"{served.url}/v1/completions", json=BODY | {"stream": True}, timeout=60) as response:
         assert response.status_code == 200
         assert next(line for line in response.iter_lines() if line.startswith(":")) == ": ping"
 
@@ -69,10 +69,10 @@ def test_readiness_says_what_is_missing(start: Start, serve: Serve) -> None:
     served = serve("--backend", "echo")
     lonely = start("bridge", "--port", "0", "--namespace", "other", environment={"PENSTOCK_NATS_URL": served.nats_url})
     url = lonely.wait_for(r"listening.*(http://\S+)")[1].rstrip("'\"")
-    response = httpx.get(f"{url}/health/ready")
+    response = httpx2.get(f"{url}/health/ready")
     assert response.status_code == 503
     assert set(response.json()["missing"]) == {"validate", "queue", "batch", "infer", "stream"}
-    assert httpx.get(f"{url}/health/live").status_code == 200
+    assert httpx2.get(f"{url}/health/live").status_code == 200
 
 
 async def _final(heard: Subscription) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
@@ -23,8 +23,8 @@ class TestLangChain(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     async def _server(self, tool_server: Served) -> AsyncIterator[None]:
         type(self).url = f"{tool_server.url}/v1"
-        with httpx.Client() as client:
-            async with httpx.AsyncClient() as async_client:
+        with httpx2.Client() as client:
+            async with httpx2.AsyncClient() as async_client:
                 type(self).clients = {"http_client": client, "http_async_client": async_client}
                 yield
 

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import orjson
 import psutil
 import pytest
@@ -196,11 +196,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow: Served, sit: Sit) -> 
 
 
 def test_a_stopped_answer_costs_the_server_nothing_more(slow: Served) -> None:
-    with httpx.Client(base_url=f"{slow.url}/v1") as client:
+    with httpx2.Client(base_url=f"{slow.url}/v1") as client:
         stream = ask(client, {"model": "echo", "messages": ASKED, "stream": True})
         chunk = next(piece for piece in stream if isinstance(piece, dict))
         stream.close()
-    events = httpx.get(f"{slow.url}/v1/streams/{chunk['id']}", timeout=60).text
+    events = httpx2.get(f"{slow.url}/v1/streams/{chunk['id']}", timeout=60).text
     assert '"type":"cancelled"' in events
 
 
@@ -209,7 +209,7 @@ def test_piped_it_prints_the_answer_and_nothing_else(echo_server: Served, argume
     given = "" if arguments else "Hello, **you**.\n"
     done = piped("--url", echo_server.url, *arguments, given=given)
     body = {"model": "echo", "messages": [{"role": "user", "content": "Hello, **you**."}]}
-    answer = httpx.post(f"{echo_server.url}/v1/chat/completions", json=body).json()
+    answer = httpx2.post(f"{echo_server.url}/v1/chat/completions", json=body).json()
     assert done.stdout.removesuffix("\n") == answer["choices"][0]["message"]["content"].removesuffix("\n")
     assert (done.stderr, done.exit_code) == ("", 0)
 

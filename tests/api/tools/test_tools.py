@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import jsonschema
 import openai
 import pytest
@@ -71,7 +71,7 @@ def test_a_stream_says_the_same_as_the_whole(tool_server: Served, client: openai
         ids = [call.id for call in one.message.tool_calls]
         assert len(set(ids)) == len(ids)
     given = {"model": "tools", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 300, "stream": True} | body
-    raw = httpx.post(f"{tool_server.url}/v1/chat/completions", json=given, timeout=60)
+    raw = httpx2.post(f"{tool_server.url}/v1/chat/completions", json=given, timeout=60)
     check_stream(raw.content, "/v1/chat/completions")
 
 

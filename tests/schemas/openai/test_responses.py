@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from agents import Agent, HostedMCPTool, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool
@@ -461,15 +461,15 @@ class Wire:
     def __init__(self) -> None:
         self.bodies: list[Body] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
         self.bodies.append(json.loads(request.content))
         response = answer()
         if len(self.bodies) % 2 == 0:
             response["output"] = response["output"][1:2]
-        return httpx.Response(400 if self.bodies[-1].get("stream") else 200, json=response)
+        return httpx2.Response(400 if self.bodies[-1].get("stream") else 200, json=response)
 
     def http(self) -> Any:
-        return httpx.AsyncClient(transport=httpx.MockTransport(self))
+        return httpx2.AsyncClient(transport=httpx2.MockTransport(self))
 
     def openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=self.http())
