@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..engine import RequestHandle
 from ..schemas import codec
-from ..schemas.errors import Superseded
+from ..schemas.errors import PayloadTooLarge, Superseded
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import ValidatedJob
 from .contract import Pipe
@@ -32,7 +32,7 @@ class Voice:
         self.last = 0  # sequence of the newest output stored; set by Infer and _say
         self.handles: list[RequestHandle] = []  # set by Infer
         self.finished: frozenset[int] = frozenset()  # choices whose end an earlier holder has said; set by Infer
-        self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell
+        self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell_together
         self.ended = asyncio.Event()  # set by Infer
         self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
         self._pipe = pipe
@@ -108,6 +108,17 @@ class Voice:
         return dataclasses.replace(delta, request=self.job.id, finish_reason=reason)
 
     async def _tell(self, deltas: Sequence[Delta]) -> None:
+        """Publish deltas in one message, or in several where the broker takes only small ones."""
+        try:
+            await self._tell_together(deltas)
+        except PayloadTooLarge:
+            if len(deltas) == 1:
+                raise
+            middle = len(deltas) // 2
+            await self._tell(deltas[:middle])
+            await self._tell(deltas[middle:])
+
+    async def _tell_together(self, deltas: Sequence[Delta]) -> None:
         first = deltas[0]
         async with self._turn:
             if self._ours is None:
