@@ -1,7 +1,7 @@
-"""Where in a grammar text is free: the next word of it changes nothing about what may follow.
+"""Finds the grammars whose free text may go on without a new mask: another word changes nothing about what may follow.
 
-That is within the strings of a JSON document, and in text around tool calls and their arguments. Only grammars are
-looked at of which it is certain that an answer has one reading at any place.
+Text is free within the strings of a JSON document, and around tool calls and their arguments. Only grammars count in
+which no answer can be parsed in two ways at any point.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...schemas.params import Grammar
 from .schema_facts import target, type_of
 from .schema_keywords import TYPES
 
-_LONGEST = 16 << 10  # characters; a grammar of more is not looked at
-_KEYWORDS = {  # that count nothing within a string
+_MAX_LENGTH = 16 << 10  # characters; a longer grammar is not analysed
+_KEYWORDS = {  # that do not constrain the text of a string
     *("$defs", "$ref", "type", "enum", "anyOf", "properties", "required", "additionalProperties"),
     *("items", "prefixItems", "minItems", "maxItems", "multipleOf"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
@@ -25,15 +25,16 @@ _KEYWORDS = {  # that count nothing within a string
 
 
 class FreeText(NamedTuple):
-    """What may end free text, or a string, begins with one of `openers`; `literals` are all fixed parts of calls."""
+    """`openers` are the characters that may begin the end of free text or of a string; `literals` are the fixed parts
+    of all calls."""
 
     openers: frozenset[str]
     literals: tuple[str, ...]
 
 
 def free_text(grammar: Grammar) -> FreeText | None:
-    """None for what is not certain to have one reading."""
-    return _free_text(grammar) if len(grammar.text) <= _LONGEST else None
+    """None for a grammar that may be ambiguous."""
+    return _free_text(grammar) if len(grammar.text) <= _MAX_LENGTH else None
 
 
 @lru_cache(maxsize=256)
@@ -46,16 +47,16 @@ def _free_text(grammar: Grammar) -> FreeText | None:
             if not any(one[:1].isalnum() or one[:1] in ("", " ") for one in literals):
                 return FreeText(frozenset('"\\').union(one[0] for one in literals), literals)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
-        pass  # ambiguous, or nothing that we would write: xgrammar reads more
+        pass  # ambiguous, or of a form that xgrammar takes and Penstock never writes
     return None
 
 
 class _Ambiguous(ValueError):
-    """A grammar of which it is not certain that it has one reading."""
+    """A grammar that may be ambiguous."""
 
 
 def _literals(part: Mapping[str, Any]) -> Iterator[str]:
-    """What is fixed of calls alone, of one behind text, or of any number in it. Raises `_Ambiguous`."""
+    """The fixed parts of calls: calls alone, one after text, or any number within text. Raises `_Ambiguous`."""
     match part:
         case {"type": "sequence", "elements": [{"type": "star", "content": inner}, text]}:
             yield from _text_and_calls(inner, text)
@@ -66,7 +67,7 @@ def _literals(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _text_and_calls(part: Mapping[str, Any], text: Any) -> Iterator[str]:
-    """Of calls behind text that cannot hold what begins one."""
+    """The fixed parts of calls after text that cannot contain the beginning of one."""
     match part:
         case {"type": "sequence", "elements": [{"type": "any_text", "excludes": markers} as first, calls]}:
             if first != text or not all(one.startswith(tuple(markers)) for one in _beginnings(calls)):
@@ -86,7 +87,7 @@ def _beginnings(calls: Mapping[str, Any]) -> list[str]:
 
 
 def _calls(part: Mapping[str, Any]) -> Iterator[str]:
-    """Of calls with JSON for arguments, in fixed text that tells them apart."""
+    """The fixed parts of calls with JSON arguments, which their beginnings tell apart."""
     if part["type"] == "sequence":
         fixed = [element["value"] for element in part["elements"] if element["type"] == "const_string"]
         if len(fixed) < len(part["elements"]) - 1:
@@ -111,7 +112,7 @@ def _calls(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_plain(root: Any) -> bool:
-    """Whether the first character of a value tells which alternative it is, and all strings are fixed or free."""
+    """Whether the first character of every value decides between alternatives, and all strings are fixed or free."""
     if not isinstance(root, Mapping):
         return root is True
     definitions = root.get("$defs", {})
@@ -123,7 +124,9 @@ def _is_plain_node(node: Any, definitions: Mapping[str, Any]) -> bool:
         return True
     if node.keys() - _KEYWORDS or ("$ref" in node and target(node) not in definitions):
         return False
-    if "properties" in node and node.get("additionalProperties") is not False:  # a free name may begin like a fixed one
+    if (
+        "properties" in node and node.get("additionalProperties") is not False
+    ):  # another name may begin like one of these
         return False
     branches = node.get("anyOf", ())
     inner = [*branches, *node.get("properties", {}).values(), *node.get("prefixItems", ())]
@@ -135,7 +138,7 @@ def _is_plain_node(node: Any, definitions: Mapping[str, Any]) -> bool:
 
 
 def _types(node: Any, definitions: Mapping[str, Any], seen: set[str]) -> set[str]:
-    """Those of a node's values; definitions that were `seen` already add none."""
+    """The types of a node's values; definitions in `seen` add none."""
     if "$ref" in node:
         name = target(node)
         if name in seen:

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from ...schemas.params import Grammar
 from .patterns import check_pattern, key_pattern
-from .schema_facts import MOST_COMPARISONS, disjoint, ends, type_of
+from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
 
 MAX_NODES = 10_000
@@ -50,7 +50,7 @@ def json_schema_grammar(schema: Mapping[str, Any], *, path: str, strict: bool = 
     """The grammar of the JSON documents that `schema` describes; `path` is where the request has it.
 
     With `strict` every object names all its properties as required and allows no others, as OpenAI's does.
-    Raises `InvalidRequest`, its `param` the path of what is malformed, too large or cannot be enforced.
+    Raises `InvalidRequest` with the path of what is malformed, too large or impossible to enforce as its `param`.
     """
     _check_size(schema, path)
     try:
@@ -67,19 +67,19 @@ def any_json_object() -> Grammar:
 
 
 def choice_grammar(choices: Sequence[str], *, path: str = "guided_choice") -> Grammar:
-    """One of these texts. Raises `InvalidRequest`."""
+    """The grammar of exactly these texts. Raises `InvalidRequest`."""
     if not choices or not all(choices):
         raise fault(path, "give at least one choice, and none that is empty")
     return Grammar(kind="ebnf", text="root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices))
 
 
 def regex_grammar(pattern: str, *, path: str = "guided_regex") -> Grammar:
-    """A text that matches from its beginning to its end. Raises `InvalidRequest`."""
+    """The grammar of the texts that `pattern` matches as a whole. Raises `InvalidRequest`."""
     return Grammar(kind="regex", text=check_pattern(pattern, path))
 
 
 def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
-    """What GBNF allows from the rule `root` on. Raises `InvalidRequest`."""
+    """The grammar that `text` describes in GBNF, from the rule `root` on. Raises `InvalidRequest`."""
     if "root" not in text or "::=" not in text:
         raise fault(path, "a grammar in GBNF has rules `name ::= …`, one of them named root")
     return Grammar(kind="ebnf", text=text)
@@ -98,14 +98,14 @@ class _Normaliser:
         self._count = 0
 
     def run(self) -> dict[str, Any]:
-        root, budget = self._node(self._root, self._path), [MOST_COMPARISONS]
+        root, budget = self._node(self._root, self._path), [MAX_COMPARISONS]
         for branches, path in self._exclusive:
             if not all(disjoint(one, two, self._definitions, budget) for one, two in combinations(branches, 2)):
                 raise fault(path, "the branches may overlap, so that one alone cannot be enforced; use anyOf")
         finite: set[str] = set()
-        while grown := {name for name, node in self._definitions.items() if ends(node, finite)} - finite:
+        while grown := {name for name, node in self._definitions.items() if has_finite_value(node, finite)} - finite:
             finite |= grown
-        if not ends(root, finite) or len(finite) < len(self._definitions):
+        if not has_finite_value(root, finite) or len(finite) < len(self._definitions):
             raise fault(self._path, "a reference to itself leaves it no finite value")
         return root | {"$defs": self._definitions} if self._definitions else root
 
@@ -128,13 +128,13 @@ class _Normaliser:
             parts = rest.pop("allOf")
             if not rest and len(parts) == 1:
                 return self._node(parts[0], f"{path}.allOf[0]")
-            for place, part in enumerate(parts):
-                rest = self._merge(rest, part, f"{path}.allOf[{place}]")
+            for index, part in enumerate(parts):
+                rest = self._merge(rest, part, f"{path}.allOf[{index}]")
             return self._node(rest, path)
         for name in ("anyOf", "oneOf"):
             if name in rest:
                 branches = rest.pop(name)
-                where = [f"{path}.{name}[{place}]" for place in range(len(branches))]
+                where = [f"{path}.{name}[{index}]" for index in range(len(branches))]
                 nodes = [
                     self._node(self._merge(rest, branch, at) if rest else branch, at)
                     for branch, at in zip(branches, where, strict=True)
@@ -171,7 +171,7 @@ class _Normaliser:
         return target
 
     def _merge(self, one: Mapping[str, Any], two: Any, path: str) -> dict[str, Any]:
-        """A schema of what both allow."""
+        """A schema of the values that both allow."""
         if two is True:
             return dict(one)
         if two is False:
@@ -207,7 +207,7 @@ class _Normaliser:
         return merged
 
     def _values(self, rest: dict[str, Any], path: str) -> list[Any]:
-        """The values of `enum` and `const` that are of the node's types."""
+        """The values of `enum` and `const` that have one of the node's types."""
         if others := sorted(rest.keys() - {"enum", "const", "type"}):
             raise fault(f"{path}.{others[0]}", "cannot be enforced beside enum or const", "unsupported_schema")
         asked = rest.get("type", TYPES)
@@ -291,7 +291,7 @@ class _Normaliser:
         if items is False and free:
             raise fault(f"{path}.minItems", "is above what items allows")
         if prefix:
-            rest["prefixItems"] = [self._node(one, f"{path}.prefixItems[{place}]") for place, one in enumerate(prefix)]
+            rest["prefixItems"] = [self._node(one, f"{path}.prefixItems[{index}]") for index, one in enumerate(prefix)]
         rest["items"] = items if items is False else self._node(items, f"{path}.items")
         return rest
 

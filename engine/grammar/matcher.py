@@ -1,6 +1,6 @@
-"""Grammars for one model's vocabulary, and the state of one answer in one of them.
+"""Compiles grammars for one model's vocabulary, and follows one answer through its grammar, both with xgrammar.
 
-xgrammar does the work; it is imported with the first grammar, since it takes seconds, and numpy with it.
+xgrammar and numpy are imported with the first grammar: that takes seconds.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ if TYPE_CHECKING:
     Mask = NDArray[np.int32]
     """One bit a token of the vocabulary, lowest bit first; set: the token may come next."""
 
-_CACHE_BYTES = 256 << 20  # of compiled grammars; those used least recently go first
-_DEAREST = 0.02  # seconds of computing for one mask; one of 150,000 tokens takes 0.0002
-_LONGEST_REASON = 200
-# xgrammar lets strings with a bounded length hold control characters, which JSON does not.
-_UNFIT = {"json_schema": re.compile(rb"[\x00-\x1f]"), "structural_tag": re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
+_CACHE_BYTES = 256 << 20  # of compiled grammars; the least recently used go first
+_MAX_MASK_SECONDS = 0.02  # of CPU time; a mask of 150,000 tokens takes 0.0002
+_MAX_REASON_LENGTH = 200
+# xgrammar allows control characters in strings with a bounded length; JSON does not.
+_FORBIDDEN = {
+    "json_schema": re.compile(rb"[\x00-\x1f]"),
+    "structural_tag": re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]"),
+}
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, remembering the latest; may be used from several threads."""
+    """Compiles grammars for one tokenizer and caches them; may be used from several threads."""
 
     def __init__(self, tokenizer: TokenizerLike, *, cache_bytes: int = _CACHE_BYTES) -> None:
         self._tokenizer = tokenizer
         self._cache_bytes = cache_bytes
-        self._lock = threading.Lock()  # guards `_made`
-        self._made: Any = None
+        self._lock = threading.Lock()  # guards `_xgrammar`
+        self._xgrammar: Any = None
         self._texts: list[bytes] = []  # of each token; set by `_make`
         self._permitted = lru_cache(maxsize=16)(self._permit)
-        self._words = lru_cache(maxsize=16)(self._find_words)
+        self._free_tokens = lru_cache(maxsize=16)(self._find_free_tokens)
         self._ends: Mask  # of the end tokens; set by `_make`
 
     def matcher(self, params: GenerationParams) -> Matcher | None:
         """A fresh matcher for `params.grammar`, if there is one. Raises as `compile` does."""
         if params.grammar is None:
             return None
-        return self._begin(params.grammar, self._compiled(params.grammar), frozenset(params.visible_token_ids))
+        return self._matcher(params.grammar, self._compiled(params.grammar), frozenset(params.visible_token_ids))
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Fast for a grammar that is remembered; others may take seconds, in which other threads go on.
+        """Compile a grammar, or return it from the cache; may take seconds, without holding up other threads.
 
-        White space in JSON is what `json.dumps` writes: a model could go on with it for ever.
-        Raises `InvalidRequest` for a grammar that xgrammar does not take, that allows no answer at all, or that is too
+        White space in JSON is what `json.dumps` writes; if any were allowed, a model could write it forever.
+        Raises `InvalidRequest` for a grammar that xgrammar refuses, that allows no answer at all, or that is too
         ambiguous to follow.
         """
         compiled = self._compiled(grammar)
-        first = self._begin(grammar, compiled, self._tokenizer.special_token_ids)
+        first = self._matcher(grammar, compiled, self._tokenizer.special_token_ids)
         if not first.mask().any():
             raise _refusal("the grammar allows no answer")
-        if first.cost > _DEAREST:
+        if first.cost > _MAX_MASK_SECONDS:
             raise _refusal(f"the grammar is too ambiguous: it takes {first.cost * 1000:.0f} ms a token")
         return compiled
 
@@ -85,25 +88,25 @@ class GrammarCompiler:
 
     @property
     def cached_bytes(self) -> int:
-        """What the remembered grammars take."""
+        """The size of the cached grammars."""
         return int(self._compiler().get_cache_size_bytes())
 
     def load(self) -> None:
-        """Do now what the first grammar would wait for. Raises `InvalidRequest` where the tokenizer is not fit."""
+        """Import and set up xgrammar now, before the first grammar. Raises `InvalidRequest` for a wrong tokenizer."""
         self._compiler()
 
-    def _begin(self, grammar: Grammar, compiled: CompiledGrammar, visible: frozenset[int]) -> Matcher:
+    def _matcher(self, grammar: Grammar, compiled: CompiledGrammar, visible: frozenset[int]) -> Matcher:
         from xgrammar import GrammarMatcher
 
         free = free_text(grammar)
-        words = None if free is None else Words(self._texts, self._words(free.openers), free.literals)
-        return Matcher(GrammarMatcher(compiled), self._permitted(grammar.kind, visible), self._ends, words)
+        tokens = None if free is None else FreeTokens(self._texts, self._free_tokens(free.openers), free.literals)
+        return Matcher(GrammarMatcher(compiled), self._permitted(grammar.kind, visible), self._ends, tokens)
 
     def _compiler(self) -> Any:
         with self._lock:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
+            if self._xgrammar is None:
+                self._xgrammar = self._make()
+            return self._xgrammar
 
     def _make(self) -> Any:
         if not isinstance(self._tokenizer, Tokenizer) or not self._tokenizer.eos_token_ids:
@@ -126,21 +129,21 @@ class GrammarCompiler:
         )
 
     def _permit(self, kind: str, visible: frozenset[int]) -> Mask:
-        """All tokens but those unfit, and the special ones that the text would not show: no grammar can count them."""
+        """All tokens but those forbidden, and special tokens that the text does not show: no grammar sees them."""
         forbidden = set(self._tokenizer.special_token_ids - visible)
-        if (unfit := _UNFIT.get(kind)) is not None:
-            forbidden |= {token for token, text in enumerate(self._texts) if unfit.search(text)}
+        if (pattern := _FORBIDDEN.get(kind)) is not None:
+            forbidden |= {token for token, text in enumerate(self._texts) if pattern.search(text)}
         return ~_bits(forbidden, self._tokenizer.vocabulary_size) | self._ends
 
-    def _find_words(self, openers: frozenset[str]) -> Mask:
-        """All tokens that are whole characters, printable and none of `openers`."""
+    def _find_free_tokens(self, openers: frozenset[str]) -> Mask:
+        """All tokens that are whole printable characters, none of them in `openers`."""
         special = self._tokenizer.special_token_ids
-        words = (one for one, text in enumerate(self._texts) if one not in special and _is_printable(text, openers))
-        return _bits(words, self._tokenizer.vocabulary_size) & ~self._ends
+        tokens = (one for one, text in enumerate(self._texts) if one not in special and _is_printable(text, openers))
+        return _bits(tokens, self._tokenizer.vocabulary_size) & ~self._ends
 
 
-class Words(NamedTuple):
-    """What leaves free text as it is: tokens of `mask`, once one of them has shown that no literal is under way."""
+class FreeTokens(NamedTuple):
+    """The tokens after which free text goes on with the same mask, once one of them rules out an unfinished literal."""
 
     texts: Sequence[bytes]  # of all tokens
     mask: Mask
@@ -150,59 +153,59 @@ class Words(NamedTuple):
         return bool(self.mask[token >> 5] >> (token & 31) & 1)
 
     def settles(self, token: int) -> bool:
-        """Whether a token of `mask`, none of which begins a literal, is not the middle of one either."""
+        """Whether a token of `mask`, none of which begins a literal, cannot be inside one either."""
         text = self.texts[token].decode()
         return not any(text in literal for literal in self.literals)
 
 
 class Matcher:
-    """Where one answer is in its grammar. Used by one thread at a time.
+    """The state of one answer in its grammar. Used by one thread at a time.
 
-    A mask of 150,000 tokens takes 0.17 ms within free text, where many tokens hold what may end it and something behind
-    that, and 0.05 to 0.1 elsewhere. Words leave it as it is.
+    xgrammar takes 0.17 ms for a mask of 150,000 tokens within free text, where many tokens hold both what may end it
+    and something after that, and 0.05 to 0.1 ms elsewhere. The mask is kept where only free tokens came since.
     """
 
-    def __init__(self, matcher: GrammarMatcher, permitted: Mask, ends: Mask, words: Words | None = None) -> None:
-        """`permitted` is a mask of what any place in the grammar may allow, `ends` one of the end tokens."""
+    def __init__(self, matcher: GrammarMatcher, permitted: Mask, ends: Mask, free: FreeTokens | None = None) -> None:
+        """`permitted` is a mask of the tokens that any state of the grammar may allow, `ends` of the end tokens."""
         self._matcher = matcher
         self._permitted = permitted
         self._mask = permitted.copy()
-        self._current = False  # whether `_mask` is of this place; set by `mask` and `accept`
+        self._is_current = False  # whether `_mask` is of this state; set by `mask` and `accept`
         self._ends = ends
-        self._words = words
-        self._free = False  # whether `_mask` is one of free text; set by `mask`
-        self._settled = False  # whether no literal can be under way; set by `accept`
-        self.cost = 0.0  # seconds of computing that the newest mask took; set by `mask`
+        self._free = free
+        self._is_free = False  # whether `_mask` is one of free text; set by `mask`
+        self._is_settled = False  # whether a free token has ruled out an unfinished literal; set by `accept`
+        self.cost = 0.0  # seconds of CPU time that the newest mask took; set by `mask`
 
     def mask(self) -> Mask:
         """The tokens that may come next; valid until `accept`. An end token is among them once the answer is whole."""
-        if not self._current:
+        if not self._is_current:
             begun = time.thread_time()
             self._matcher.fill_next_token_bitmask(self._mask)
             self.cost = time.thread_time() - begun
             self._mask &= self._permitted
-            words = self._words
-            settled = words is not None and (self._settled or not words.literals)
-            self._free = words is not None and settled and not (words.mask & ~self._mask).any()
-            self._current = True
+            free = self._free
+            settled = free is not None and (self._is_settled or not free.literals)
+            self._is_free = free is not None and settled and not (free.mask & ~self._mask).any()
+            self._is_current = True
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Go on by a token that is not an end token.
+        """Advance by a token that is not an end token.
 
-        Raises `GenerationFailed` where the grammar has no such place, or is so ambiguous that others would wait for it.
+        Raises `GenerationFailed` where the grammar does not allow it, or is so ambiguous that others would wait for it.
         """
-        if self.cost > _DEAREST:
+        if self.cost > _MAX_MASK_SECONDS:
             raise GenerationFailed(
                 f"the answer's grammar is too ambiguous: it takes {self.cost * 1000:.0f} ms a token; "
                 "repetitions of repetitions, as in (a*)*, do that"
             )
         if not self._matcher.accept_token(token):
             raise GenerationFailed(f"token {token} does not fit into the answer's grammar")
-        words = self._words
-        is_word = words is not None and words.has(token)
-        self._current = self._current and self._free and is_word
-        self._settled = words is not None and is_word and (self._settled or words.settles(token))
+        free = self._free
+        is_free = free is not None and free.has(token)
+        self._is_current = self._is_current and self._is_free and is_free
+        self._is_settled = free is not None and is_free and (self._is_settled or free.settles(token))
 
     @property
     def is_over(self) -> bool:
@@ -211,7 +214,7 @@ class Matcher:
 
 
 def _is_printable(raw: bytes, but: Collection[str]) -> bool:
-    """Whether it is whole characters, all printable and none of `but`."""
+    """Whether `raw` is whole printable characters, none of them in `but`."""
     try:
         text = raw.decode()
     except UnicodeDecodeError:
@@ -232,6 +235,6 @@ def _refusal(message: str) -> InvalidRequest:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's message without its time stamp and place in the source."""
+    """xgrammar's message without its time stamp and source line."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip() or type(error).__name__
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
+    return text if len(text) <= _MAX_REASON_LENGTH else text[: _MAX_REASON_LENGTH - 1] + "…"

@@ -1,15 +1,15 @@
-"""What is certain about a normalised schema: which values it has."""
+"""What can be shown about the values of a rewritten schema."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-MOST_COMPARISONS = 20_000  # of branches, to show for a whole schema that they exclude each other
+MAX_COMPARISONS = 20_000  # of branches in a whole schema, to show that they exclude each other
 
 
 def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], budget: list[int], depth: int = 4) -> bool:
-    """Whether it is certain that no value fits both. `budget` holds how many comparisons may still be made for it."""
+    """Whether no value can fit both; False in doubt. `budget` holds the number of comparisons that are left."""
     budget[0] -= 1
     if budget[0] < 0:
         return False
@@ -30,16 +30,16 @@ def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], budget: list[in
     )
 
 
-def ends(node: Any, finite: set[str]) -> bool:
-    """Whether some value of a node comes to an end, if those of the definitions `finite` do."""
+def has_finite_value(node: Any, finite: set[str]) -> bool:
+    """Whether some value of a node is finite, given that the definitions `finite` have finite values."""
     if "$ref" in node:
         return target(node) in finite
     if "anyOf" in node:
-        return any(ends(branch, finite) for branch in node["anyOf"])
+        return any(has_finite_value(branch, finite) for branch in node["anyOf"])
     least, prefix = node.get("minItems", 0), node.get("prefixItems", [])
     needed = [node["properties"][name] for name in node.get("required", ())]
     needed += prefix[:least] + ([node["items"]] if least > len(prefix) else [])
-    return all(ends(one, finite) for one in needed)
+    return all(has_finite_value(one, finite) for one in needed)
 
 
 def target(node: Any) -> str:

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema that can be held to, and what their values have to be."""
+"""The keywords of JSON Schema that can be enforced, and the values they may have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANNOTATIONS = frozenset(
     }
 )
 TYPES = ("string", "number", "integer", "object", "array", "boolean", "null")
-# For each keyword of one type: that type, and what its value has to be.
+# For each keyword that applies to one type: that type, and the value it needs.
 TYPED = {
     **dict.fromkeys(("minLength", "maxLength"), ("string", "a whole number of at least 0")),
     **dict.fromkeys(("pattern", "format"), ("string", "a string")),
@@ -54,7 +54,7 @@ _KINDS = {
 
 
 def check_node(schema: Any, path: str, strict: bool) -> None:
-    """Raise `InvalidRequest` for a node with keywords that are unknown or malformed; its children are not looked at."""
+    """Raise `InvalidRequest` for a node with unknown or malformed keywords; children are not checked."""
     if not isinstance(schema, Mapping):
         raise fault(path, "a schema is an object or a boolean")
     for name, value in schema.items():

@@ -1,6 +1,6 @@
-"""What an answer may look like where tools or a response format are asked for, as xgrammar reads it.
+"""Grammars, as xgrammar's structural tags, of answers to requests with tools or a response format.
 
-A grammar writes calls exactly as the model's own format has them, so that its training and the parser agree.
+A grammar spells calls exactly as the model's own format does, which the model was trained on and the parser expects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, Layout, ToolFor
 Format = dict[str, Any]
 """A part of a structural tag, https://xgrammar.mlc.ai/docs/structural_tag."""
 
-MAX_WHITESPACE = 2  # characters in a row: without a bound a small model pads its JSON for ever
+MAX_WHITESPACE = 2  # characters in a row: without a limit a small model pads its JSON forever
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANY_TEXT: Format = {"type": "any_text"}
 
@@ -31,12 +31,12 @@ def answer_grammar(
     schemas: Mapping[str, Mapping[str, Any]],
     response: Grammar | None,
 ) -> Grammar | None:
-    """The grammar of an answer that may begin with a thought; None where nothing is constrained.
+    """The grammar of an answer, which may begin with reasoning; None where nothing is constrained.
 
     `tool_choice` is "auto" (any text, but only well-formed calls of `form.tools`; or `response`, if given), "required"
     (calls and nothing else), "named" (one call of the tool `named`) or "none". Without `parallel` there is at most one
-    call. Arguments follow the schema that `schemas` has for the tool, and are any JSON object without.
-    Raises `InvalidRequest` where a call is asked of a model that has no format for it.
+    call. Arguments follow the tool's schema in `schemas`; without one they are any JSON object.
+    Raises `InvalidRequest` where a call is required of a model that has no format for calls.
     """
     must = tool_choice in ("required", "named")
     if must and (form.tool_format is None or not form.tools):
@@ -66,7 +66,7 @@ def answer_grammar(
 
 
 def _harmony(form: Form, calls: list[Format], said: list[Format], must: bool) -> Format:
-    """Messages: thoughts, and text before a call if there may be any; then calls or the final answer."""
+    """Messages: reasoning, and text before calls where they are optional; then calls or the final answer."""
     following = "<|end|><|start|>assistant"
     begins = ["<|channel|>analysis<|message|>", *([] if must or not calls else ["<|channel|>commentary<|message|>"])]
     before = _star(_one_of([_enclosed(begin, _ANY_TEXT, following) for begin in begins]))
@@ -77,7 +77,7 @@ def _harmony(form: Form, calls: list[Format], said: list[Format], must: bool) ->
 
 
 def _free(tools: ToolFormat, names: list[str], section: Format, several: bool) -> Format:
-    """Any text, in which every call of a known tool is well formed."""
+    """Any text in which every call of a known tool is well formed."""
     opening = tools.layout.begin + tools.layout.open
     markers = [marker for marker in tools.markers if opening.startswith(marker)]
     text = _ANY_TEXT | {"excludes": markers or [f"{opening}{name}{tools.layout.middle[:1]}" for name in names]}
@@ -98,7 +98,7 @@ def _section(layout: Layout, names: list[str], schemas: Mapping[str, Mapping[str
 
 
 def _keywords(schema: dict[str, Any]) -> Format:
-    """Keyword arguments, JSON literals, in the schema's order; any if it names none."""
+    """Keyword arguments with JSON values, in the order of the schema's properties; any if it names none."""
     properties: dict[str, Any] = schema.get("properties", {})
     shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     required = schema.get("required", ())
@@ -112,8 +112,8 @@ def _keywords(schema: dict[str, Any]) -> Format:
         pair = _sequence([{"type": "regex", "pattern": r"[a-zA-Z_][a-zA-Z0-9_]{0,63}="}, _json(True)])
         return _optional(_sequence([pair, _star(_sequence([_const(", "), pair]))]))
     choices: list[Format] = []
-    for place, (name, pair) in enumerate(pairs):
-        tail = [(late, _sequence([_const(", "), text])) for late, text in pairs[place + 1 :]]
+    for index, (name, pair) in enumerate(pairs):
+        tail = [(late, _sequence([_const(", "), text])) for late, text in pairs[index + 1 :]]
         choices.append(_sequence([pair, *(text if late in required else _optional(text) for late, text in tail)]))
         if name in required:
             return _one_of(choices)
