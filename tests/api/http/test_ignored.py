@@ -45,7 +45,7 @@ def test_unknown_fields_are_ignored_and_named(doors: Doors, path: str, stream: d
     assert response.status == 200
     assert response.headers["penstock-ignored"] == "client_hints, repeat_last_n"
     (line,) = [line for line in logs if line["event"] == "fields ignored"]
-    assert (line["fields"], line["count"]) == (["client_hints", "repeat_last_n"], 2)
+    assert (line["path"], line["fields"], line["count"]) == (path, ["client_hints", "repeat_last_n"], 2)
     assert line["request"] == response.headers["x-request-id"] and "secret" not in str(logs)
     assert "penstock-ignored" not in post(doors, path, body).headers
 
@@ -66,7 +66,9 @@ def test_what_is_ignored_is_told_beside_an_error(doors: Doors) -> None:
 
 def test_strange_names_are_told_in_bounds(doors: Doors) -> None:
     names = ["a,b", "c\r\nset-cookie: x", "", "grüß", "k" * 1000, *(f"key{place}" for place in range(100))]
-    response = post(doors, "/v1/completions", BODIES["/v1/completions"] | dict.fromkeys(names, 0))
+    with structlog.testing.capture_logs() as logs:
+        response = post(doors, "/v1/completions", BODIES["/v1/completions"] | dict.fromkeys(names, 0))
+    assert [line["count"] for line in logs if line["event"] == "fields ignored"] == [len(names)]
     told = response.headers["penstock-ignored"].split(", ")
     assert told[:5] == ["a?b", "c??set-cookie:?x", "?", "gr??", "k" * 64]
     assert told[5:] == [f"key{place}" for place in range(15)]
