@@ -26,7 +26,7 @@ from .events import (
     Event,
     Expired,
     Failed,
-    Item,
+    ItemEvent,
     Output,
     Queued,
     Started,
@@ -159,7 +159,7 @@ def decode_event(data: bytes) -> Event:
             case "queued":
                 return build(Queued, value)
             case "item":
-                return build(Item, value)
+                return build(ItemEvent, value)
             case "turn":
                 return build(Turn, value)
             case "done":

@@ -207,7 +207,7 @@ class Expired:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ItemEvent:
     """Something of a response that no model wrote: a list of tools, a tool's result, a question to a person. `item` is
     as in OpenAI's Responses API. Unless `finished`, it has only begun, and comes again; its id stays."""
 
@@ -231,6 +231,6 @@ class Turn:
     type: Literal["turn"] = "turn"
 
 
-Event = Accepted | Queued | Item | Turn | Token | Done | Failed | Cancelled | Expired
+Event = Accepted | Queued | ItemEvent | Turn | Token | Done | Failed | Cancelled | Expired
 Output = Started | Delta
 FINAL = (Done, Failed, Cancelled, Expired)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from ..schemas import codec
-from ..schemas.events import FINAL, Accepted, Event, Item, Token, Turn
+from ..schemas.events import FINAL, Accepted, Event, ItemEvent, Token, Turn
 from ..streams.port import Message
 
 
@@ -43,7 +43,7 @@ class Trail:
                 return not self.accepted
             case Token():
                 return event.choice not in self.finished and event.index >= self.next_index.get(event.choice, 0)
-            case Item() | Turn():
+            case ItemEvent() | Turn():
                 return event.index >= self.shown
             case _:
                 return True
@@ -64,7 +64,7 @@ class Trail:
                 self.next_index[event.choice] = event.index + len(event.token_ids)
                 if event.finish_reason is not None:
                     self.finished.add(event.choice)
-            case Item() | Turn():
+            case ItemEvent() | Turn():
                 self.shown = max(self.shown, event.index + 1)
             case _ if isinstance(event, FINAL):
                 self.over = True

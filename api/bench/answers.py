@@ -44,7 +44,7 @@ def mixed_requests(count: int, longest: int, seed: int, model: str) -> list[Requ
 
 
 @dataclass(eq=False)
-class Answer(Sample):
+class ReceivedAnswer(Sample):
     """All that a client got for one request, over as many connections as it took."""
 
     # What was said, piece by piece, by what it is: "choice 0, text" holds characters.
@@ -82,9 +82,9 @@ class Answer(Sample):
 
 async def ask(
     clients: Sequence[Client], path: str, body: dict[str, Any], key: str, first: int, patience: float = PATIENCE
-) -> Answer:
+) -> ReceivedAnswer:
     """Ask at client number `first`, and read to the end, wherever that is. What fails for good is the `error`."""
-    answer, place, sent, reason = Answer(), first, clock(), ""
+    answer, place, sent, reason = ReceivedAnswer(), first, clock(), ""
     headers = {"Penstock-Resumable": "true", "Idempotency-Key": key}
     try:
         async with asyncio.timeout(patience):
@@ -115,7 +115,7 @@ class Fault(NamedTuple):
     detail: str
 
 
-def compare(expected: Answer, got: Answer) -> Fault | None:
+def compare(expected: ReceivedAnswer, got: ReceivedAnswer) -> Fault | None:
     """What is wrong with an answer beside the undisturbed one."""
     if got.error is not None or not got.ends:
         return Fault("lost", got.error or "no end")

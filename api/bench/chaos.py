@@ -29,7 +29,7 @@ from ..terminal.options import with_settings
 from . import agents as bench_agents
 from . import report as bench_report
 from .agents import Agent, judge_agents, ledger_of
-from .answers import PATIENCE, Answer, Request, ask, compare, mixed_requests
+from .answers import PATIENCE, ReceivedAnswer, Request, ask, compare, mixed_requests
 from .brokers import Brokers
 from .evidence import Evidence, Rooms
 from .faults import POLL, Faults, Strike, longest_pauses
@@ -173,7 +173,12 @@ class Chaos:
         }
 
     def _found(
-        self, expected: list[Answer], got: list[Answer], agents: list[Agent], strikes: list[Strike], began: float
+        self,
+        expected: list[ReceivedAnswer],
+        got: list[ReceivedAnswer],
+        agents: list[Agent],
+        strikes: list[Strike],
+        began: float,
     ) -> dict[str, Any]:
         pairs = [(expected[place % len(expected)], one) for place, one in enumerate(got)]
         faults = [
@@ -214,7 +219,7 @@ class Chaos:
     async def _url(self, part: Part) -> str:
         return await self._brokers.linked(part.name) if self._asked.resets else self._brokers.urls
 
-    async def _disturbed(self, faults: Faults, bodies: list[Request]) -> tuple[list[Answer], list[Agent]]:
+    async def _disturbed(self, faults: Faults, bodies: list[Request]) -> tuple[list[ReceivedAnswer], list[Agent]]:
         """All requests, until they have ended and every planned fault is over."""
         planned, due = faults.planned(), asyncio.Semaphore(0)
         total = len(bodies)
@@ -245,12 +250,12 @@ class Chaos:
         bodies: list[Request],
         answered: Callable[[int], None] = lambda count: None,
         may_end: Callable[[], bool] = lambda: True,
-    ) -> list[Answer]:
+    ) -> list[ReceivedAnswer]:
         """Ask everything in the same order, so much at once, and from the beginning again until it may end.
 
         `answered` is told how many answers there are.
         """
-        answers: dict[int, Answer] = {}
+        answers: dict[int, ReceivedAnswer] = {}
         places, total = count(), len(bodies)
         clients = [Client(url) for url in self._urls]
 
@@ -287,12 +292,12 @@ class Chaos:
                 group.create_task(one_after_another())
         return [found[place] for place in sorted(found)]
 
-    async def _probe(self, rooms: Rooms, model: str) -> tuple[list[Answer], int]:
+    async def _probe(self, rooms: Rooms, model: str) -> tuple[list[ReceivedAnswer], int]:
         """Ask for more than all seats until each was taken; also returns how many the batch stage never filled."""
         rooms.peaks.clear()
         body = {"model": model, "max_tokens": self._asked.longest, "ignore_eos": True, "stream": True}
         body |= {"messages": [{"role": "user", "content": "water"}]}
-        clients, answers, places = [Client(url) for url in self._urls], list[Answer](), count()
+        clients, answers, places = [Client(url) for url in self._urls], list[ReceivedAnswer](), count()
         until = clock() + PROBE_LIMIT
 
         async def one_after_another() -> None:

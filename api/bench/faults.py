@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ...schemas.errors import BrokerAway, BrokerUnavailable, Transient
 from ...streams.stores.registry import Registry
 from ..serve.processes import Keeper
-from .answers import Answer
+from .answers import ReceivedAnswer
 from .brokers import Brokers
 from .load import clock
 from .server import START_LIMIT
@@ -60,7 +60,7 @@ class Pause(NamedTuple):
     request: int
 
 
-def longest_pauses(strikes: Sequence[Strike], answers: Sequence[Answer]) -> list[Pause]:
+def longest_pauses(strikes: Sequence[Strike], answers: Sequence[ReceivedAnswer]) -> list[Pause]:
     """The longest pause that each strike began: the first one in the pause, else the last one that was not over.
 
     Those of less than `POLL` are how tokens come.

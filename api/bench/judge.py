@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...schemas import codec
 from ...schemas.codec import DecodeError
-from ...schemas.events import FINAL, Accepted, Delta, Done, Event, Item, Queued, Started, Token, Turn
+from ...schemas.events import FINAL, Accepted, Delta, Done, Event, ItemEvent, Queued, Started, Token, Turn
 from ...streams.port import Message
 
 MOST = 5  # broken laws that are told of one request; what follows the first is mostly its consequence
@@ -96,7 +96,7 @@ def _read_events(request: str, messages: Sequence[Message], account: Account) ->
                     yield Broken("accepted once", at)
             case Token():
                 yield from account.choice(event.choice).take("events", at, event)
-            case Item() | Turn():
+            case ItemEvent() | Turn():
                 numbers.append(event.index)
             case Queued():
                 pass

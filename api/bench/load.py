@@ -90,7 +90,7 @@ class Sample:
             self.tokens, self.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens", 0)
 
 
-class Reading:
+class ResponseParser:
     """Reads one answer into a sample; httptools calls what begins with `on_`."""
 
     def __init__(self, sample: Sample, *, streaming: bool) -> None:
@@ -165,7 +165,7 @@ class Client:
         fields = {**self._headers, **headers, "Content-Length": str(len(data))}
         lines = [f"POST {self._parts.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
         reader, writer = await self._connection()
-        answer = Reading(sample, streaming=streaming)
+        answer = ResponseParser(sample, streaming=streaming)
         try:
             sample.sent = clock()
             writer.write("\r\n".join([*lines, "\r\n"]).encode() + data)

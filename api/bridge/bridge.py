@@ -19,7 +19,7 @@ from ...schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, Refusal, St
 from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
 from ...streams.port import DEADLINE, SCHEMA, Broker, Message
 from ...streams.topology import Subjects
-from .early_refusal import Gate
+from .early_refusal import EarlyRefusal
 from .reading import Reading
 
 
@@ -31,7 +31,7 @@ class Bridge:
         self.draining = False  # set by drain
         self.broker = broker
         self.subjects = subjects
-        self._gate = Gate()
+        self._early_refusal = EarlyRefusal()
         self._open: set[Reading] = set()
         self._heard: dict[str, Reading] = {}  # by subject: those that live on our own wildcard
         self._idle = asyncio.Event()  # nothing is open; set by _closed
@@ -39,13 +39,13 @@ class Bridge:
 
     async def start(self) -> None:
         await self.broker.listen(self.subjects.events_of(self.name), self._hear)
-        await self._gate.start(self.broker, self.subjects)
+        await self._early_refusal.start(self.broker, self.subjects)
 
     def admit(self, priority: Priority) -> None:
         """Raises `Overloaded` where a request of this priority would be refused; asks nobody."""
         if self.draining:
             raise _leaving()
-        self._gate.check(priority)
+        self._early_refusal.check(priority)
 
     async def open(
         self,

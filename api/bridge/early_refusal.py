@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 STALE = 5.0  # seconds after which what the queue said counts no more: it may have died full
 
 
-class Gate:
+class EarlyRefusal:
     """`clock` in seconds; it stamps what is heard."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

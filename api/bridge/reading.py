@@ -11,7 +11,7 @@ import structlog
 
 from ...schemas import codec
 from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, Refusal
-from ...schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, Item, Queued, Token, Turn
+from ...schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, ItemEvent, Queued, Token, Turn
 from ...schemas.loops import is_response
 from ...streams.port import Broker, Message, Subscription
 from ...streams.topology import Subjects
@@ -102,7 +102,7 @@ class Reading:
                 if not self._accepted:
                     self._accepted = True
                     self._ready.append(event)
-            case Item() | Turn():
+            case ItemEvent() | Turn():
                 if event.index == self._told:
                     self._told += 1
                     self._ready.append(event)

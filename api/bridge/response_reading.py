@@ -7,7 +7,7 @@ from .bridge import Bridge
 from .reading import Reading
 
 
-class Chain:
+class ResponseReading:
     """Like a `Reading`, which it is given: that of the response itself."""
 
     def __init__(self, bridge: Bridge, root: Reading) -> None:
@@ -15,7 +15,7 @@ class Chain:
         self.ended = False  # the final event was taken; set by take
         self._bridge = bridge
         self._root = root
-        self._turn: Reading | None = None  # in the middle of which the chain is; set by take
+        self._turn: Reading | None = None  # whose events `take` gives at present; set by take
         self._rest: list[Event] = []  # of the response's own events, behind that turn
 
     @property

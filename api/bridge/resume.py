@@ -14,11 +14,11 @@ from typing import NamedTuple
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Token, ToolCallDelta
 
-_SPOT = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?"
-_is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_SPOT}(?:,{_SPOT})*)(/u)?)?").fullmatch
+_CHOICE = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?"
+_is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_CHOICE}(?:,{_CHOICE})*)(/u)?)?").fullmatch
 
 
-class Spot(NamedTuple):
+class ChoiceProgress(NamedTuple):
     """How much of one choice was sent."""
 
     tokens: int = 0
@@ -28,20 +28,20 @@ class Spot(NamedTuple):
     def __str__(self) -> str:
         return f"{self.tokens}:{self.characters}{'f' * self.finished}"
 
-    def furthest(self, other: Spot) -> Spot:
+    def furthest(self, other: ChoiceProgress) -> ChoiceProgress:
         tokens, characters = max(self.tokens, other.tokens), max(self.characters, other.characters)
-        return Spot(tokens, characters, self.finished or other.finished)
+        return ChoiceProgress(tokens, characters, self.finished or other.finished)
 
 
 class Progress:
     """Fed with a request's tokens in order, it tells what the client has from what is news to it."""
 
-    def __init__(self, request: str, had: dict[int, Spot] | None = None, *, usage_sent: bool = False) -> None:
+    def __init__(self, request: str, had: dict[int, ChoiceProgress] | None = None, *, usage_sent: bool = False) -> None:
         self.request = request
         self.resumed = had is not None
         self.usage_sent = usage_sent  # set by whoever sends it
         self._had = had or {}
-        self._seen: dict[int, Spot] = {}
+        self._seen: dict[int, ChoiceProgress] = {}
 
     @classmethod
     def parse(cls, given: str) -> Progress:
@@ -55,28 +55,28 @@ class Progress:
         for choice, text in enumerate(found[2].split(",")):
             if text:
                 tokens, _, characters = text.rstrip("f").partition(":")
-                had[choice] = Spot(int(tokens), int(characters), text.endswith("f"))
+                had[choice] = ChoiceProgress(int(tokens), int(characters), text.endswith("f"))
         return cls(found[1], had, usage_sent=found[3] is not None)
 
     @property
     def reached(self) -> bool:
         """Whether all that the client has was seen again."""
-        return all(self._spot(choice) == self._seen.get(choice) for choice in self._had)
+        return all(self._progress(choice) == self._seen.get(choice) for choice in self._had)
 
     @property
     def id(self) -> str:
         most = max((*self._had, *self._seen), default=-1)
         begun = self._had.keys() | self._seen
-        spots = ",".join(str(self._spot(choice)) if choice in begun else "" for choice in range(most + 1))
-        return f"{self.request}/{spots}{'/u' * self.usage_sent}"
+        choices = ",".join(str(self._progress(choice)) if choice in begun else "" for choice in range(most + 1))
+        return f"{self.request}/{choices}{'/u' * self.usage_sent}"
 
     def split(self, token: Token) -> tuple[Token | None, Token | None]:
         """The part of `token` that the client has, and the part that it has not: what it says is cut at characters."""
-        seen = self._seen.get(token.choice, Spot())
-        had = self._had.get(token.choice, Spot())
+        seen = self._seen.get(token.choice, ChoiceProgress())
+        had = self._had.get(token.choice, ChoiceProgress())
         ends = token.finish_reason is not None
         length = _length(token)
-        now = Spot(seen.tokens + len(token.token_ids), seen.characters + length, seen.finished or ends)
+        now = ChoiceProgress(seen.tokens + len(token.token_ids), seen.characters + length, seen.finished or ends)
         self._seen[token.choice] = now
         if token.choice in self._had and had.furthest(now) == had:
             return token, None
@@ -91,8 +91,8 @@ class Progress:
             replace(new, index=token.index + tokens, token_ids=ids[tokens:], logprobs=logprobs and logprobs[tokens:]),
         )
 
-    def _spot(self, choice: int) -> Spot:
-        return self._had.get(choice, Spot()).furthest(self._seen.get(choice, Spot()))
+    def _progress(self, choice: int) -> ChoiceProgress:
+        return self._had.get(choice, ChoiceProgress()).furthest(self._seen.get(choice, ChoiceProgress()))
 
 
 def _length(token: Token) -> int:

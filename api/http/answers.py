@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Queued, Token
 from ..bridge.reading import Reading
-from ..bridge.response_reading import Chain
+from ..bridge.response_reading import ResponseReading
 from ..bridge.resume import Progress, invalid_event_id
 from ..render.openai import Renderer, error_message, error_payload
 
@@ -34,7 +34,7 @@ def error_response(error: ErrorBody, request: str | None = None) -> Response:
 class EventStream(Response):
     """Sends a request's events as SSE. What they look like is a subclass's to say, and how a refusal is told."""
 
-    def __init__(self, reading: Reading | Chain, *, keepalive: float, progress: Progress | None) -> None:
+    def __init__(self, reading: Reading | ResponseReading, *, keepalive: float, progress: Progress | None) -> None:
         super().__init__()
         self._reading = reading
         self._keepalive = keepalive

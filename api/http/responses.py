@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ...config.settings import Settings
 from ...schemas import codec
 from ...schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
-from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Item, Turn
+from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, ItemEvent, Turn
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
 from ...schemas.openai.chat import model_of
 from ...schemas.openai.items import input_items as items_of
@@ -26,7 +26,7 @@ from ...schemas.openai.responses import ResponsesRequest, parse_responses
 from ...streams.port import MESSAGE_ID
 from ...streams.stores.responses import LOST, ResponseLog, Stored
 from ...streams.topology import EVENTS, PRIORITIES, TOOLS, lane_stream
-from ..bridge.response_reading import Chain
+from ..bridge.response_reading import ResponseReading
 from ..render.responses import ResponseRenderer, response_object
 from ..tools.sealing import seal
 from .answers import FOR_EVER, EventStream, error_of, error_response
@@ -47,10 +47,9 @@ class ResponseAnswer(EventStream):
     have `begun` is shown whatever became of it."""
 
     def __init__(
-        self, chain: Chain, renderer: ResponseRenderer, mode: Mode, *, keepalive: float, begun: bool = False
+        self, reading: ResponseReading, renderer: ResponseRenderer, mode: Mode, *, keepalive: float, begun: bool = False
     ) -> None:
-        super().__init__(chain, keepalive=keepalive, progress=None)
-        self._chain = chain
+        super().__init__(reading, keepalive=keepalive, progress=None)
         self._begun = begun
         self._renderer = renderer
         self._mode = mode
@@ -97,7 +96,7 @@ class ResponseAnswer(EventStream):
 
     def _is_own(self, event: Event) -> bool:
         """Whether this bridge says so, which stops reading: the response goes on, and its events are still to come."""
-        return self._chain.is_cut and self._chain.kept and isinstance(event, Failed)
+        return self._reading.is_cut and self._reading.kept and isinstance(event, Failed)
 
 
 def add_responses(app: FastAPI, door: Door) -> None:
@@ -117,10 +116,10 @@ def add_responses(app: FastAPI, door: Door) -> None:
         background = body.get("background") is True
         kept = background or body.get("store") is not False
         opened = await open_request(request, door, "/v1/responses", body, PREFIX, kept=kept)
-        chain = Chain(door.bridge, opened.reading)
-        renderer = ResponseRenderer(chain.request, body, int(time.time()), model=model_of(body))
+        reading = ResponseReading(door.bridge, opened.reading)
+        renderer = ResponseRenderer(reading.request, body, int(time.time()), model=model_of(body))
         mode: Mode = "stream" if body.get("stream") is True else "background" if background else "whole"
-        return ResponseAnswer(chain, renderer, mode, keepalive=settings.keepalive_interval)
+        return ResponseAnswer(reading, renderer, mode, keepalive=settings.keepalive_interval)
 
     @app.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> Any:
@@ -146,8 +145,8 @@ def add_responses(app: FastAPI, door: Door) -> None:
                 "The events of this response are kept no more; retrieve it without stream.", code="events_not_found"
             ) from None
         renderer = ResponseRenderer(id, job.body, int(job.created), model=job.body["model"], starting_after=int(after))
-        chain = Chain(door.bridge, reading)
-        return ResponseAnswer(chain, renderer, "stream", keepalive=settings.keepalive_interval, begun=True)
+        response = ResponseReading(door.bridge, reading)
+        return ResponseAnswer(response, renderer, "stream", keepalive=settings.keepalive_interval, begun=True)
 
     @app.delete(path, tags=["openai"], responses=refusals(404, 503))
     async def delete(id: str, request: Request) -> Any:
@@ -210,7 +209,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
 
 
 def _is_call(event: Event) -> bool:
-    return isinstance(event, Item) and event.item["type"] == "mcp_call"
+    return isinstance(event, ItemEvent) and event.item["type"] == "mcp_call"
 
 
 def shown(stored: Stored) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ...schemas.events import (
     Expired,
     Failed,
     FinishReason,
-    Item,
+    ItemEvent,
     Queued,
     Token,
     Turn,
@@ -126,7 +126,7 @@ class ResponseRenderer:
         match event:
             case Accepted():
                 pass
-            case Item():
+            case ItemEvent():
                 yield from self._tell_item(event.item, finished=event.finished)
             case Turn():
                 yield from self._leave_turn()

@@ -67,9 +67,9 @@ class Talk:
 
     def ask(self, text: str) -> None:
         """Show the answer, and remember both unless nothing was said. Raises `ChatError`, and `Exit` after Ctrl-C."""
-        from .chat_screen import Answer, show  # brings Markdown, which no server needs
+        from .chat_screen import AnswerView, show  # brings Markdown, which no server needs
 
-        asked, answer = {"role": "user", "content": text}, Answer()
+        asked, answer = {"role": "user", "content": text}, AnswerView()
         body = {"model": self._model, "messages": [*self._head, *self._turns, asked], "stream": True}
         body["stream_options"] = {"include_usage": True}
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import httpx2
@@ -60,14 +60,16 @@ def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any]
                             response.raise_for_status()
                         raise _refused(response)
                     request = response.headers.get("x-request-id")
-                    for fields in _sse(response.iter_bytes()):
-                        last, cuts = fields.get("id", last), 0
-                        if fields["data"] == "[DONE]":
+                    for event in httpx2.EventSource(response):
+                        last, cuts = event.id or last, 0
+                        if not event.data:
+                            continue  # it only set `retry`, say
+                        if event.data == "[DONE]":
                             return
-                        found = orjson.loads(fields["data"])
+                        found = orjson.loads(event.data)
                         if "error" in found:
                             raise ChatError(str(found["error"].get("message")))
-                        yield f"queued {found.get('position')}" if fields.get("event") == "status" else found
+                        yield f"queued {found.get('position')}" if event.event == "status" else found
                 raise httpx2.RemoteProtocolError("the answer was cut off")
             except httpx2.HTTPError as error:
                 cuts += 1
@@ -95,15 +97,3 @@ def _refused(response: httpx2.Response) -> ChatError:
 def _silent(server: httpx2.Client, error: Exception) -> ChatError:
     advice = "`penstock serve MODEL` starts a server; --url names one that runs elsewhere."
     return ChatError(f"No answer from {server.base_url} ({error}). {advice}")
-
-
-def _sse(pieces: Iterator[bytes]) -> Iterator[dict[str, str]]:
-    """The fields of each message. Lines end at LF alone: an answer may hold what else ends a line of text."""
-    rest = b""
-    for piece in pieces:
-        *messages, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for message in messages:
-            lines = (line.partition(":") for line in message.decode().split("\n"))
-            fields = {name: value.strip(" ") for name, _, value in lines}
-            if "data" in fields:
-                yield fields

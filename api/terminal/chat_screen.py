@@ -17,7 +17,7 @@ _control = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # what 
 
 
 @dataclass
-class Answer:
+class AnswerView:
     """What has come of an answer until now. Set by `take`, and what is printed of it by `settled`."""
 
     text: str = ""
@@ -77,7 +77,7 @@ class Answer:
         return ", ".join(parts)
 
 
-def show(stream: Iterator[dict[str, Any] | str], answer: Answer, console: Console) -> None:
+def show(stream: Iterator[dict[str, Any] | str], answer: AnswerView, console: Console) -> None:
     """Take the stream into `answer`, and show it as it comes. Raises what the stream does."""
     if not console.is_terminal:
         for piece in stream:

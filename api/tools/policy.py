@@ -20,7 +20,7 @@ Parsed = TypeVar("Parsed")
 _hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
 
 
-class Place(NamedTuple):
+class UrlLocation(NamedTuple):
     """A URL as prefixes are compared with it: by whole steps of its path."""
 
     origin: tuple[str, str, int | None]
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         except (ValueError, InvalidRequest) as error:
             raise ConfigurationError([f"the allowed MCP URL {text!r}: {error}"]) from None
 
-    def is_within(self, prefix: Place) -> bool:
+    def is_within(self, prefix: UrlLocation) -> bool:
         return self.origin == prefix.origin and self.path[: len(prefix.path)] == prefix.path
 
 
@@ -58,13 +58,13 @@ class _Tools(NamedTuple):
 
     server: str
     tool: str | None = None
-    place: Place | None = None
+    place: UrlLocation | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises `ConfigurationError`."""
         if "://" in text:
-            return cls("", None, Place.prefix(text))
+            return cls("", None, UrlLocation.prefix(text))
         server, named, tool = text.partition("/")
         if (server != "*" and re.fullmatch(TOKEN_PATTERN, server) is None) or (named and not tool):
             fault = "tools are written SERVER, SERVER/TOOL, https://BEGINNING-OF-URLS or *"
@@ -74,7 +74,7 @@ class _Tools(NamedTuple):
     def covers(self, source: Source, tool: str | None) -> bool:
         """`tool` None: some tool of the source."""
         if self.place is not None:
-            return source.url is not None and Place.of(source.url).is_within(self.place)
+            return source.url is not None and UrlLocation.of(source.url).is_within(self.place)
         is_server = self.server == "*" or (source.url is None and source.label == self.server)
         return is_server and (self.tool is None or tool in (None, self.tool))
 

@@ -21,7 +21,7 @@ from ...schemas.loops import LoopTool, Source, ToolResult
 from .functions import Function, find_functions
 from .mcp_client import McpClient
 from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers
-from .policy import Place, ToolPolicy, each, refuse
+from .policy import ToolPolicy, UrlLocation, each, refuse
 from .sealing import unseal
 
 MAX_CLIENTS = 256  # servers that clients name, each with one set of headers
@@ -51,7 +51,7 @@ class Toolbox:
     ) -> None:
         self._servers = servers
         self._functions = {function.name: function for function in functions}
-        self._allowed = each(Place.prefix, allowed_urls)
+        self._allowed = each(UrlLocation.prefix, allowed_urls)
         self._unseal = unseal
         self._policy = policy or ToolPolicy()
         self._clients: dict[tuple[str, str, tuple[tuple[str, str], ...]], McpClient] = {}  # the longest unused first
@@ -60,7 +60,7 @@ class Toolbox:
     def check(self, source: Source) -> None:
         """Raises `InvalidRequest` for a server that a request may not use. Nothing is asked of the network."""
         if source.url is not None:
-            place = Place.of(source.url)
+            place = UrlLocation.of(source.url)
             if not any(place.is_within(one) for one in self._allowed):
                 refuse(
                     f"The server_url of {source.label} is not among those that this installation allows; the setting "

@@ -19,8 +19,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from ...schemas.errors import InvalidRequest, ToolFailed, Transient
-from ...schemas.events import Event
-from ...schemas.events import Item as Shown
+from ...schemas.events import Event, ItemEvent
 from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
 from ...streams.stores.responses import FREE, Claim, Place, ResponseLog
 from ..contract import Pipe
@@ -121,7 +120,7 @@ async def tell(pipe: Pipe, response: Address, event: Event, place: str) -> None:
 async def show(pipe: Pipe, job: LoopJob, index: int, items: Items, *, finished: bool = True) -> None:
     """Tell of items; the first is the response's event number `index`."""
     for place, item in enumerate(items, index):
-        await tell(pipe, address(job), Shown(job.id, place, item, finished), str(place))
+        await tell(pipe, address(job), ItemEvent(job.id, place, item, finished), str(place))
 
 
 def address(job: LoopJob) -> Address:

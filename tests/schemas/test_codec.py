@@ -26,7 +26,7 @@ from penstock.schemas.events import (
     Expired,
     Failed,
     FinishReason,
-    Item,
+    ItemEvent,
     Output,
     Queued,
     Started,
@@ -279,7 +279,7 @@ def test_message_of_another_type_is_refused(message: tuple[str, Any], kind: str)
 ALL_EVENTS: tuple[Event, ...] = (
     Accepted("r", "m", 0, 0),
     Queued("r", 1),
-    Item("r", 0, {"id": "mcpl_1", "type": "mcp_list_tools"}, False),
+    ItemEvent("r", 0, {"id": "mcpl_1", "type": "mcp_list_tools"}, False),
     Turn("r", 1, "r-1", {"add": {"label": "sums", "tool": "add", "approval": True}}),
     Token("r", 0, 0, (), ""),
     Done("r", (), Usage(0, 0, 0)),

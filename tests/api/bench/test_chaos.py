@@ -16,7 +16,7 @@ from serving import Start
 from typer.testing import CliRunner
 
 from penstock.__main__ import app
-from penstock.api.bench.answers import Answer, ask, compare, difference, mixed_requests
+from penstock.api.bench.answers import ReceivedAnswer, ask, compare, difference, mixed_requests
 from penstock.api.bench.load import Client, Event
 
 
@@ -32,8 +32,8 @@ def usage(tokens: int) -> bytes:
     return orjson.dumps({"id": "chatcmpl-1", "choices": [], "usage": count})
 
 
-def answer(*messages: bytes) -> Answer:
-    found = Answer()
+def answer(*messages: bytes) -> ReceivedAnswer:
+    found = ReceivedAnswer()
     for message in messages:
         found.take(Event(b"", message), 0.0)
     return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from penstock.api.bench.answers import Answer
+from penstock.api.bench.answers import ReceivedAnswer
 from penstock.api.bench.faults import Strike, longest_pauses
 
 
-def answer(sent: float, *times: float, ended: float) -> Answer:
-    return Answer(sent=sent, times=list(times), ended=ended)
+def answer(sent: float, *times: float, ended: float) -> ReceivedAnswer:
+    return ReceivedAnswer(sent=sent, times=list(times), ended=ended)
 
 
-def seconds(strikes: list[Strike], *answers: Answer) -> list[float]:
+def seconds(strikes: list[Strike], *answers: ReceivedAnswer) -> list[float]:
     return [pause.seconds for pause in longest_pauses(strikes, answers)]
 
 

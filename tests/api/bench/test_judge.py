@@ -15,7 +15,7 @@ from penstock.schemas.events import (
     ErrorBody,
     Event,
     Failed,
-    Item,
+    ItemEvent,
     Output,
     Queued,
     Started,
@@ -73,8 +73,8 @@ def test_what_is_right_breaks_no_law() -> None:
         ("every choice has its finish reason", (ACCEPTED, ONE, OTHER, DONE)),
         ("the usage is what was said", (ACCEPTED, ONE, TWO, OTHER, Done("r", DONE.finish_reasons, Usage(7, 5, 12)))),
         ("events are the request's own", (ACCEPTED, ONE, TWO, OTHER, Done("q", DONE.finish_reasons, DONE.usage))),
-        ("items have every number once", (ACCEPTED, Item("r", 0, {}), Item("r", 0, {}), FAILED)),
-        ("items have every number once", (ACCEPTED, Item("r", 1, {}), FAILED)),
+        ("items have every number once", (ACCEPTED, ItemEvent("r", 0, {}), ItemEvent("r", 0, {}), FAILED)),
+        ("items have every number once", (ACCEPTED, ItemEvent("r", 1, {}), FAILED)),
     ],
 )
 def test_a_fault_of_the_events(law: str, events: Sequence[Event]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from applications import Script
 from asgi import Response, ask, messages
 
-from penstock.api.bridge.early_refusal import STALE, Gate
+from penstock.api.bridge.early_refusal import STALE, EarlyRefusal
 from penstock.schemas.errors import Overloaded, StreamFull
 from penstock.schemas.events import Accepted, Done, Event, Failed, Queued, Token, Usage
 from penstock.schemas.jobs import Job
@@ -111,15 +111,15 @@ async def test_a_full_queue_refuses_before_anything_is_published(known: str) -> 
 
 def test_what_the_queue_said_long_ago_counts_no_more() -> None:
     now = 100.0
-    gate = Gate(lambda: now)
-    gate.check("low")
-    gate.hear(FULL.model_dump_json().encode())
-    gate.hear(b"nonsense")
+    early_refusal = EarlyRefusal(lambda: now)
+    early_refusal.check("low")
+    early_refusal.hear(FULL.model_dump_json().encode())
+    early_refusal.hear(b"nonsense")
     now += STALE
     with pytest.raises(Overloaded):
-        gate.check("low")
+        early_refusal.check("low")
     now += 0.01
-    gate.check("low")
+    early_refusal.check("low")
 
 
 class FullBroker(MemoryBroker):

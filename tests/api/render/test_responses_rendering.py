@@ -29,7 +29,7 @@ from penstock.schemas.events import (
     Expired,
     Failed,
     FinishReason,
-    Item,
+    ItemEvent,
     Queued,
     Token,
     TokenLogprob,
@@ -157,7 +157,7 @@ class Run:
         return next(event.job for event in reversed(self.events) if isinstance(event, Turn))
 
     def _show(self, item: dict[str, Any], *, finished: bool = True) -> None:
-        self.events.append(Item(ID, self._count(), item, finished))
+        self.events.append(ItemEvent(ID, self._count(), item, finished))
 
     def _count(self) -> int:
         self._told += 1

@@ -277,7 +277,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        kind = "text/event-stream" if body.startswith(b"data: ") else "application/json"
+        for name, value in {"Content-Type": kind, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -299,6 +300,7 @@ def other() -> Iterator[Other]:
 def sse(*deltas: dict[str, Any], ended: bool = True) -> bytes:
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     messages = b"".join(b"data: " + orjson.dumps(chunk) + b"\r\n\r\n" for chunk in chunks)
+    messages += b"retry: 1000\r\n\r\n"  # a message without data
     return messages + (b"data: [DONE]\r\n\r\n" if ended else b"")
 
 

@@ -128,7 +128,7 @@ def events() -> list[Any]:
         types.Failed("req-1", error),
         types.Cancelled("req-1", usage),
         types.Expired("req-1", types.ErrorBody(408, "Too late.", "timeout_error")),
-        types.Item(RESPONSE, 3, {"id": "mcpl_1", "type": "mcp_list_tools", "tools": []}, False),
+        types.ItemEvent(RESPONSE, 3, {"id": "mcpl_1", "type": "mcp_list_tools", "tools": []}, False),
         types.Turn(RESPONSE, 4, f"{RESPONSE}-1", {"add": {"label": "sums", "tool": "add", "approval": True}}),
     ]
 
