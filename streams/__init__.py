@@ -1,7 +1,5 @@
-"""The broker as a small port (`port`), its two implementations, and what the pipeline keeps in it (`topology`).
-
-`jetstream` and `memory` are imported by the composition root alone.
-"""
+"""The broker as a small port (`port`), its implementations (`nats`, `memory`), the subjects, streams and buckets of the
+pipeline (`topology`), and what is stored in them (`stores`)."""
 
 from .memory.broker import MemoryBroker
 from .nats.broker import JetStreamBroker

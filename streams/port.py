@@ -1,18 +1,17 @@
 """The broker as the pipeline sees it: durable streams, deliveries with one acknowledgement each, keys and values.
 
-Nothing here knows NATS. `jetstream.py` and `memory.py` implement it and pass one conformance suite
-(`tests/streams/test_conformance.py`); no other module imports either, but for the composition root.
+`streams/nats` and `streams/memory` implement this port and pass the same conformance suite
+(`tests/streams/test_conformance.py`). Only the composition root, the commands and the benchmarks import either.
 
-Guarantees every implementation gives:
+Every implementation guarantees:
 
-- A publish that returned is stored. Publishes started in one order by one broker object are stored in that order.
-- Within a stream's `dedup_window` a message id is stored once; the second publish returns `duplicate=True`.
-- A read includes every write that was acknowledged before the read began, whoever made it.
-- A work-queue message is delivered until it is acked or terminated: again after `ack_wait` without a sign of life,
-  at once after a `nak`, later after `nak(delay)`; `attempt` counts from 1.
-- One consumer delivers first attempts in stream order.
-- A read (`replay`, `last`, `held`, those of a bucket) includes every write that was acknowledged before it began,
-  whoever wrote it.
+- When a publish returns, the message is stored. One broker object's publishes are stored in the order of the calls.
+- Within a stream's `dedup_window` a message id is stored once; a second publish returns `duplicate=True`.
+- A work-queue message is delivered until it is acked or terminated: again after `ack_wait` without a call of
+  `in_progress`, at once after `nak()`, later after `nak(delay)`; `attempt` counts from 1.
+- A consumer delivers first attempts in stream order.
+- A read (`replay`, `last`, `held`, those of a bucket) includes every write that was acknowledged to any client before
+  the read began.
 """
 
 from __future__ import annotations
@@ -21,23 +20,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from ..schemas.errors import PayloadTooLarge
+
 MESSAGE_ID = "Nats-Msg-Id"
 TRACE_PARENT = "traceparent"
 SCHEMA = "Penstock-Schema"
 DEADLINE = "Penstock-Deadline"
 NEXT = "Penstock-Next"
-DEAD_REASON = "Penstock-Dead-Reason"  # these three on dead letters: why, where it was, after how many deliveries
+DEAD_REASON = "Penstock-Dead-Reason"  # on dead letters: why it failed, its first subject, how often it was delivered
 DEAD_SUBJECT = "Penstock-Dead-Subject"
 DEAD_ATTEMPTS = "Penstock-Dead-Attempts"
-DEAD_BODY = "Penstock-Dead-Body"  # these two where the letter's body is an object: its name, and whom it speaks for
+DEAD_BODY = "Penstock-Dead-Body"  # on dead letters with an object for a body: the object, and the requests inside
 DEAD_REQUESTS = "Penstock-Dead-Requests"
 
 Headers = Mapping[str, str]
 
+_HEADER_LINES = len(b"NATS/1.0\r\n\r\n")
+_PER_HEADER = len(b": \r\n")
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message as stored or heard. `sequence` is its place in the stream, from 1; 0 where it was heard live."""
+    """A message, stored or live. `sequence` is its position in the stream, from 1; 0 for a live message."""
 
     subject: str
     data: bytes
@@ -51,7 +55,7 @@ class Published(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a stream holds: messages by subject, and the newest sequence that it has ever given."""
+    """The contents of a stream: the number of messages by subject, and the newest sequence ever assigned."""
 
     by_subject: Mapping[str, int]
     last: int
@@ -62,9 +66,9 @@ class Held(NamedTuple):
 
 
 class Delivery(Protocol):
-    """A message lent to one holder, who owes exactly one of `ack`, `nak` and `term`.
+    """A message leased to one holder, who calls exactly one of `ack`, `nak` and `term`.
 
-    The three never raise for a lost connection: the lease runs out and the message comes again, which is the contract.
+    These never raise for a lost connection: the lease expires and the broker delivers the message again.
     """
 
     @property
@@ -75,27 +79,27 @@ class Delivery(Protocol):
         """1 for the first delivery."""
 
     async def ack(self) -> None:
-        """Done: what this message caused is stored."""
+        """Settle the message: everything it caused is stored."""
 
     async def nak(self, delay: float = 0.0) -> None:
-        """Not done: deliver again after `delay` seconds."""
+        """Give the message back, to be delivered again after `delay` seconds."""
 
     async def term(self, reason: str) -> None:
-        """Never deliver again."""
+        """Settle the message without success: it is never delivered again."""
 
     async def in_progress(self) -> None:
-        """Still at it: start `ack_wait` anew."""
+        """Renew the lease: `ack_wait` starts again."""
 
 
 class Consumer(Protocol):
     async def take(self, limit: int) -> list[Delivery]:
-        """Wait until at least one delivery is here and return up to `limit` of them, oldest first.
+        """Wait for at least one delivery and return up to `limit` of them, oldest first.
 
-        It returns an empty list only after `close`. An outage of the broker is waited out.
+        Returns an empty list only after `close`. While the broker is unavailable, it waits.
         """
 
     async def close(self) -> None:
-        """Stop asking for messages; what was received and never taken goes back to the stream at once."""
+        """Stop pulling messages; those received but not taken go back to the stream at once."""
 
 
 class Subscription(Protocol):
@@ -109,31 +113,31 @@ class Entry(NamedTuple):
 
 
 class Bucket(Protocol):
-    """Keys and values with a revision each; an entry lives `ttl` seconds after its last write.
+    """Keys and values, each with a revision; an entry expires `ttl` seconds after its last write.
 
-    Writing raises `PayloadTooLarge` for what no message can hold, and `StreamFull` where the bucket is full.
+    Writes raise `PayloadTooLarge` if no message can hold the value, and `StreamFull` if the bucket is full.
     """
 
     async def get(self, key: str) -> Entry | None: ...
 
     async def entries(self, prefix: str = "") -> list[Entry]:
-        """Those whose keys begin with `prefix`, the longest unwritten first; others are not fetched."""
+        """The entries whose keys begin with `prefix`, least recently written first; others are not fetched."""
 
     async def put(self, key: str, value: bytes) -> int:
-        """Write whatever was there; returns the revision."""
+        """Write unconditionally; returns the revision."""
 
     async def create(self, key: str, value: bytes) -> int | None:
-        """Write where nothing is; None if something was."""
+        """Write if the key has no value and return the revision; otherwise None."""
 
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
-        """Write over exactly `revision`; None if it has changed since."""
+        """Write if the entry still has this `revision` and return the new one; otherwise None."""
 
     async def delete(self, key: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """`name` is bare (`JOBS`); `subjects` are whole. Limits of 0 mean none; times are in seconds."""
+    """`name` has no namespace (`JOBS`), `subjects` do. A limit of 0 means no limit; times are in seconds."""
 
     name: str
     subjects: tuple[str, ...]
@@ -149,12 +153,12 @@ class StreamSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSpec:
-    """A durable consumer, shared by every copy that opens it under the same name.
+    """A durable consumer, shared by all copies that open it under the same name.
 
-    `takeover`: whoever opens it is its only holder from then on, and what a former holder left unacked is delivered
-    at once instead of after `ack_wait` (for partitions guarded by a lease).
-    `idle_limit`: seconds without a holder after which the server may forget the consumer; 0 is never. What it has not
-    settled stays in its work queue, and comes to whoever opens it again, as if for the first time.
+    `takeover`: the last copy to open it is its only holder, and messages that the former holder left unacknowledged
+    are delivered at once instead of after `ack_wait` (for partitions guarded by a lease).
+    `idle_limit`: seconds without a holder after which the server may delete the consumer; 0 means never. Unsettled
+    messages stay in the work queue, and a new consumer receives them as first attempts.
     """
 
     stream: str
@@ -169,8 +173,8 @@ class ConsumerSpec:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """`ttl` in seconds, `max_bytes` of all its entries; 0 means no end and no limit. A full bucket refuses what is
-    written (`discard` new) or forgets what was written longest ago (old)."""
+    """`ttl` in seconds and `max_bytes` of all entries; 0 means no limit. A full bucket refuses writes (`discard`
+    "new") or drops its oldest entries ("old")."""
 
     name: str
     ttl: float = 0.0
@@ -182,72 +186,89 @@ class BucketSpec:
 class Broker(Protocol):
     @property
     def max_payload(self) -> int:
-        """Bytes that one message may hold, headers included."""
+        """Most bytes of one message, headers included."""
 
     @property
     def connected(self) -> bool: ...
 
     @property
     def outages(self) -> int:
-        """How often the connection was lost so far."""
+        """How often the connection has been lost so far."""
 
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
-        """Create what is missing; what exists stays as it is. Safe to run in several processes at once.
+        """Create missing streams and buckets and leave the others unchanged. Safe to run in several processes at once.
 
-        Raises `Fatal` where a stream exists with another retention or storage.
+        Raises `Fatal` if a stream exists with another retention or storage.
         """
 
     async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
-        """Create what is missing and change the limits of what exists. For whoever sets a deployment up: a shorter age
-        deletes. Raises as `ensure` does.
+        """Create missing streams and buckets and change the limits of the others; a shorter age deletes messages.
+
+        Raises as `ensure` does.
         """
 
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
     ) -> Published:
-        """Store a message, trying again through short outages.
+        """Store a message, retrying during short outages.
 
-        With `expect`, only where that is the sequence of the last message on `subject` (0: there is none); otherwise
-        `Superseded` is raised and nothing is stored. What must happen once hangs on this alone: `message_id` saves
-        work, by making a retry within the stream's `dedup_window` harmless.
+        With `expect`, the broker stores it only if that is the sequence of the last message on `subject` (0 for none),
+        and raises `Superseded` otherwise. Use `expect` for whatever must happen only once: `message_id` merely makes
+        a retry within the stream's `dedup_window` harmless.
 
-        Raises `StreamFull` (a limit of a `discard="new"` stream), `PayloadTooLarge`, or `BrokerUnavailable` after
-        the broker's time-out.
+        Raises `StreamFull` (at a limit of a `discard="new"` stream), `PayloadTooLarge`, and `BrokerUnavailable` after
+        the broker's timeout.
         """
 
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> Consumer:
-        """Open a consumer that holds at most `prefetch` deliveries nobody has taken yet."""
+        """Open a consumer that buffers at most `prefetch` deliveries."""
 
     async def forget(self, stream: str, consumer: str) -> None:
-        """Remove a consumer that nobody will open again; harmless where there is none."""
+        """Delete a consumer that will not be opened again; harmless if there is none."""
 
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
-        """What the stream holds on `subject` (wildcards allowed) with a sequence above `after`, oldest first."""
+        """The stored messages on `subject` (wildcards allowed) with a sequence above `after`, oldest first."""
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The newest message that the stream holds on exactly `subject`."""
+        """The newest stored message on exactly `subject`."""
 
     async def held(self, stream: str) -> Held: ...
 
     async def delete(self, stream: str, sequence: int) -> bool:
-        """Take a message out of the stream, whoever holds it; False where it was gone."""
+        """Delete a message from the stream even while it is leased; False if it was gone already."""
 
     async def notify(self, subject: str, data: bytes) -> None:
-        """Tell whoever listens now; nothing is stored."""
+        """Send a message to the current listeners; nothing is stored."""
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
-        """Call back for every message on `subject` (wildcards allowed) from now on, also for what is published to be
-        stored, and even where its stream then refuses it.
+        """Call `callback` for every message on `subject` (wildcards allowed), from the time this returns.
 
-        The callback runs on the event loop and must not block. Active when this returns.
+        That includes published messages, even those that their stream refuses. The callback runs on the event loop
+        and must not block.
         """
 
     async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> Subscription:
-        """Answer what no stream takes. For every message on `subject` (wildcards allowed) one copy in `group` is asked,
-        `why`, which goes to the publisher as an error; None leaves the message to its stream. Otherwise as `listen`.
+        """Refuse messages that no stream accepts. For every message on `subject` (wildcards allowed), one copy in
+        `group` calls `why`, and the publisher gets the result as an error; None leaves the message alone. The rest is
+        as for `listen`.
         """
 
     async def bucket(self, name: str) -> Bucket: ...
 
     async def close(self) -> None:
-        """Flush what was published, then disconnect."""
+        """Flush pending publishes, then disconnect."""
+
+
+def message_size(data: bytes, headers: Headers) -> int:
+    """Bytes that NATS needs for a message with this body and these headers."""
+    size = len(data) + _HEADER_LINES
+    for name, value in headers.items():
+        size += len(name) + len(value.encode()) + _PER_HEADER
+    return size
+
+
+def check_size(data: bytes, headers: Headers, most: int) -> None:
+    """Raises `PayloadTooLarge` if the message needs more than `most` bytes."""
+    size = message_size(data, headers)
+    if size > most:
+        raise PayloadTooLarge(f"The message has {size:,} bytes, but the broker accepts {most:,} at most: send less.")

@@ -1,6 +1,7 @@
-"""The broker in one process's memory: for embedding, trials and tests. Same guarantees as JetStream, but for a crash.
+"""The broker in the memory of one process, for embedding, trials and tests. It survives no crash; otherwise it gives
+the same guarantees as JetStream.
 
-All who are to meet share one `MemoryBroker`. Time is the event loop's, so a test can drive it.
+Everything that communicates shares one `MemoryBroker`. Its clock is the event loop's, so a test can drive it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from ..port import (
     Published,
     StreamSpec,
     Subscription,
+    check_size,
+    message_size,
 )
-from ..sizes import check_size, message_size
-from .consumer import Group, MemoryConsumer
-from .stream import MemoryStream
-from .wildcards import matcher, overlap
+from .consumer import ConsumerGroup, MemoryConsumer
+from .stream import MemoryStream, matcher, overlap
 
 
 class MemoryBroker:
-    """See `port.Broker`; `max_payload` in bytes. Made inside a running event loop, which it belongs to."""
+    """Implements `Broker`; `max_payload` in bytes. Create it in the event loop that uses it."""
 
     def __init__(self, *, max_payload: int = 8 << 20) -> None:
         self._loop = asyncio.get_running_loop()
         self._max_payload = max_payload
         self._streams: dict[str, MemoryStream] = {}  # by name in upper case, as JetStream's are
-        self._groups: dict[tuple[str, str], Group] = {}  # by stream and consumer name
+        self._groups: dict[tuple[str, str], ConsumerGroup] = {}  # by stream and consumer name
         self._consumers: list[MemoryConsumer] = []
         self._buckets: dict[str, MemoryBucket] = {}
         self._listeners: list[_Listener] = []
@@ -79,25 +80,25 @@ class MemoryBroker:
         check_size(data, whole, self._max_payload)
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
-        self._tell(Message(subject, data, whole))  # as NATS does: also where the stream refuses it
+        self._notify_listeners(Message(subject, data, whole))  # as NATS does, even if the stream refuses it
         for name, stream in self._streams.items():
             if stream.accepts(subject):
                 published = stream.store(subject, data, whole, expect)
                 for (of_stream, _), group in self._groups.items():
                     if of_stream == name:
                         group.dispatch()
-                # A publisher in a loop must not keep everybody else from running.
+                # A publisher in a loop must not starve the other tasks.
                 await asyncio.sleep(0)
                 return published
-        raise BrokerUnavailable(self._refuse(Message(subject, data, whole)) or f"nobody stores {subject}")
+        raise BrokerUnavailable(self._refuse(Message(subject, data, whole)) or f"no stream stores {subject}")
 
     async def consume(self, spec: ConsumerSpec, *, prefetch: int) -> MemoryConsumer:
         name = spec.stream.upper()
         if (stream := self._streams.get(name)) is None:
             raise StartupError(f"consumer {spec.name} of stream {spec.stream}: stream not found")
         if stream.spec.retention == "work_queue":
-            self._refuse_second_claim(name, spec)
-        group = self._groups.setdefault((name, spec.name), Group(stream, spec, self._loop))
+            self._check_overlap(name, spec)
+        group = self._groups.setdefault((name, spec.name), ConsumerGroup(stream, spec, self._loop))
         consumer = group.join(spec, prefetch)
         self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
         return consumer
@@ -122,7 +123,7 @@ class MemoryBroker:
 
     async def notify(self, subject: str, data: bytes) -> None:
         message = Message(subject, data, {})
-        self._tell(message)
+        self._notify_listeners(message)
         self._refuse(message)
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
@@ -151,21 +152,21 @@ class MemoryBroker:
             raise BrokerUnavailable(f"there is no stream {stream}")
         return found
 
-    def _tell(self, message: Message) -> None:
+    def _notify_listeners(self, message: Message) -> None:
         for listener in self._listeners:
             if listener.pattern.fullmatch(message.subject):
-                # Later, as from a network: a callback's error is not the publisher's.
+                # Deferred, as over a network: a callback's error must not reach the publisher.
                 self._loop.call_soon(listener.hear, message)
 
     def _refuse(self, message: Message) -> str:
         one_each = {refuser.group: refuser for refuser in self._refusers if refuser.pattern.fullmatch(message.subject)}
         return " ".join(filter(None, [refuser.why(message) for refuser in one_each.values()]))
 
-    def _refuse_second_claim(self, stream: str, spec: ConsumerSpec) -> None:
+    def _check_overlap(self, stream: str, spec: ConsumerSpec) -> None:
         for (of_stream, name), group in self._groups.items():
             if of_stream == stream and name != spec.name and overlap(group.spec.subject, spec.subject):
                 raise StartupError(
-                    f"consumer {spec.name} of stream {stream}: {name} takes some of {spec.subject} already"
+                    f"consumer {spec.name} of stream {stream}: its consumer {name} already takes some of {spec.subject}"
                 )
 
 
@@ -200,7 +201,7 @@ class _Refuser(NamedTuple):
         self.refusers.remove(self)
 
 
-class _Kept(NamedTuple):
+class _StoredEntry(NamedTuple):
     entry: Entry
     written: float
     size: int
@@ -213,7 +214,7 @@ class MemoryBucket:
         self.spec = spec  # set by MemoryBroker.reconfigure
         self._clock = clock
         self._max_payload = max_payload
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the longest unwritten first
+        self._kept: OrderedDict[str, _StoredEntry] = OrderedDict()  # least recently written first
         self._revision = 0
         self._bytes = 0
 
@@ -231,12 +232,12 @@ class MemoryBucket:
         self._expire()
         size = len(key) + message_size(value, {})
         most = self.spec.max_bytes
-        # As JetStream does: who replaces a value may make a full bucket a little fuller.
+        # As in JetStream, replacing a value may make a full bucket slightly fuller.
         if most and self.spec.discard == "new" and key not in self._kept and self._bytes + size > most:
             raise StreamFull(f"{key}: maximum bytes exceeded", storage=True)
         await self.delete(key)
         self._revision += 1
-        self._kept[key] = _Kept(Entry(key, value, self._revision), self._clock(), size)
+        self._kept[key] = _StoredEntry(Entry(key, value, self._revision), self._clock(), size)
         self._bytes += size
         while most and self.spec.discard == "old" and self._bytes > most:
             await self.delete(next(iter(self._kept)))

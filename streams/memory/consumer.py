@@ -1,7 +1,7 @@
-"""Consumers in memory: a group lends a stream's messages to the copies that opened it, one lease a message.
+"""Consumers in memory: a group leases a stream's messages to the copies that opened it.
 
-A message is *lent* from its delivery until it is settled; one whose lease ran out, or which was refused, is still
-lent, and waits in `_again` to be delivered once more. Leases run on the event loop's clock.
+A message stays in `_leases` from its first delivery until it is settled; after its lease has expired, or after a nak,
+it waits in `_redeliver`. Leases expire by the event loop's clock.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..port import ConsumerSpec, Delivery, Message
-from .stream import MemoryStream
-from .wildcards import matcher
+from .stream import MemoryStream, matcher
 
 
 class MemoryDelivery:
@@ -20,7 +19,7 @@ class MemoryDelivery:
 
     __slots__ = ("_group", "attempt", "message")
 
-    def __init__(self, group: Group, message: Message, attempt: int) -> None:
+    def __init__(self, group: ConsumerGroup, message: Message, attempt: int) -> None:
         self._group = group
         self.message = message
         self.attempt = attempt
@@ -40,38 +39,39 @@ class MemoryDelivery:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """`timer` ends it, or, after a nak, its delay; None while the message waits for somebody with room."""
+    """`timer` ends the lease or, after a nak, the delay; None while the message waits for a consumer with room."""
 
     attempt: int
     holder: MemoryConsumer
     timer: asyncio.TimerHandle | None
 
 
-class Group:
-    """All copies of one consumer: what is lent, what comes next, and who has room. Everything here is synchronous."""
+class ConsumerGroup:
+    """All copies of one consumer: which messages are leased, which comes next, and which copy has room. No method
+    awaits."""
 
     def __init__(self, stream: MemoryStream, spec: ConsumerSpec, loop: asyncio.AbstractEventLoop) -> None:
-        self.spec = spec  # `join` replaces it by the last opener's
+        self.spec = spec  # of the copy that joined last; set by `join`
         self._stream = stream
         self._loop = loop
         self._pattern = matcher(spec.subject)
-        self._next = 1  # the first sequence never looked at
-        self._lent: dict[int, _Lease] = {}  # by sequence
-        self._again: deque[int] = deque()  # sequences to deliver once more
-        self._members: list[MemoryConsumer] = []  # whose turn it is comes first
+        self._next = 1  # the first sequence not yet considered
+        self._leases: dict[int, _Lease] = {}  # by sequence
+        self._redeliver: deque[int] = deque()  # sequences to deliver again
+        self._members: list[MemoryConsumer] = []  # the one whose turn it is comes first
 
     def join(self, spec: ConsumerSpec, prefetch: int) -> MemoryConsumer:
-        """Open one more copy; under `takeover` the only one, which starts behind what is settled without a gap."""
+        """Open another copy; with `takeover`, the only one, which starts behind the contiguous settled messages."""
         self.spec = spec
         self._pattern = matcher(spec.subject)
         if spec.takeover:
-            self._next = min(self._lent, default=self._next)
-            for lease in self._lent.values():
+            self._next = min(self._leases, default=self._next)
+            for lease in self._leases.values():
                 _cancel(lease)
             for former in self._members:
                 former.clear()
-            self._lent.clear()
-            self._again.clear()
+            self._leases.clear()
+            self._redeliver.clear()
             self._members.clear()
         member = MemoryConsumer(self, prefetch)
         self._members.append(member)
@@ -83,20 +83,20 @@ class Group:
             self._members.remove(member)
 
     def dispatch(self) -> None:
-        """Lend what can be lent to whoever has room, in turn."""
+        """Lease waiting messages to the copies with room, in turn."""
         while (member := self._with_room()) is not None and (message := self._take_next()) is not None:
             self._members.remove(member)
             self._members.append(member)
             sequence = message.sequence
-            attempt = self._lent[sequence].attempt + 1 if sequence in self._lent else 1
+            attempt = self._leases[sequence].attempt + 1 if sequence in self._leases else 1
             delivery = MemoryDelivery(self, message, attempt)
-            timer = self._loop.call_later(self.spec.ack_wait, self._run_out, delivery)
-            self._lent[sequence] = _Lease(attempt, member, timer)
+            timer = self._loop.call_later(self.spec.ack_wait, self._expire, delivery)
+            self._leases[sequence] = _Lease(attempt, member, timer)
             member.receive(delivery)
 
     def settle(self, sequence: int) -> None:
-        """Done with it for good, whoever says so: a late ack of a lease that ran out counts too."""
-        lease = self._lent.pop(sequence, None)
+        """Remove a message for good; a late ack of an expired lease counts too."""
+        lease = self._leases.pop(sequence, None)
         if lease is None:
             return
         _cancel(lease)
@@ -110,45 +110,45 @@ class Group:
             return
         _cancel(lease)
         if delay > 0:
-            lease.timer = self._loop.call_later(delay, self._run_out, delivery)
+            lease.timer = self._loop.call_later(delay, self._expire, delivery)
         else:
-            self._run_out(delivery)
+            self._expire(delivery)
 
     def extend(self, delivery: MemoryDelivery) -> None:
         lease = self._current(delivery)
         if lease is not None and lease.timer is not None:
             _cancel(lease)
-            lease.timer = self._loop.call_later(self.spec.ack_wait, self._run_out, delivery)
+            lease.timer = self._loop.call_later(self.spec.ack_wait, self._expire, delivery)
 
-    def _run_out(self, delivery: MemoryDelivery) -> None:
+    def _expire(self, delivery: MemoryDelivery) -> None:
         lease = self._current(delivery)
         if lease is not None:
             lease.timer = None
             lease.holder.drop(delivery)
-            self._again.append(delivery.message.sequence)
+            self._redeliver.append(delivery.message.sequence)
             self.dispatch()
 
     def _current(self, delivery: MemoryDelivery) -> _Lease | None:
-        """The lease that `delivery` still is, None if the message was settled or lent anew since."""
-        lease = self._lent.get(delivery.message.sequence)
+        """The lease of this `delivery`; None if the message has been settled or leased again since."""
+        lease = self._leases.get(delivery.message.sequence)
         return lease if lease is not None and lease.attempt == delivery.attempt else None
 
     def _with_room(self) -> MemoryConsumer | None:
         return next((member for member in self._members if member.has_room), None)
 
     def _take_next(self) -> Message | None:
-        while self._again:
-            sequence = self._again.popleft()
-            lease = self._lent.get(sequence)
+        while self._redeliver:
+            sequence = self._redeliver.popleft()
+            lease = self._leases.get(sequence)
             if lease is None or lease.timer is not None:
                 continue
             message = self._stream.get(sequence)
             spent = 0 < self.spec.max_deliver <= lease.attempt
             if message is not None and not spent:
                 return message
-            del self._lent[sequence]
+            del self._leases[sequence]
         self._next = max(self._next, self._stream.first)
-        while self._next <= self._stream.last and len(self._lent) < self.spec.max_ack_pending:
+        while self._next <= self._stream.last and len(self._leases) < self.spec.max_ack_pending:
             message = self._stream.get(self._next)
             self._next += 1
             if message is not None and self._pattern.fullmatch(message.subject):
@@ -157,9 +157,9 @@ class Group:
 
 
 class MemoryConsumer:
-    """Implements `Consumer`. Made by `Group.join`."""
+    """Implements `Consumer`. Made by `ConsumerGroup.join`."""
 
-    def __init__(self, group: Group, prefetch: int) -> None:
+    def __init__(self, group: ConsumerGroup, prefetch: int) -> None:
         self._group = group
         self._prefetch = prefetch
         self._buffer: deque[MemoryDelivery] = deque()
@@ -179,7 +179,7 @@ class MemoryConsumer:
         self._arrived.set()
 
     def drop(self, delivery: MemoryDelivery) -> None:
-        """Its lease ran out: nobody may take it any more."""
+        """Remove a delivery whose lease has expired before it was taken."""
         if delivery in self._buffer:
             self._buffer.remove(delivery)
 

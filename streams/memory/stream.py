@@ -1,18 +1,17 @@
-"""A stream in memory: messages by sequence within the limits of its spec, and the ids that say what is a duplicate.
+"""A stream in memory: messages by sequence within the limits of its spec, and the message ids that reveal duplicates.
 
-Age is checked when the stream is looked at: nothing can tell the difference. Knows no consumers.
+Old messages expire when a method is called, which no caller can tell from expiry on time. Knows nothing of consumers.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ...schemas.errors import StartupError, StreamFull, Superseded
-from ..port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec
-from ..sizes import message_size
-from .wildcards import matcher
+from ..port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec, message_size
 
 
 class _Stored(NamedTuple):
@@ -27,12 +26,12 @@ class _Seen(NamedTuple):
 
 
 class MemoryStream:
-    """`clock` gives seconds. Nothing here waits, so nobody sees a stream half changed."""
+    """`clock` returns seconds. No method awaits, so no caller sees a stream half changed."""
 
     def __init__(self, spec: StreamSpec, clock: Callable[[], float]) -> None:
-        self.last = 0  # the newest sequence ever given; `store` counts it up
+        self.last = 0  # the newest sequence ever assigned; `store` increments it
         self._clock = clock
-        # Ordered dictionaries, since a plain one takes ever longer to find the first of its keys as those before go.
+        # OrderedDict, because a plain dict takes ever longer to find its first key as earlier ones are deleted.
         self._messages: OrderedDict[int, _Stored] = OrderedDict()  # by sequence, oldest first
         self._ids: OrderedDict[str, _Seen] = OrderedDict()  # by message id, oldest first
         self._of_subject: defaultdict[str, OrderedDict[int, None]] = defaultdict(OrderedDict)  # sequences
@@ -40,19 +39,19 @@ class MemoryStream:
         self._adopt(spec)
 
     def check(self, spec: StreamSpec) -> None:
-        """Raises `StartupError` where no change makes a stream of this spec of it."""
+        """Raises `StartupError` if the spec differs in what no reconfiguration can change."""
         for fixed in ("retention", "storage"):
             present, wanted = getattr(self.spec, fixed), getattr(spec, fixed)
             if present != wanted:
                 raise StartupError(f"stream {spec.name} exists with {fixed} {present!r} where {wanted!r} is needed")
 
     def configure(self, spec: StreamSpec) -> None:
-        """Take on a changed spec, which `check` has passed."""
+        """Adopt a changed spec that has passed `check`."""
         self._adopt(spec)
 
     @property
     def first(self) -> int:
-        """The oldest sequence held; what `last` will be next, if there is none."""
+        """The oldest sequence stored; if the stream is empty, the one that comes next."""
         self._expire()
         return next(iter(self._messages), self.last + 1)
 
@@ -60,7 +59,7 @@ class MemoryStream:
         return any(pattern.fullmatch(subject) for pattern in self._patterns)
 
     def store(self, subject: str, data: bytes, headers: Headers, expect: int | None = None) -> Published:
-        """Raises `StreamFull` and `Superseded`. The message id is among the headers."""
+        """Store a message whose headers include its id. Raises `StreamFull` and `Superseded`."""
         self._expire()
         message_id = headers[MESSAGE_ID]
         if (seen := self._ids.get(message_id)) is not None:
@@ -104,7 +103,7 @@ class MemoryStream:
         return Held(counts, self.last)
 
     def remove(self, sequence: int) -> None:
-        """Forget a message, if it is still there."""
+        """Delete a message if it is still there."""
         stored = self._messages.pop(sequence, None)
         if stored is None:
             return
@@ -147,3 +146,23 @@ class MemoryStream:
             return
         while self._messages and now - next(iter(self._messages.values())).at >= self.spec.max_age:
             self.remove(next(iter(self._messages)))
+
+
+def matcher(pattern: str) -> re.Pattern[str]:
+    """A regular expression for a NATS subject pattern: `*` stands for one token, a final `>` for one or more.
+
+    Use its `fullmatch`.
+    """
+    tokens = (r"[^.]+" if token == "*" else r".+" if token == ">" else re.escape(token) for token in pattern.split("."))
+    return re.compile(r"\.".join(tokens))
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether a subject exists that matches both patterns."""
+    first, second = one.split("."), other.split(".")
+    for a, b in zip(first, second, strict=False):
+        if ">" in (a, b):
+            return True
+        if a != b and "*" not in (a, b):
+            return False
+    return len(first) == len(second)

@@ -10,8 +10,18 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from ...schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
-from ..port import MESSAGE_ID, Bucket, BucketSpec, ConsumerSpec, Headers, Held, Message, Published, StreamSpec
-from ..sizes import check_size
+from ..port import (
+    MESSAGE_ID,
+    Bucket,
+    BucketSpec,
+    ConsumerSpec,
+    Headers,
+    Held,
+    Message,
+    Published,
+    StreamSpec,
+    check_size,
+)
 from .buckets import JetStreamBucket
 from .direct import held_subjects, last_message, stored_messages
 from .link import Link

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ...schemas.errors import BrokerUnavailable
-from ..port import DEAD_BODY, DEAD_REASON, DEAD_REQUESTS, Broker, Message, Published
-from ..sizes import message_size
+from ..port import DEAD_BODY, DEAD_REASON, DEAD_REQUESTS, Broker, Message, Published, message_size
 from ..topology import DEAD, DEAD_DATA, Subjects
 from .objects import Objects
 

@@ -11,7 +11,7 @@ import orjson
 import pytest_asyncio
 from nats.aio.msg import Msg
 
-from penstock.streams.memory.wildcards import matcher
+from penstock.streams.memory.stream import matcher
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.cluster import LocalCluster
 from penstock.streams.nats.link import Link

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.streams.memory.broker import MemoryBroker
-from penstock.streams.memory.wildcards import matcher, overlap
+from penstock.streams.memory.stream import matcher, overlap
 from penstock.streams.port import Broker, BucketSpec, StreamSpec
 from penstock.streams.topology import PRIORITIES, Subjects, partition, stage_stream, topology
 
