@@ -36,7 +36,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
                 message = f"Files are kept {int(lifetime)} seconds here, and no longer."
                 raise InvalidRequest(message, param="output_expires_after")
             lifetime = expires.seconds
-        file = await find_file(broker, tenant, asked.input_file_id)
+        file = await find_file(broker, tenant, asked.input_file_id, "input_file_id")
         if file.about["purpose"] != "batch":
             raise InvalidRequest("The input file's purpose is not batch.", param="input_file_id")
         batch = Batch(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from ..bounds import bounded
 from ..errors import InvalidRequest
@@ -70,6 +70,15 @@ class OpenBody(Body):
 class TextPart(OpenBody):
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_media(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type", "text") != "text":
+            raise PydanticCustomError(
+                "part_kind", "Input should be a part of type text; images, files and audio are not understood here"
+            )
+        return part
 
 
 def _content_kind(value: object) -> str | None:

@@ -28,13 +28,13 @@ async def put_file(
     return await objects.put(name, data, {"object": "file", **times, "filename": filename, "purpose": purpose})
 
 
-async def find_file(broker: Broker, tenant: str, id: str) -> ObjectInfo:
-    """Raises `StreamNotFound` if the tenant has no such file, or if it has expired."""
+async def find_file(broker: Broker, tenant: str, id: str, param: str = "file_id") -> ObjectInfo:
+    """Raises `StreamNotFound`, for `param`, if the tenant has no such file, or if it has expired."""
     if re.fullmatch(TOKEN_PATTERN, id):
         info = await (await Objects.of(broker, FILES)).info(f"{tenant}.{id}")
         if info is not None and not _has_expired(info):
             return info
-    raise StreamNotFound(f"There is no file {id!r}.", code="file_not_found", param="file_id")
+    raise StreamNotFound(f"There is no file {id!r}.", code="file_not_found", param=param)
 
 
 async def list_files(broker: Broker, tenant: str) -> list[ObjectInfo]:

@@ -284,8 +284,8 @@ async def test_a_batch_has_no_more_lines_than_may_be() -> None:
 @pytest.mark.parametrize(
     ("change", "status", "param"),
     [
-        ({"input_file_id": "file-none"}, 404, "file_id"),
-        ({"input_file_id": "*"}, 404, "file_id"),
+        ({"input_file_id": "file-none"}, 404, "input_file_id"),
+        ({"input_file_id": "*"}, 404, "input_file_id"),
         ({"input_file_id": 1}, 400, "input_file_id"),
         ({"endpoint": "/v1/responses"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),

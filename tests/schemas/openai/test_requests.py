@@ -256,7 +256,7 @@ def test_faults_are_tried_in_every_parameter() -> None:
             "messages[0].content[0].text",
             "missing_required_parameter",
         ),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type", "invalid_value"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", "invalid_value"),
         (["hi"], "messages[0]", "invalid_type"),
     ],
 )
@@ -264,6 +264,13 @@ def test_fault_inside_a_message_is_named_by_its_path(messages: list[Any], param:
     refusal = _refused(CHAT, _body(CHAT, messages=messages))
     assert (refusal.param, refusal.code) == (param, code)
     assert param in str(refusal)
+
+
+def test_a_part_that_is_no_text_is_refused_in_words() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    refusal = _refused(CHAT, _body(CHAT, messages=[{"role": "user", "content": [picture]}]))
+    told = "a part of type text; images, files and audio are not understood here."
+    assert str(refusal) == f"messages[0].content[0]: Input should be {told}"
 
 
 def test_every_fault_is_in_the_message() -> None:
