@@ -63,14 +63,16 @@ class Settings(BaseSettings):
         ge=1024,
         description="Largest line and headers of an HTTP request, before 431.",
     )
-    header_timeout: float = Field(10.0, gt=0, description="How long they may take to arrive, before 408.")
+    header_timeout: float = Field(
+        10.0, gt=0, description="How long the line and headers of a request may take to arrive, before 408."
+    )
     idle_timeout: float = Field(75.0, gt=0, description="How long a connection stays open between two requests.")
     write_timeout: float = Field(
         30.0, gt=0, description="How long a client may leave an answer unread before its connection is cut."
     )
     max_connections: int = Field(4096, ge=1, description="Connections that may be open; more are refused with 503.")
     max_connections_per_address: int = Field(
-        2048, ge=1, description="The same from one address, or IPv6 network of 64 bits; a proxy in front is one."
+        2048, ge=1, description="Connections that one address, or IPv6 network of 64 bits, may hold; a proxy is one."
     )
     strict: bool = Field(
         False, description="Refuse a request with unknown fields (400), instead of naming them in `Penstock-Ignored`."
@@ -104,7 +106,9 @@ class Settings(BaseSettings):
         "may ask for a longer time-out.",
     )
     events_limit: ByteSize = Field(
-        ByteSize(256 << 20), gt=0, description="And how much of it, of all requests; at most a quarter of store_limit."
+        ByteSize(256 << 20),
+        gt=0,
+        description="How much of that is kept, of all requests; at most a quarter of store_limit.",
     )
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at a time.")
     default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
@@ -153,7 +157,7 @@ class Settings(BaseSettings):
     )
     queue_limit: int = Field(10_000, ge=1, description="Requests that may wait in each priority before 503.")
     tenant_limit: int | None = Field(
-        None, ge=1, description="The same for one tenant, before 429; no limit of its own by default."
+        None, ge=1, description="Requests of one tenant that may wait in each priority before 429; no limit by default."
     )
     infer_limit: int = Field(
         10_000, ge=1, description="Batches on their way to workers, above which the others wait in their lanes."
@@ -184,7 +188,9 @@ class Settings(BaseSettings):
     restart_after_requests: int | None = Field(
         None, ge=1, description="Requests after which a worker drains and is replaced; never by default."
     )
-    restart_after_hours: float | None = Field(None, gt=0, description="The same by age.")
+    restart_after_hours: float | None = Field(
+        None, gt=0, description="Hours after which a worker drains and is replaced; never by default."
+    )
     max_kills: int = Field(
         2, ge=1, description="Workers that may die while they begin a request alone before it goes to the dead letters."
     )
@@ -257,7 +263,11 @@ class Settings(BaseSettings):
     tool_format: str = Field(
         "auto", min_length=1, description="How the model writes tool calls; auto: as its chat template suggests."
     )
-    reasoning_format: str = Field("auto", min_length=1, description="The same for its thoughts; none: all is content.")
+    reasoning_format: str = Field(
+        "auto",
+        min_length=1,
+        description="How the model writes thoughts; auto: as its chat template suggests; none: all is content.",
+    )
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
 
     @field_validator("nats_url")

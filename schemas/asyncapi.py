@@ -25,7 +25,7 @@ MESSAGES: dict[str, tuple[str, Any]] = {
 }
 
 # name: (address below the namespace, messages, what a user of it should know)
-_CHANNELS: dict[str, tuple[str, str, str]] = {
+CHANNELS: dict[str, tuple[str, str, str]] = {
     "jobs": (
         "jobs.{priority}.{tenant}",
         "Job",
@@ -63,7 +63,7 @@ def asyncapi(namespace: str, version: str) -> dict[str, Any]:
     """The AsyncAPI document for one namespace."""
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
-    for name, (address, messages, description) in _CHANNELS.items():
+    for name, (address, messages, description) in CHANNELS.items():
         parameters: dict[str, Any] = {part: {} for part in _parameters(address)}
         channels[name] = {
             "address": f"{namespace}.{address}",

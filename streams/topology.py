@@ -129,19 +129,21 @@ class Subjects:
         return f"{self.root}.tools.{_token(priority)}.>"
 
     def batches(self, tenant: str) -> str:
-        """Where a tenant's batches of requests wait for a bridge to see to them."""
+        """Where a tenant's batches of requests wait for a bridge to run them."""
         return f"{self.root}.batches.{_token(tenant)}"
 
     def batches_all(self) -> str:
         return f"{self.root}.batches.>"
 
     def dead(self, stage: str) -> str:
+        """Where dead letters lie: the messages that a stage has given up."""
         return f"{self.root}.dead.{_token(stage)}"
 
     def dead_all(self) -> str:
         return f"{self.root}.dead.>"
 
     def cancel(self, tenant: str, request: str) -> str:
+        """Publish anything here to cancel a request."""
         return f"{self.root}.control.cancel.{_token(tenant)}.{_token(request)}"
 
     def cancel_all(self) -> str:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from .keys import is_open
 
 # A refusal by its status; whichever it is, its body is OpenAI's error object.
-_REFUSALS = {
+REFUSALS = {
     400: "What was asked can never be served; `param` names the fault.",
     401: "No API key, or none that is known.",
     403: "A foreign web page, or something that this key has no right to.",
@@ -32,7 +32,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {"200": {"description": "Events", "c
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For `responses`."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {str(status): {"description": _REFUSALS[status], "content": content} for status in statuses}
+    return {str(status): {"description": REFUSALS[status], "content": content} for status in statuses}
 
 
 def body_of(*bodies: type[BaseModel]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def body_of(*bodies: type[BaseModel]) -> dict[str, Any]:
 
 def documented(*bodies: type[BaseModel]) -> dict[str, Any]:
     """The same for what goes through the pipeline, with what may come of it."""
-    responses = refusals(*sorted(_REFUSALS.keys() - {401}))
+    responses = refusals(*sorted(REFUSALS.keys() - {401}))
     if any("stream" in body.model_fields for body in bodies):
         responses["200"] = {"content": _SSE}
     return body_of(*bodies) | {"responses": responses}

@@ -20,7 +20,7 @@ ServerUrl = Annotated[str | None, typer.Option("--url", help="The server.", show
 ApiKey = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="If the server asks for one.")]
 
 # Panels of `--help`, each by the first of its settings.
-_PANELS = {"host": "Serving", "nats_url": "Broker", "pipeline": "Pipeline", "backend": "Engine"}
+PANELS = {"host": "Serving", "nats_url": "Broker", "pipeline": "Pipeline", "mcp_config": "Tools", "backend": "Engine"}
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -85,7 +85,7 @@ def _flags() -> dict[str, inspect.Parameter]:
     flags = {}
     panel = ""
     for name, field in Settings.model_fields.items():
-        panel = _PANELS.get(name, panel)
+        panel = PANELS.get(name, panel)
         if name == "model":  # an argument
             continue
         default = field.get_default(call_default_factory=True)

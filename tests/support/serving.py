@@ -43,6 +43,10 @@ class Process:
         return self._child.pid
 
     @property
+    def alive(self) -> bool:
+        return self._child.poll() is None
+
+    @property
     def output(self) -> str:
         return "\n".join(self.lines)
 

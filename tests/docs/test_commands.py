@@ -11,31 +11,30 @@ from typing import Any
 
 import pytest
 import typer
+from pages import PAGES, ROOT, blocks, named, without_blocks
 from typer.core import TyperGroup
 
 from penstock.__main__ import app
 from penstock.config.settings import Settings
 from penstock.schemas.events import Started, Token
 from penstock.stages import Filter, JobStage
+from penstock.streams.nats.deployment import layout
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", ROOT / "deploy" / "examples" / "README.md"]
-OTHER_VARIABLES = {"PENSTOCK_API_KEY", "PENSTOCK_TEST_DEVICE"}  # of clients, of tests
+OTHER_VARIABLES = {"PENSTOCK_API_KEY", "PENSTOCK_CONFIG", "PENSTOCK_TEST_DEVICE"}  # of clients, of files, of tests
 COMMAND = typer.main.get_command(app)
 USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that this Typer has
 
 
-def commands(text: str) -> Iterator[str]:
+def commands(page: Path) -> Iterator[str]:
     """What starts with `penstock`, in the shell's blocks and inline."""
-    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+    for block in blocks(page, "sh", "bash"):
+        for line in re.sub(r"\\\n\s*", "", block.code).splitlines():
             for part in re.split(r"(?:^|\s)#\s|\||&+(?=\s|$)|;", line):
                 if found := re.match(r"\s*(?:\w+=\S*\s+)*(?:python -m )?(penstock .*|penstock$)", part):
                     yield found[1].strip()
-    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for code in re.findall(r"`([^`]+)`", outside):
+    for code in re.findall(r"`([^`]+)`", without_blocks(page)):
         for part in re.split(r"\||&+(?=\s|$)", code):
-            if found := re.match(r"\s*(?:\w+=\S*\s+)*(penstock .+)", part):
+            if found := re.match(r"\s*(?:\w+=\S*\s+)*(penstock (?!ready ).+)", part):
                 yield found[1]
 
 
@@ -64,11 +63,14 @@ def fault(line: str) -> str:
     return f"{left[0]} is one argument too many" if left and not isinstance(command, TyperGroup) else ""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_command_parses(page: Path) -> None:
-    lines = sorted(set(commands(page.read_text())))
-    assert lines
+    lines = sorted(set(commands(page)))
     assert {line: found for line in lines if (found := fault(line))} == {}
+
+
+def test_there_are_commands() -> None:
+    assert len({line for page in PAGES for line in commands(page)}) > 50
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def flags(command: Any) -> Iterator[str]:
 
 
 def test_every_flag_and_variable_exists() -> None:
-    text = PAGES[0].read_text()
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
     known = {"--help", *flags(COMMAND)}
     named = {
         flag
@@ -104,15 +106,15 @@ def test_every_flag_and_variable_exists() -> None:
     }
     assert named and named - known == set()
     variables = {f"PENSTOCK_{name.upper()}" for name in Settings.model_fields} | OTHER_VARIABLES
+    streams = {f"PENSTOCK_{stream.name}" for stream in layout(Settings()).streams}
     assigned = set(re.findall(r"\b(PENSTOCK_[A-Z_]+)=", text)) | set(re.findall(r"`(PENSTOCK_[A-Z_]+[A-Z])`", text))
-    assert assigned and assigned - variables == set()
+    assert assigned and assigned - variables - streams == set()
 
 
-async def test_the_readmes_own_stage_and_filter_do_as_it_says() -> None:
+async def test_the_stage_and_the_filter_do_as_the_page_says() -> None:
     found: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL):
-        if "(JobStage)" in block or "(Filter)" in block:
-            exec(block, found)
+    for block in blocks(ROOT / "docs" / "stages.md", "python"):
+        exec(block.code, found)
     assert issubclass(found["Polite"], JobStage)
     brief: Filter = found["Brief"](Started("r", 1, "h", "default", "b", 1, 5), 0)
     whole, end = Token("r", 0, 0, (1,), "One"), Token("r", 0, 1, (2,), "?\nTwo")
