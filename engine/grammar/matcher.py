@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,9 +137,10 @@ class GrammarCompiler:
 
     def _find_free_tokens(self, openers: frozenset[str]) -> Mask:
         """All tokens that are whole printable characters, none of them in `openers`."""
-        special = self._tokenizer.special_token_ids
-        tokens = (one for one, text in enumerate(self._texts) if one not in special and _is_printable(text, openers))
-        return _bits(tokens, self._tokenizer.vocabulary_size) & ~self._ends
+        excluded = {*openers, "\ufffd"}  # which stands for what is no whole character
+        texts = enumerate(raw.decode(errors="replace") for raw in self._texts)
+        tokens = {token for token, text in texts if text and text.isprintable() and excluded.isdisjoint(text)}
+        return _bits(tokens - self._tokenizer.special_token_ids, self._tokenizer.vocabulary_size) & ~self._ends
 
 
 class FreeTokens(NamedTuple):
@@ -211,15 +212,6 @@ class Matcher:
     def is_over(self) -> bool:
         """Whether the answer is whole and nothing can follow but its end."""
         return self._matcher.is_completed() and not (self.mask() & ~self._ends).any()
-
-
-def _is_printable(raw: bytes, but: Collection[str]) -> bool:
-    """Whether `raw` is whole printable characters, none of them in `but`."""
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return text.isprintable() and text != "" and not any(character in text for character in but)
 
 
 def _bits(tokens: Iterable[int], size: int) -> Mask:
