@@ -86,11 +86,6 @@ class GrammarCompiler:
             raise _refusal(f"the grammar cannot be used: {_reason(error)}") from error
         return compiled
 
-    @property
-    def cached_bytes(self) -> int:
-        """The size of the cached grammars."""
-        return int(self._compiler().get_cache_size_bytes())
-
     def load(self) -> None:
         """Import and set up xgrammar now, before the first grammar. Raises `InvalidRequest` for a wrong tokenizer."""
         self._compiler()

@@ -269,4 +269,4 @@ def test_grammars_are_remembered_up_to_a_bound(llama: InferenceEngine) -> None:
     compiler = GrammarCompiler(llama.tokenizer, cache_bytes=200_000)
     for place in range(30):
         compiler.compile(regex(f"[a-z]{{3}}{place}"))
-    assert 0 < compiler.cached_bytes <= 300_000
+    assert 0 < compiler._compiler().get_cache_size_bytes() <= 300_000
