@@ -32,10 +32,7 @@ ECHO_RATE = 100.0  # tokens a second of each answer while first tokens are timed
 WARM_UP = 2.0  # seconds before each load that do not count
 BATCH_SIZE = 1024  # room in the engine: it must not be what requests wait for
 MESSAGES = [
-    {
-        "role": "system",
-        "content": "You are a helpful assistant. ReceivedAnswer briefly, and say so when you do not know.",
-    },
+    {"role": "system", "content": "You are a helpful assistant. Answer briefly, and say so when you do not know."},
     {"role": "user", "content": "What is a penstock, and what are the parts of a hydroelectric power station called?"},
 ]
 
@@ -87,11 +84,6 @@ def pipeline(
     bench_report.publish(json, "pipeline", options, details, *bench_report.shown(loads), "", table)
     if any(load["failed"] for load in loads.values()):
         raise typer.Exit(1)
-
-
-def _engine() -> InferenceEngine:
-    config = EngineConfig(model="echo", backend="echo", echo_rate=ECHO_RATE, max_batch_size=BATCH_SIZE)
-    return InferenceEngine(config, progress=lambda done, total: None)
 
 
 async def _direct(engine: InferenceEngine, tokens: int) -> Sample:

@@ -1,1 +1,1 @@
-"""From a request to its events and back: publishing jobs, reading and resuming their streams."""
+"""Publishes requests as jobs, reads their events, and resumes their streams."""

@@ -1,8 +1,8 @@
-"""The way from a request to its events and back: publishes jobs, and reads each one's events once, in order.
+"""Publishes each request as a job, and reads the events of a job, each once and in order.
 
-Knows the broker and nothing of HTTP; `penstock submit` reads the same way. Events are heard live, on one wildcard
-subscription for the requests that were opened here and on one each for those that may have been opened elsewhere; what
-was missed, in an outage or a change of publisher, is read back from the stream.
+The bridge knows the broker and nothing of HTTP; `penstock submit` uses it too. It receives events live: on one wildcard
+subscription for the requests that it opened, and on one subscription each for requests that another bridge may have
+opened. What it missed, in an outage or when the publisher changed, it replays from the stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from ...streams.topology import Subjects
 from .early_refusal import EarlyRefusal
 from .reading import Reading
 
+_TOO_MANY = "Too many {} are waiting to be validated; try again in a second."
+
 
 class Bridge:
-    """One listener with a name of its own; requests opened here answer here, and any may be followed."""
+    """Opens requests under its own name, which their events carry, and follows requests of any bridge."""
 
     def __init__(self, broker: Broker, subjects: Subjects, name: str | None = None) -> None:
         self.name = name or f"b{secrets.token_hex(8)}"
@@ -38,11 +40,15 @@ class Bridge:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        """Subscribe to the events of this bridge and to the queue's admission state."""
         await self.broker.listen(self.subjects.events_of(self.name), self._hear)
         await self._early_refusal.start(self.broker, self.subjects)
 
     def admit(self, priority: Priority) -> None:
-        """Raises `Overloaded` where a request of this priority would be refused; asks nobody."""
+        """Check, without asking the broker, that the queue takes requests of this priority.
+
+        Raises `Overloaded` where it does not, or where the bridge drains.
+        """
         if self.draining:
             raise _leaving()
         self._early_refusal.check(priority)
@@ -57,10 +63,11 @@ class Bridge:
         kept: bool = False,
         shared: bool = False,
     ) -> Reading:
-        """Publish a job, which must name this bridge and have an id; `deadline` in Unix seconds.
+        """Publish a job, which must name this bridge and have an id; `deadline` is in Unix seconds.
 
-        `kept`: it goes on though its reader leaves. `shared`: another bridge may publish it too, and get the events.
-        Raises `Overloaded`, `QuotaExceeded` or `StorageFull` where it is not taken, and `BrokerUnavailable`.
+        A `kept` request continues after its reader has left. A `shared` one may be published by another bridge too,
+        under whose name its events then are.
+        Raises `Overloaded`, `QuotaExceeded` or `StorageFull` where the job is refused, and `BrokerUnavailable`.
         """
         assert job.id is not None and job.bridge == self.name
         self.admit(priority)
@@ -75,16 +82,16 @@ class Bridge:
                 case StreamFull(storage=True):
                     raise StorageFull(STORE_FULL) from None
                 case StreamFull(per_subject=True):
-                    raise QuotaExceeded("Too many requests of yours wait to be looked at.", retry_after=1.0) from None
+                    raise QuotaExceeded(_TOO_MANY.format("of your requests"), retry_after=1.0) from None
                 case StreamFull():
-                    raise Overloaded("Too many requests are waiting to be looked at.", retry_after=1.0) from None
+                    raise Overloaded(_TOO_MANY.format("requests"), retry_after=1.0) from None
             raise
         return reading
 
     async def follow(self, request: str, tenant: str, *, deadline: float | None = None) -> Reading:
-        """Read a request's events from the first one on, whichever bridge it was opened at.
+        """Read a request's events from the first one on, whichever bridge opened it.
 
-        Raises `StreamNotFound` where there are none, or not from the first one on, and `BrokerUnavailable`.
+        Raises `StreamNotFound` where no event is stored or the first ones have expired, and `BrokerUnavailable`.
         """
         if self.draining:
             raise _leaving()
@@ -95,16 +102,16 @@ class Bridge:
                 if await reading.restore():
                     undo.pop_all()
                     return reading
-        raise StreamNotFound("There is no such request, or its events are kept no more.")
+        raise StreamNotFound("There is no such request, or its events have expired.")
 
     async def turn(self, root: Reading, request: str) -> Reading:
-        """Read the events of a turn of the response `root`, which were perhaps told before."""
+        """Read the events of a turn of the response `root`; some may have been published already."""
         reading = await self._reading(request, root.tenant, root.deadline, kept=True, shared=root.shared)
         reading.look_back()
         return reading
 
     async def drain(self, patience: float) -> None:
-        """Take nothing new and let what is open end; what still is after `patience` seconds is told to go elsewhere."""
+        """Refuse new requests and wait for open ones to end; refuse those still open after `patience` seconds."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
@@ -117,7 +124,7 @@ class Bridge:
                 await reading.ask_to_stop()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what nobody waits for."""
+        """Run `work` in the background."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -136,7 +143,7 @@ class Bridge:
         return reading
 
     def closed(self, reading: Reading) -> None:
-        """A reading tells that it is."""
+        """Forget a reading; it calls this when it closes."""
         self._open.discard(reading)
         if self._heard.get(reading.subject) is reading:
             del self._heard[reading.subject]
@@ -150,4 +157,4 @@ class Bridge:
 
 
 def _leaving() -> Refusal:
-    return Overloaded("Penstock is shutting down.", code="shutting_down", retry_after=5.0)
+    return Overloaded("Penstock is shutting down; try again.", code="shutting_down", retry_after=5.0)

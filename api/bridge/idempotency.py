@@ -1,8 +1,9 @@
 """`Idempotency-Key`: the same key is the same request, on whichever bridge it is repeated.
 
-The key's claim is written before the job is published, and a bridge may die in between; so whoever repeats a request of
-which no event is stored publishes it again, under the same id, which makes it one request still. A request that came to
-nothing (overload, deadline, a fault of ours) has no answer to repeat: its key then stands for a new attempt.
+A bridge stores a claim to the key before it publishes the job, and may die in between. So where a request is repeated
+and none of its events is stored, the bridge publishes it again under the same id, and it remains one request. A request
+that failed for a passing reason (overload, deadline, an error of the server) has no answer to repeat: the next request
+with its key is a new attempt.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ async def open_once(
     deadline: float,
     events_ttl: float,
 ) -> Reading:
-    """What `Bridge.open` gives for the first request of this key. `job` must have a new id, for if it is the first.
-    `events_ttl` is how many seconds a request's events are kept: for as long it is the same request, if repeated.
+    """Open the request of this key, or follow it where it was opened before. `job` must have a new id, which it gets if
+    it is the first. `events_ttl` is how many seconds events are stored, and a repetition is the same request.
 
-    Raises `InvalidRequest` (the key), `Conflict` (the key belongs to another body), and what `Bridge.open` raises.
+    Raises `InvalidRequest` for a bad key, `Conflict` where the key belongs to another body, and as `Bridge.open` does.
     """
     if not 0 < len(key) <= MOST_CHARACTERS:
         raise InvalidRequest(
@@ -66,7 +67,7 @@ async def open_once(
         except StreamNotFound:
             if await _is_kept(broker, job, tenant, claim["request"]):
                 raise Conflict(
-                    f"This Idempotency-Key made the response {claim['request']}; retrieve that.",
+                    f"This Idempotency-Key already made the response {claim['request']}; retrieve that.",
                     code="idempotency_key_spent",
                     param="Idempotency-Key",
                 ) from None
@@ -81,7 +82,7 @@ async def open_once(
 
 
 async def _is_kept(broker: Broker, job: Job, tenant: str, request: str) -> bool:
-    """Whether the request is a response that has begun: its tools may have run, so it is not made again."""
+    """Whether the request is a response that has begun: its tools may have run, so it must not begin again."""
     if job.endpoint != "/v1/responses":
         return False
     return await (await ResponseLog.of(broker)).read(tenant, request) is not None

@@ -1,4 +1,4 @@
-"""The events of one request as its client gets them: heard live, read back where something was missed."""
+"""Reads the events of one request: live, and from the stream where some were missed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...streams.topology import Subjects
 
 log = structlog.get_logger(__name__)
 
-SILENCE = 5.0  # seconds without an event before the stream is asked whether one was missed
-GRACE = 2.0  # seconds after a deadline in which the stages may say so themselves
-CANCELS = 5  # times that a request is asked to stop, a second apart: a stage that restarts does not hear it
+SILENCE = 5.0  # seconds without an event before the stored ones are replayed, for one may have been missed
+GRACE = 2.0  # seconds after a deadline in which the stages may publish `Expired` themselves
+CANCELS = 5  # cancel messages, a second apart: a stage that restarts misses some
 
 
 class Opener(Protocol):
-    """The bridge, as a reading sees it."""
+    """What a reading needs of its bridge."""
 
     @property
     def broker(self) -> Broker: ...
@@ -33,10 +33,10 @@ class Opener(Protocol):
     def subjects(self) -> Subjects: ...
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what nobody waits for."""
+        """Run `work` in the background."""
 
     def closed(self, reading: Reading) -> None:
-        """A reading tells that it is."""
+        """Forget a reading; it calls this when it closes."""
 
 
 class Reading:
@@ -49,9 +49,9 @@ class Reading:
         self.kept = kept
         self.tenant = tenant
         self.deadline = deadline
-        self.ended = False  # the final event was taken; set by take
+        self.ended = False  # whether `take` has returned the final event; set by take
         self.final: Event | None = None  # set by feed and end
-        self.is_cut = False  # the final event is this bridge's own, and the request may go on; set by end
+        self.is_cut = False  # whether `final` is this bridge's own, and the request may continue; set by end
         self._bridge = bridge
         self._broker = bridge.broker
         self.subject = subject
@@ -60,64 +60,64 @@ class Reading:
         self._ready: list[Event] = []
         self._news = asyncio.Event()
         self._next: dict[int, int] = {}  # choice → index of its next token
-        self._told = 0  # of a response's own events
-        self._is_response = is_response(request) is not None  # its tokens are those of its turns
+        self._next_item = 0  # index of a response's next own event
+        self._is_response = is_response(request) is not None  # its turns have the tokens
         self._accepted = False
         self._finished: set[int] = set()  # choices
         self._missed = False
 
     async def listen(self) -> None:
-        """Hear what another bridge may have asked for; what was said before is missed, and asked for by `take`."""
+        """Subscribe to events that another bridge may have asked for; `take` replays those published before."""
         self._listening = await self._broker.listen(self.subject, self.feed)
         self.look_back()
 
     @property
     def shared(self) -> bool:
-        """Whether another bridge may have been asked for it."""
+        """Whether another bridge may have opened the request."""
         return self._listening is not None
 
     def look_back(self) -> None:
-        """Something may have been told before anybody listened."""
+        """Have `take` replay what was published before this reading subscribed."""
         self._missed = True
 
     def feed(self, message: Message) -> None:
-        """Hear one event: repetitions are dropped, a gap is noted and filled by the next `take`."""
+        """Take one event from the broker: a repetition is dropped, and after a gap the next `take` replays."""
         if self.final is not None:
             return
-        self.subject = message.subject  # a wildcard, which it may have been, costs the broker ten times as much
+        self.subject = message.subject  # to replay a wildcard, as it may have been, costs the broker ten times as much
         event = codec.decode_event(message.data)
         match event:
             case Token():
-                place = self._next.get(event.choice, 0)
+                expected = self._next.get(event.choice, 0)
                 if event.choice in self._finished:
                     pass
-                elif event.index == place:
+                elif event.index == expected:
                     if event.finish_reason is not None:
                         self._finished.add(event.choice)
-                    self._next[event.choice] = place + len(event.token_ids)
+                    self._next[event.choice] = expected + len(event.token_ids)
                     self._ready.append(event)
-                elif event.index > place:
+                elif event.index > expected:
                     self._missed = True
             case Accepted():
                 if not self._accepted:
                     self._accepted = True
                     self._ready.append(event)
             case ItemEvent() | Turn():
-                if event.index == self._told:
-                    self._told += 1
+                if event.index == self._next_item:
+                    self._next_item += 1
                     self._ready.append(event)
-                elif event.index > self._told:
+                elif event.index > self._next_item:
                     self._missed = True
             case _ if isinstance(event, FINAL) and self._is_response and not message.sequence:
-                self._missed = True  # nothing in it tells how much came before, so that is looked up
+                self._missed = True  # it does not say how many events precede it
             case Done(finish_reasons=reasons) if len(reasons) > len(self._finished) and not self._is_response:
                 self._missed = True
             case Cancelled(usage=usage) if usage.completion_tokens > sum(self._next.values()) and not self._is_response:
                 self._missed = True
             case Queued() if message.sequence:
-                pass  # old news, read back
+                pass  # a replayed queue position is out of date
             case _ if isinstance(event, FINAL) and self._accepted and not (message.sequence or isinstance(event, Done)):
-                self._missed = True  # heard, but is it stored? If the request had just ended otherwise, it is not
+                self._missed = True  # it is not stored if the request had just ended otherwise; the stream decides
             case _ if isinstance(event, FINAL):
                 self.final = event
                 self._ready.append(event)
@@ -126,7 +126,7 @@ class Reading:
         self._news.set()
 
     def end(self, refusal: Refusal) -> None:
-        """Stop reading: what `take` gives last is this."""
+        """Stop reading: the last event that `take` returns is this failure."""
         if self.final is None:
             self.is_cut = True
             self.final = Failed(self.request, ErrorBody.of(refusal))
@@ -134,7 +134,7 @@ class Reading:
             self._news.set()
 
     async def take(self, patience: float) -> list[Event]:
-        """Wait for news and return all there is, oldest first; empty after `patience` seconds of silence."""
+        """Wait for events and return all there are, oldest first; none after `patience` seconds of silence."""
         loop = asyncio.get_running_loop()
         until = loop.time() + patience
         while True:
@@ -149,22 +149,22 @@ class Reading:
                 async with asyncio.timeout(min(SILENCE, until - loop.time())):
                     await self._news.wait()
             except TimeoutError:
-                self._missed = True  # perhaps; asking costs a millisecond
+                self._missed = True  # perhaps; a replay costs a millisecond
         events, self._ready = self._ready, []
         self.ended = self.final is not None
         return events
 
     async def restore(self) -> bool:
-        """Take in what is stored; False where that does not begin at the beginning. Raises `BrokerUnavailable`."""
+        """Replay the stored events; False where the first ones are not among them. Raises `BrokerUnavailable`."""
         stored = await self._broker.replay("EVENTS", self.subject)
         for _ in range(2):  # after an outage, two events may be stored in the wrong order
             for message in stored:
                 self.feed(message)
-        self._missed = False  # what is still missing is asked for again after a silence
-        return self._accepted or bool(self._next) or bool(self._told) or self.final is not None
+        self._missed = False  # what is still missing is replayed after a silence
+        return self._accepted or bool(self._next) or bool(self._next_item) or self.final is not None
 
     async def cancel(self) -> None:
-        """Ask whoever has the request to stop, until the final event, which then says so, is taken."""
+        """Ask the stages to stop the request, several times, until `take` has returned the final event."""
         clock = asyncio.get_running_loop().time
         for _ in range(CANCELS):
             await self.ask_to_stop()
@@ -175,21 +175,23 @@ class Reading:
                     return
 
     async def ask_to_stop(self) -> None:
+        """Publish one cancel message."""
         await self._broker.notify(self._bridge.subjects.cancel(self.tenant, self.request), b"")
 
     def expire_at(self, deadline: float) -> None:
-        """End it soon after `deadline` (Unix seconds) should nobody else have: all stages may be dead."""
+        """End the reading soon after `deadline` (Unix seconds) unless a stage has: all may be dead."""
         wait = max(0.0, deadline + GRACE - time.time())
         self._expiry = asyncio.get_running_loop().call_later(wait, self._expire)
 
     def leave(self) -> None:
-        """The reader goes. Unless it has seen the end or the request is kept for it, the request is cancelled."""
+        """Close the reading, and cancel the request unless it has ended or is kept."""
         if self.ended or self.kept:
             self.close()
         else:
             self._bridge.spawn(self._abandon())
 
     def close(self) -> None:
+        """Unsubscribe; the request continues."""
         if self._expiry is not None:
             self._expiry.cancel()
         if self._listening is not None:
@@ -205,8 +207,8 @@ class Reading:
 
     def _expire(self) -> None:
         if self.final is None:
-            self.end(DeadlineExceeded("The deadline passed, and nobody has answered."))
-            if self._listening is None:  # else others may read it, with more patience
+            self.end(DeadlineExceeded("The deadline passed before the request was answered."))
+            if self._listening is None:  # else other clients may read it, with later deadlines
                 self._bridge.spawn(self.ask_to_stop())
 
     async def _catch_up(self) -> None:
@@ -214,4 +216,4 @@ class Reading:
             await self.restore()
         except BrokerUnavailable as error:
             self._missed = False
-            log.warning("cannot catch up yet", request=self.request, reason=str(error))
+            log.warning("broker unavailable, waiting to replay", request=self.request, reason=str(error))

@@ -1,8 +1,8 @@
-"""Where a client stands in a stream, as the ids of its SSE messages say: pure.
+"""How far a client has read a stream, as the ids of its SSE messages say. Pure.
 
-An id is `<request>/<choices>`, with `/u` behind it once the usage was sent. The choices stand in order, with commas
-between: `tokens:characters` of what was sent of each, `f` behind them with the finish reason, nothing at all for a
-choice not yet begun. The request alone, which the header `x-request-id` names, is the beginning.
+An id is `<request>/<choices>`, and ends in `/u` once the usage was sent. The choices are in order, separated by commas:
+`tokens:characters` counts what was sent of each, `f` follows with its finish reason, and a choice that has not begun is
+empty. The request alone, which the header `x-request-id` names, is the beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_CHOICE}(?:,{_CHOICE})*)(/u)
 
 
 class ChoiceProgress(NamedTuple):
-    """How much of one choice was sent."""
+    """How many tokens and characters of one choice were sent, and whether its finish reason was."""
 
     tokens: int = 0
     characters: int = 0
@@ -34,21 +34,24 @@ class ChoiceProgress(NamedTuple):
 
 
 class Progress:
-    """Fed with a request's tokens in order, it tells what the client has from what is news to it."""
+    """Separates what the client has received from what is new to it; `split` must be given all tokens in order.
+
+    `had` is what the client has received by choice; None where it does not resume.
+    """
 
     def __init__(self, request: str, had: dict[int, ChoiceProgress] | None = None, *, usage_sent: bool = False) -> None:
         self.request = request
         self.resumed = had is not None
-        self.usage_sent = usage_sent  # set by whoever sends it
+        self.usage_sent = usage_sent  # set by the caller that sends it
         self._had = had or {}
         self._seen: dict[int, ChoiceProgress] = {}
 
     @classmethod
     def parse(cls, given: str) -> Progress:
-        """Raises `InvalidRequest`."""
+        """The progress that a `Last-Event-ID` names. Raises `InvalidRequest` for one of another form."""
         found = _is_id(given)
         if found is None:
-            raise invalid_event_id("Last-Event-ID is none of the ids that this server sends.")
+            raise invalid_event_id("Last-Event-ID must be an id of an event that this server sent.")
         if found[2] is None:
             return cls(given)
         had = {}
@@ -60,7 +63,7 @@ class Progress:
 
     @property
     def reached(self) -> bool:
-        """Whether all that the client has was seen again."""
+        """Whether `split` has been given all that the client has received."""
         return all(self._progress(choice) == self._seen.get(choice) for choice in self._had)
 
     @property
@@ -71,7 +74,7 @@ class Progress:
         return f"{self.request}/{choices}{'/u' * self.usage_sent}"
 
     def split(self, token: Token) -> tuple[Token | None, Token | None]:
-        """The part of `token` that the client has, and the part that it has not: what it says is cut at characters."""
+        """The part of `token` that the client has received, and the part that it has not, cut between characters."""
         seen = self._seen.get(token.choice, ChoiceProgress())
         had = self._had.get(token.choice, ChoiceProgress())
         ends = token.finish_reason is not None
@@ -96,13 +99,13 @@ class Progress:
 
 
 def _length(token: Token) -> int:
-    """Characters of all that it says; the head of a tool call counts as one."""
+    """Characters of reasoning, text and tool calls; the head of a tool call counts as one."""
     calls = sum(len(call.arguments) + (call.id is not None) for call in token.tool_calls)
     return len(token.reasoning) + len(token.text) + calls
 
 
 def _cut(token: Token, count: int) -> tuple[Token, Token]:
-    """What it says up to `count` characters, thoughts first, then text, then calls; and the rest."""
+    """The first `count` characters, reasoning first, then text, then calls; and the rest."""
     thought, count = min(count, len(token.reasoning)), max(count - len(token.reasoning), 0)
     text, count = min(count, len(token.text)), max(count - len(token.text), 0)
     had: list[ToolCallDelta] = []
