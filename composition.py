@@ -31,7 +31,7 @@ from .config.process import host, keep_loaded
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
-from .engine.cpu.process import prepare_process, stand_behind, worker_threads
+from .engine.cpu.process import lower_priority, prepare_process, worker_threads
 from .engine.models import BUNDLED, read_model_info
 from .engine.text.forms import choose_form
 from .schemas.errors import ConfigurationError, StartupError, Transient
@@ -183,7 +183,7 @@ async def _worker(loaded: Loaded, name: str) -> None:
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     given = {name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"}
     directory = None if settings.model is None else Path(settings.model)
-    stand_behind()
+    lower_priority()
     prepare_process(settings.threads or worker_threads(directory, settings.workers))
     sizes = sized(EngineConfig(**given), settings.workers)
     capacity, reserve = sizes.max_batch_size, reserve_of(sizes.max_batch_size)

@@ -23,7 +23,7 @@ class _Layer(Protocol):
     values: Tensor
 
 
-class Cohort:
+class PaddedBatch:
     """Sequences padded on the left to the longest, so that their last tokens line up.
 
     `mask` is [B, W]: 1 for every position that belongs to its row. After each `forward` the cache is W positions wide.
@@ -65,7 +65,7 @@ class Cohort:
             self._cache.batch_select_indices(indices)
             self._trim()
 
-    def absorb(self, other: Cohort) -> bool:
+    def absorb(self, other: PaddedBatch) -> bool:
         """Take over the rows of `other`, both padded on the left to the wider; False where that cannot be done.
 
         Both must have begun, and their caches hold every position: those of a sliding window do not line up.

@@ -29,7 +29,7 @@ from ..sequence import Sequence
 from ..sizing import sized
 from ..text.tokenizer import Tokenizer
 from ..weights import count_parameters
-from .cohort import Cohort
+from .cohort import PaddedBatch
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class HfBackend(NoPrefixes):
         self._max_batch_size = config.max_batch_size
         self._kv_cache_memory = config.kv_cache_memory
         self._waiting: dict[Sequence, None] = {}  # in order of arrival
-        self._cohorts: list[Cohort] = []
+        self._cohorts: list[PaddedBatch] = []
 
     @property
     def num_running(self) -> int:
@@ -117,7 +117,7 @@ class HfBackend(NoPrefixes):
             sequence.is_waiting = False
         self._cohorts.append(self._cohort(admitted))
 
-    def _advance(self, cohort: Cohort) -> list[Delta]:
+    def _advance(self, cohort: PaddedBatch) -> list[Delta]:
         """One token for every row of the cohort; rows that have finished leave it."""
         try:
             results = sample(cohort.forward(self._run), cohort.rows)
@@ -134,7 +134,7 @@ class HfBackend(NoPrefixes):
         cohort.keep([row for row, sequence in enumerate(cohort.rows) if sequence.finish is None])
         return deltas
 
-    def _isolate(self, cohort: Cohort, error: Exception) -> list[Delta]:
+    def _isolate(self, cohort: PaddedBatch, error: Exception) -> list[Delta]:
         """A pass over the cohort failed: let each row start again alone, so that only the culprit ends."""
         self._cohorts.remove(cohort)
         if len(cohort.rows) == 1:
@@ -144,7 +144,7 @@ class HfBackend(NoPrefixes):
         return []
 
     def _merge(self) -> None:
-        merged: list[Cohort] = []
+        merged: list[PaddedBatch] = []
         for cohort in self._cohorts:
             if not any(earlier.absorb(cohort) for earlier in merged):
                 merged.append(cohort)
@@ -155,5 +155,5 @@ class HfBackend(NoPrefixes):
         keywords = inputs | {"use_cache": True, "logits_to_keep": 1}
         return self._model(**{name: value for name, value in keywords.items() if name in self._accepted})
 
-    def _cohort(self, rows: list[Sequence]) -> Cohort:
-        return Cohort(rows, DynamicCache(config=self._model.config), self._device)
+    def _cohort(self, rows: list[Sequence]) -> PaddedBatch:
+        return PaddedBatch(rows, DynamicCache(config=self._model.config), self._device)

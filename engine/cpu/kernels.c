@@ -1,11 +1,11 @@
-/* A whole step of a plain decoder for few tokens, in one call: for x86 with AVX512-BF16, by the threads of OpenMP.
+/* One step of a plain decoder over few tokens, in one call: for x86 with AVX512-BF16, on OpenMP threads.
 
-   For few rows a step is the reading of its weights. What this saves is everything in between: the operations between
-   products, each a pass over a row of a few KB, and the start and end of every single product.
+   With few rows, reading the weights takes most of a step. One call saves the rest: the operations between products,
+   each a pass over a row of a few KB, and starting and ending every product.
 
-   T is bfloat16 where `half` is set, and otherwise float32: weights, the inputs of products, keys and values. What is
-   added up, the residual stream and the logits are float32. `half`, `kind` and the rows of a tile are constants wherever
-   they are looked at: everything below `INLINE` is compiled once for each of their values. */
+   T is bfloat16 if `half` is set and float32 otherwise: the type of weights, the inputs of products, keys and
+   values. Sums, the residual stream and the logits are float32. `half`, `kind` and the rows of a tile are constants
+   at every use: the compiler specialises each `INLINE` function for each of their values. */
 
 #include "tiles.h"
 
@@ -15,14 +15,14 @@ enum { PLAIN, INT8, INT4 };
 enum { GROUP = 32, MOST_ROWS = 256 };
 enum { TILE = 6, CHUNK = 512 }; /* rows whose sums fit into registers; pairs of inputs */
 enum { AHEAD = 64 };            /* keys that attention fetches ahead */
-enum { UNPACK = 8 };            /* rows from which on INT8 and INT4 become bfloat16 for tiles */
-enum { NEAR = 1 << 20 };        /* bytes of inputs that stay in the second cache */
+enum { UNPACK = 8 };            /* least rows for which INT8 and INT4 weights become bfloat16 for tiles */
+enum { NEAR = 1 << 20 };        /* bytes of inputs that stay in the L2 cache */
 
-/* x W' + b, [R, I] -> [R, O]. The weight lies in blocks of 64 outputs, and in each by pairs of inputs:
+/* x W' + b, [R, I] -> [R, O]. The weight is stored in blocks of 64 outputs, each in pairs of inputs:
    [O / 64, I / 2, 64, 2], zeros behind O and I.
-   PLAIN: float32 lies as [O / 64, I, 64]. So oneDNN packs, too, but bfloat16 for AMX.
-   INT8: signs and magnitudes, each 64 bytes in the order that `unpacked` undoes; float32 scales [O].
-   INT4: two to a byte, outputs 0 to 31 in the lower halves; (level - 8) * scale + zero; T [O / 64, I / 32, 2, 64]. */
+   PLAIN: float32 is [O / 64, I, 64]. oneDNN uses the same layout, except for bfloat16 with AMX.
+   INT8: signs and magnitudes, each 64 bytes in the order that `interleave_bytes` undoes; float32 scales [O].
+   INT4: two to a byte, outputs 0 to 31 in the low nibbles; (level - 8) * scale + zero; T [O / 64, I / 32, 2, 64]. */
 typedef struct {
     const void *weight, *scales;
     const float *bias; /* [O] or NULL */
@@ -34,25 +34,25 @@ typedef struct {
     const float *head_norm;                 /* [Hq + H, D] or NULL */
     Product qkv, output, gate, up, down;
     void *pool;                 /* T [2 H, N, block, D], keys before values */
-    int64_t num_blocks, window; /* N; keys that a query sees, or INT64_MAX */
+    int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
     int64_t group;
     float epsilon, mlp_epsilon, head_epsilon, scaling;
 } Layer;
 
 typedef struct {
-    int64_t half, threads, num_layers, vocabulary, embedding, queries, keys, size; /* V, E, Hq, H, D */
+    int64_t half, threads, num_layers, vocabulary, embedding, num_q_heads, num_kv_heads, head_dim; /* V, E, Hq, H, D */
     int64_t num_groups, block_size;
     const void *embeddings;        /* T [V, E] */
-    const float *cosines, *sines;  /* of each position, [P, D]; the sines of the first half are negative */
+    const float *cosines, *sines;  /* by position, [P, D]; the sines of the first half are negated */
     const Layer *layers;
     const float *norm; /* [E] */
     Product head;
-    void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: room for what products read */
+    void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: buffers for the inputs of products */
     float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D]; [R, I] */
     float epsilon;
 } Model;
 
-/* One of a step's tokens; the blocks of its sequence in the pools of each group of layers, [groups, width]. */
+/* One token of a step; `tables` holds the blocks of its sequence in each group's pools, [groups, width]. */
 typedef struct {
     int64_t id, position;
     const int64_t *tables;
@@ -68,12 +68,12 @@ INLINE __m512 silu(__m512 x) {
 INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t count, void *to, int half) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < count; i += 16) {
-        __m512 v = load(x, i, first(count - i), 0);
+        __m512 v = load(x, i, tail_mask(count - i), 0);
         sum = _mm512_fmadd_ps(v, v, sum);
     }
     __m512 scale = _mm512_set1_ps(1 / sqrtf(_mm512_reduce_add_ps(sum) / count + epsilon));
     for (int64_t i = 0; i < count; i += 16) {
-        __mmask16 mask = first(count - i);
+        __mmask16 mask = tail_mask(count - i);
         __m512 v = _mm512_mul_ps(load(x, i, mask, 0), scale);
         store(to, i, _mm512_mul_ps(v, load(weight, i, mask, 0)), mask, half);
     }
@@ -81,32 +81,33 @@ INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t
 
 /* ---- Products ---- */
 
-INLINE __m512i unpacked(__m512i low, __m512i high, int upper) {
+INLINE __m512i interleave_bytes(__m512i low, __m512i high, int upper) {
     return upper ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
 }
 
-/* The bfloat16 numbers 0 to 127: their lower and upper bytes, the tables by which INT8 and INT4 become numbers. */
+/* The low and high bytes of the bfloat16 numbers 0 to 127: the tables that turn INT8 magnitudes into bfloat16. */
 static uint8_t lower[128], upper[128];
 
-__attribute__((constructor)) static void fill(void) {
+__attribute__((constructor)) static void fill_tables(void) {
     for (int i = 0; i < 128; i++) {
         union { float number; uint32_t bits; } one = {.number = (float)i};
         lower[i] = one.bits >> 16, upper[i] = one.bits >> 24;
     }
 }
 
-/* One pair of inputs for 64 outputs, as bfloat16 pairs for 16 outputs each. */
-INLINE void pairs(const uint8_t *from, int kind, __m512i to[4]) {
+/* Load one pair of inputs for 64 outputs as bfloat16 pairs, 16 outputs each: INT8 and INT4 as levels, not yet
+   scaled. */
+INLINE void dequantize_pair(const uint8_t *from, int kind, __m512i to[4]) {
     if (kind == PLAIN) {
         for (int j = 0; j < 4; j++) to[j] = _mm512_loadu_si512(from + 64 * j);
     } else if (kind == INT8) {
         __m512i low0 = _mm512_loadu_si512(lower), low1 = _mm512_loadu_si512(lower + 64);
         __m512i up0 = _mm512_loadu_si512(upper), up1 = _mm512_loadu_si512(upper + 64);
         for (int j = 0; j < 4; j += 2) {
-            __m512i level = _mm512_loadu_si512(from + 32 * j); /* a look-up leaves the sign, the highest bit, out */
+            __m512i level = _mm512_loadu_si512(from + 32 * j); /* the look-up ignores the sign, the highest bit */
             __m512i low = _mm512_permutex2var_epi8(low0, level, low1), high = _mm512_permutex2var_epi8(up0, level, up1);
             high = _mm512_ternarylogic_epi32(high, level, _mm512_set1_epi8((char)0x80), 0xf8); /* high | level & 0x80 */
-            to[j] = unpacked(low, high, 0), to[j + 1] = unpacked(low, high, 1);
+            to[j] = interleave_bytes(low, high, 0), to[j + 1] = interleave_bytes(low, high, 1);
         }
     } else { /* the bytes of the bfloat16 numbers -8 to 7 */
         const __m512i lows = _mm512_broadcast_i32x4(_mm_setr_epi8(
@@ -119,17 +120,17 @@ INLINE void pairs(const uint8_t *from, int kind, __m512i to[4]) {
         for (int j = 0; j < 4; j += 2) {
             __m512i level = _mm512_and_si512(j ? _mm512_srli_epi16(both, 4) : both, mask);
             __m512i low = _mm512_shuffle_epi8(lows, level), high = _mm512_shuffle_epi8(highs, level);
-            to[j] = unpacked(low, high, 0), to[j + 1] = unpacked(low, high, 1);
+            to[j] = interleave_bytes(low, high, 0), to[j + 1] = interleave_bytes(low, high, 1);
         }
     }
 }
 
-/* The first or second number of each pair. */
-INLINE __m512 second(__m512i pair, int odd) {
+/* The even (first) or odd (second) number of each pair, as float32. */
+INLINE __m512 even_or_odd(__m512i pair, int odd) {
     return (__m512)(odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pair, 16));
 }
 
-/* Inputs that a block has room for; ours are laid out as oneDNN's are for the same T. */
+/* Inputs that a block has room for: the same padding as oneDNN's for the same T. */
 INLINE int64_t padded(const Product *p, int half) {
     const int64_t unit = half ? 32 : 16;
     return (p->inputs + unit - 1) / unit * unit;
@@ -137,14 +138,13 @@ INLINE int64_t padded(const Product *p, int half) {
 
 INLINE int64_t pair_bytes(int kind, int half) { return kind == INT4 ? 64 : kind == INT8 ? 128 : half ? 256 : 512; }
 
-
 INLINE __m512 group_sum(const void *x, int64_t i, int half) {
     return _mm512_set1_ps(
         _mm512_reduce_add_ps(_mm512_add_ps(load(x, i, 0xffff, half), load(x, i + 16, 0xffff, half))));
 }
 
-/* `rows` inputs T [rows, I] times the pairs `from` to `end` of one block -> added to [rows, 64], or stored if they are
-   the first. With each pair, `share` bytes are fetched into the cache from `next` on. */
+/* Multiply `rows` inputs T [rows, I] by the pairs `from` to `end` of one block; store the sums [rows, 64] if `from`
+   is 0, else add them. Each pair also prefetches `share` bytes, starting at `next`. */
 INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
                  const void *x, float (*to)[BLOCK], int rows, int kind, int half) {
     const int64_t stride = p->inputs, bytes = pair_bytes(kind, half);
@@ -157,7 +157,7 @@ INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, con
         for (int64_t i = start; i < start + step; i++, weight += bytes, next += share) {
             for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
             __m512i pair[4];
-            if (half || kind != PLAIN) pairs(weight, kind, pair);
+            if (half || kind != PLAIN) dequantize_pair(weight, kind, pair);
             if (half) {
                 for (int r = 0; r < rows; r++) {
                     __m512i input = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * stride + 2 * i));
@@ -168,7 +168,7 @@ INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, con
                 for (int odd = 0; odd < 2; odd++)
                     for (int j = 0; j < 4; j++) {
                         __m512 one = kind == PLAIN ? load(weight, odd * BLOCK + j * 16, 0xffff, 0)
-                                                   : second(pair[j], odd);
+                                                   : even_or_odd(pair[j], odd);
                         for (int r = 0; r < rows; r++) {
                             __m512 input = _mm512_set1_ps(((const float *)x)[r * stride + 2 * i + odd]);
                             sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
@@ -191,9 +191,9 @@ INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, con
     }
 }
 
-/* Any number of rows, in tiles of like height. All read one chunk of the block, which stays in the second cache, before
-   the next: meanwhile they fetch that. One tile alone reads straight on, which the processor foresees by itself: for one
-   row on Zen 4 fetching took a quarter longer, and for 8 rows fetching into the first cache 1.4 times as long. */
+/* Multiply any number of rows, in tiles of similar height. All tiles read one chunk of the block, which stays in the
+   L2 cache, while they prefetch the next chunk. A single tile does not prefetch: it reads sequentially, which the
+   processor predicts by itself, and explicit prefetching is slower. */
 #define TILES(name, kind, half)                                                                                       \
     static __attribute__((noinline)) void name(const Product *p, int64_t block, const void *x, int64_t rows,          \
                                                float (*to)[BLOCK]) {                                                  \
@@ -223,7 +223,8 @@ TILES(int8_f32, INT8, 0)
 TILES(int4_bf16, INT4, 1)
 TILES(int4_f32, INT4, 0)
 
-/* The pairs `from` to `end` of a block of a quantised weight in PLAIN's layout: of INT8 the levels. */
+/* Write the pairs `from` to `end` of a quantised weight's block in PLAIN's layout: of INT8 the levels, not yet
+   scaled. */
 INLINE void unpack(const Product *p, int64_t block, int64_t from, int64_t end, uint8_t *to, int kind, int half) {
     const int64_t num_pairs = padded(p, half) / 2, bytes = pair_bytes(kind, half), width = half ? 2 : 4;
     const uint8_t *weight = (const uint8_t *)p->weight + (block * num_pairs + from) * bytes;
@@ -231,9 +232,9 @@ INLINE void unpack(const Product *p, int64_t block, int64_t from, int64_t end, u
         const int64_t group = (block * num_pairs + i) / (GROUP / 2);
         const uint8_t *scales = (const uint8_t *)p->scales + group * 2 * BLOCK * width;
         __m512i pair[4];
-        pairs(weight, kind, pair);
+        dequantize_pair(weight, kind, pair);
         for (int j = 0; j < 4; j++) {
-            __m512 even = second(pair[j], 0), odd = second(pair[j], 1);
+            __m512 even = even_or_odd(pair[j], 0), odd = even_or_odd(pair[j], 1);
             if (kind == INT4) {
                 __m512 scale = load(scales, 16 * j, 0xffff, half), zero = load(scales, BLOCK + 16 * j, 0xffff, half);
                 even = _mm512_fmadd_ps(even, scale, zero), odd = _mm512_fmadd_ps(odd, scale, zero);
@@ -249,7 +250,7 @@ INLINE void unpack(const Product *p, int64_t block, int64_t from, int64_t end, u
     }
 }
 
-/* As the functions above, by tiles. */
+/* As the functions of TILES, by AMX. */
 #define BY_TILES(name, kind)                                                                                          \
     static __attribute__((noinline)) void name(const Product *p, int64_t block, const uint8_t *x, int64_t rows,       \
                                                float (*to)[BLOCK]) {                                                  \
@@ -271,7 +272,7 @@ BY_TILES(plain_tiles, PLAIN)
 BY_TILES(int8_tiles, INT8)
 BY_TILES(int4_tiles, INT4)
 
-/* Levels become numbers: [rows, 64] times the scales of a block. */
+/* Multiply [rows, 64] by the scales of a block, in place: the sums over INT8 levels become products. */
 INLINE void scale_rows(const Product *p, int64_t block, int64_t rows, float (*to)[BLOCK]) {
     for (int64_t r = 0; r < rows; r++)
         for (int j = 0; j < BLOCK; j += 16)
@@ -279,7 +280,8 @@ INLINE void scale_rows(const Product *p, int64_t block, int64_t rows, float (*to
                   0xffff, 0);
 }
 
-/* x [rows, I] times one block of 64 outputs, and the bias -> [rows, 64]; how many of the 64 are outputs. */
+/* x [rows, I] times one block of 64 outputs, plus the bias -> [rows, 64]. Returns how many of the 64 are real
+   outputs. */
 INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t rows, float (*to)[BLOCK], int half) {
     const int tiles = half && has_tiles && (p->kind == PLAIN || rows >= UNPACK);
     switch (p->kind + (tiles ? 3 : 0)) {
@@ -300,8 +302,8 @@ INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t 
 
 INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }
 
-/* Rows that a thread multiplies at a time: what the second cache holds, so that tiles do not wait for inputs, and few
-   enough that no thread waits long for another. Without tiles all that there is room for. */
+/* Rows that a thread multiplies at a time: few enough for the L2 cache to hold them, so that tiles do not wait for
+   inputs, and for the threads to finish at about the same time. Without tiles, as many as there is room for. */
 INLINE int64_t rows_of_item(const Product *p, int64_t rows, int half) {
     int64_t most = MOST_ROWS;
     if (half && has_tiles && rows > 2 * TILE_ROWS) {
@@ -315,9 +317,10 @@ INLINE int64_t rows_of_item(const Product *p, int64_t rows, int half) {
 
 enum { STORE, ADD, SILU, TIMES, ROUND };
 
-/* x [rows, I] times the weight: stored, added or as SiLU to float32 [rows, O]; TIMES `gates` [rows, O] or alone ROUNDed
-   to T [rows, O]. To be called by all threads, which wait for nobody afterwards. They share the blocks in ever smaller
-   runs: memory serves one thread faster than another, and a run of blocks faster than as many apart. */
+/* x [rows, I] times the weight. STORE, ADD and SILU (the SiLU of the product) write float32 [rows, O]; TIMES (the
+   product times `gates` [rows, O]) and ROUND write T [rows, O]. Every thread must call it; there is no barrier at
+   its end. Guided scheduling hands out ever shorter runs of blocks: memory bandwidth differs between threads, and a
+   run of adjacent blocks reads faster than as many scattered ones. */
 INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int how, const float *gates, int half) {
     const int64_t each = rows_of_item(p, rows, half), count = blocks(p), width = half ? 2 : 4;
 #pragma omp for schedule(guided) nowait
@@ -327,13 +330,13 @@ INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int
         int64_t outputs = multiply(p, block, (const uint8_t *)x + from * p->inputs * width, left, sums, half);
         for (int64_t r = 0; r < left; r++)
             for (int64_t j = 0; j < outputs; j += 16) {
-                int64_t place = (from + r) * p->outputs + block * BLOCK + j;
-                __mmask16 mask = first(outputs - j);
+                int64_t index = (from + r) * p->outputs + block * BLOCK + j;
+                __mmask16 mask = tail_mask(outputs - j);
                 __m512 sum = _mm512_loadu_ps(sums[r] + j);
-                if (how == ADD) sum = _mm512_add_ps(sum, load(to, place, mask, 0));
+                if (how == ADD) sum = _mm512_add_ps(sum, load(to, index, mask, 0));
                 if (how == SILU) sum = silu(sum);
-                if (how == TIMES) sum = _mm512_mul_ps(sum, load(gates, place, mask, 0));
-                store(to, place, sum, mask, how >= TIMES && half);
+                if (how == TIMES) sum = _mm512_mul_ps(sum, load(gates, index, mask, 0));
+                store(to, index, sum, mask, how >= TIMES && half);
             }
     }
 }
@@ -342,18 +345,19 @@ INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int
 
 INLINE const int64_t *table_of(const Token *token, const Layer *l) { return token->tables + l->group * token->width; }
 
-/* Normalise and rotate the queries and keys of all tokens; queries stay, keys and values go to their slots. */
-INLINE void place(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
-    const int64_t size = m->size, middle = size / 2, rotated = m->queries + m->keys, heads = rotated + m->keys;
+/* Normalise and rotate every token's queries and keys in place, then store its keys and values in their cache slots. */
+INLINE void rotate_and_store(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
+    const int64_t head_dim = m->head_dim, middle = head_dim / 2;
+    const int64_t rotated = m->num_q_heads + m->num_kv_heads, num_heads = rotated + m->num_kv_heads;
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < rows * heads; item++) {
-        const int64_t row = item / heads, head = item % heads;
-        float *x = m->qkv + item * size;
-        const int64_t position = tokens[row].position, angle = position * size, other_angle = angle + middle;
+    for (int64_t item = 0; item < rows * num_heads; item++) {
+        const int64_t row = item / num_heads, head = item % num_heads;
+        float *x = m->qkv + item * head_dim;
+        const int64_t position = tokens[row].position, angle = position * head_dim, other_angle = angle + middle;
         if (head < rotated) {
-            if (l->head_norm) rms_norm(x, l->head_norm + head * size, l->head_epsilon, size, x, 0);
+            if (l->head_norm) rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
             for (int64_t i = 0; i < middle; i += 16) {
-                __mmask16 mask = first(middle - i);
+                __mmask16 mask = tail_mask(middle - i);
                 __m512 a = load(x, i, mask, 0), b = load(x, i + middle, mask, 0);
                 __m512 one = _mm512_mul_ps(a, load(m->cosines, angle + i, mask, 0));
                 __m512 other = _mm512_mul_ps(b, load(m->cosines, other_angle + i, mask, 0));
@@ -361,12 +365,13 @@ INLINE void place(const Model *m, const Layer *l, const Token *tokens, int64_t r
                 store(x, i + middle, _mm512_fmadd_ps(a, load(m->sines, other_angle + i, mask, 0), other), mask, 0);
             }
         }
-        if (head >= m->queries) {
+        if (head >= m->num_q_heads) {
             const int64_t block = table_of(tokens + row, l)[position / m->block_size];
-            const int64_t slot = ((head - m->queries) * l->num_blocks + block) * m->block_size + position % m->block_size;
-            for (int64_t i = 0; i < size; i += 16) {
-                __mmask16 mask = first(size - i);
-                store(l->pool, slot * size + i, load(x, i, mask, 0), mask, half);
+            const int64_t inside = position % m->block_size, kv_head = head - m->num_q_heads; /* values after keys */
+            const int64_t slot = (kv_head * l->num_blocks + block) * m->block_size + inside;
+            for (int64_t i = 0; i < head_dim; i += 16) {
+                __mmask16 mask = tail_mask(head_dim - i);
+                store(l->pool, slot * head_dim + i, load(x, i, mask, 0), mask, half);
             }
         }
     }
@@ -391,64 +396,67 @@ INLINE __m512 sums_of(const __m512 v[16]) {
     return quarters_sum(quarters_sum(quads[0], quads[1]), quarters_sum(quads[2], quads[3]));
 }
 
-/* T [count, size] -> [count, stride], zeros behind each. */
-INLINE void spread(const void *pool, int64_t from, int64_t count, int64_t size, int64_t stride, float *to, int half) {
+/* T [count, head_dim] -> float32 [count, stride], zeros behind each row. */
+INLINE void widen_rows(const void *pool, int64_t from, int64_t count, int64_t head_dim, int64_t stride, float *to,
+                       int half) {
     for (int64_t j = 0; j < count; j++)
-        for (int64_t i = 0; i < size; i += 16)
-            _mm512_storeu_ps(to + j * stride + i, load(pool, from + j * size + i, first(size - i), half));
+        for (int64_t i = 0; i < head_dim; i += 16)
+            _mm512_storeu_ps(to + j * stride + i, load(pool, from + j * head_dim + i, tail_mask(head_dim - i), half));
 }
 
-/* Each token's queries over the keys up to its own, read where they lie, 16 at a time -> T `mixed` [rows, Hq D]. */
-INLINE void attend(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t size, int half) {
-    const int64_t group = m->queries / m->keys, heads = m->queries + 2 * m->keys;
-    const int64_t stride = (size + 63) / 64 * 64, behind = m->keys * l->num_blocks * m->block_size * size;
+/* Causal attention of every token's queries over its cached keys, 16 at a time -> T `mixed` [rows, Hq D]. */
+INLINE void attend(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim, int half) {
+    const int64_t group_size = m->num_q_heads / m->num_kv_heads, num_heads = m->num_q_heads + 2 * m->num_kv_heads;
+    const int64_t stride = (head_dim + 63) / 64 * 64, block_numbers = m->block_size * head_dim;
+    const int64_t to_values = m->num_kv_heads * l->num_blocks * block_numbers; /* from a key to its value */
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < rows * m->keys; item++) {
-        const int64_t row = item / m->keys, head = item % m->keys, length = tokens[row].position + 1;
-        const float *queries = m->qkv + (row * heads + head * group) * size;
+    for (int64_t item = 0; item < rows * m->num_kv_heads; item++) {
+        const int64_t row = item / m->num_kv_heads, head = item % m->num_kv_heads, length = tokens[row].position + 1;
+        const float *queries = m->qkv + (row * num_heads + head * group_size) * head_dim;
         const int64_t *table = table_of(tokens + row, l);
-        float keys[16 * stride], values[16 * stride], sums[group * stride]; /* sums of values by their shares */
-        float most[group]; /* the largest score of each query */
-        __m512 total[group], shares[group], fades[group]; /* of e^(score - most), in 16 parts */
-        for (int64_t g = 0; g < group; g++) most[g] = -INFINITY, total[g] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < group * stride; i++) sums[i] = 0;
+        float keys[16 * stride], values[16 * stride], sums[group_size * stride]; /* values weighted by their shares */
+        float most[group_size]; /* the largest score of each query */
+        __m512 total[group_size], shares[group_size], fades[group_size]; /* of e^(score - most), in 16 parts */
+        for (int64_t g = 0; g < group_size; g++) most[g] = -INFINITY, total[g] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < group_size * stride; i++) sums[i] = 0;
         int64_t count, key = length > l->window ? length - l->window : 0;
         for (; key < length; key += count) {
             const int64_t inside = key % m->block_size;
             count = m->block_size - inside < 16 ? m->block_size - inside : 16;
             if (count > length - key) count = length - key;
-            const int64_t start = ((head * l->num_blocks + table[key / m->block_size]) * m->block_size + inside) * size;
-            if (key + AHEAD < length) { /* what follows lies elsewhere */
+            const int64_t block = head * l->num_blocks + table[key / m->block_size];
+            const int64_t start = block * block_numbers + inside * head_dim;
+            if (key + AHEAD < length) { /* the next block is anywhere in memory */
                 const int64_t after = head * l->num_blocks + table[(key + AHEAD) / m->block_size];
-                const char *next = (const char *)l->pool + after * m->block_size * size * (half ? 2 : 4);
-                for (int64_t i = 0; i < 16 * size * (half ? 2 : 4); i += 64) {
+                const char *next = (const char *)l->pool + after * block_numbers * (half ? 2 : 4);
+                for (int64_t i = 0; i < 16 * head_dim * (half ? 2 : 4); i += 64) {
                     _mm_prefetch(next + i, _MM_HINT_T0);
-                    _mm_prefetch(next + behind * (half ? 2 : 4) + i, _MM_HINT_T0);
+                    _mm_prefetch(next + to_values * (half ? 2 : 4) + i, _MM_HINT_T0);
                 }
             }
-            spread(l->pool, start, count, size, stride, keys, half);
-            spread(l->pool, start + behind, count, size, stride, values, half);
-            for (int64_t g = 0; g < group; g++) { /* three loops: each alone has what the processor can do meanwhile */
+            widen_rows(l->pool, start, count, head_dim, stride, keys, half);
+            widen_rows(l->pool, start + to_values, count, head_dim, stride, values, half);
+            for (int64_t g = 0; g < group_size; g++) { /* three separate loops expose more independent instructions */
                 __m512 products[16];
 #pragma GCC unroll 16
                 for (int j = 0; j < 16; j++) products[j] = _mm512_setzero_ps();
-                for (int64_t i = 0; i < size; i += 16) {
-                    __m512 query = load(queries, g * size + i, first(size - i), 0);
+                for (int64_t i = 0; i < head_dim; i += 16) {
+                    __m512 query = load(queries, g * head_dim + i, tail_mask(head_dim - i), 0);
 #pragma GCC unroll 16
-                    for (int j = 0; j < 16; j++) /* beyond `count` there is anything, and it is left out */
+                    for (int j = 0; j < 16; j++) /* the products beyond `count` are garbage and masked below */
                         products[j] = _mm512_fmadd_ps(query, _mm512_loadu_ps(keys + j * stride + i), products[j]);
                 }
                 __m512 scores = _mm512_mul_ps(sums_of(products), _mm512_set1_ps(l->scaling));
-                shares[g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first(count), scores);
+                shares[g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), tail_mask(count), scores);
             }
-            for (int64_t g = 0; g < group; g++) {
+            for (int64_t g = 0; g < group_size; g++) {
                 float now = fmaxf(most[g], _mm512_reduce_max_ps(shares[g]));
                 fades[g] = exponential(_mm512_set1_ps(most[g] - now));
                 shares[g] = exponential(_mm512_sub_ps(shares[g], _mm512_set1_ps(now)));
                 total[g] = _mm512_fmadd_ps(total[g], fades[g], shares[g]);
                 most[g] = now;
             }
-            for (int64_t g = 0; g < group; g++)
+            for (int64_t g = 0; g < group_size; g++)
                 for (int64_t i = 0; i < stride; i += 64) {
                     __m512 parts[4];
                     for (int k = 0; k < 4; k++)
@@ -460,17 +468,18 @@ INLINE void attend(const Model *m, const Layer *l, const Token *tokens, int64_t 
                     for (int k = 0; k < 4; k++) _mm512_storeu_ps(sums + g * stride + i + 16 * k, parts[k]);
                 }
         }
-        for (int64_t g = 0; g < group; g++) {
+        for (int64_t g = 0; g < group_size; g++) {
             __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total[g]));
-            for (int64_t i = 0; i < size; i += 16) {
+            const int64_t to = (row * m->num_q_heads + head * group_size + g) * head_dim;
+            for (int64_t i = 0; i < head_dim; i += 16) {
                 __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + g * stride + i), scale);
-                store(m->mixed, (row * m->queries + head * group + g) * size + i, v, first(size - i), half);
+                store(m->mixed, to + i, v, tail_mask(head_dim - i), half);
             }
         }
     }
 }
 
-/* ---- What is called from outside ---- */
+/* ---- Entry points ---- */
 
 INLINE void norms(const Model *m, const float *weight, float epsilon, int64_t rows, int half) {
     const int64_t E = m->embedding;
@@ -479,9 +488,9 @@ INLINE void norms(const Model *m, const float *weight, float epsilon, int64_t ro
         rms_norm(m->stream + r * E, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
 }
 
-/* The rows' logits [rows, V], and the places of their largest, which are as large as `most` [rows]: the first of equals,
-   or -1 where `most` is not finite. Both begin with what nothing is below. */
-INLINE void head(const Model *m, int64_t rows, float *logits, float *most, int64_t *best, int half) {
+/* The rows' logits [rows, V], their maxima `most` [rows] and the indices of these, `best` [rows]: the first of
+   equals, or -1 where the maximum is not finite. The caller initialises `most` to -INFINITY and `best` to INT64_MAX. */
+INLINE void logits_argmax(const Model *m, int64_t rows, float *logits, float *most, int64_t *best, int half) {
     const int64_t V = m->head.outputs;
     float own_most[rows];
     int64_t own_best[rows];
@@ -492,10 +501,11 @@ INLINE void head(const Model *m, int64_t rows, float *logits, float *most, int64
         int64_t count = multiply(&m->head, block, m->input, rows, sums, half);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < count; j += 16) {
-                __m512 sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first(count - j), _mm512_loadu_ps(sums[r] + j));
-                store(logits, r * V + block * BLOCK + j, sum, first(count - j), 0);
-                __mmask16 odd = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q); /* what is no number counts as infinite */
-                sum = _mm512_mask_mov_ps(sum, odd, _mm512_set1_ps(INFINITY));
+                __mmask16 mask = tail_mask(count - j);
+                __m512 sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(sums[r] + j));
+                store(logits, r * V + block * BLOCK + j, sum, mask, 0);
+                __mmask16 is_nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q); /* NaN counts as infinite */
+                sum = _mm512_mask_mov_ps(sum, is_nan, _mm512_set1_ps(INFINITY));
                 __mmask16 above = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(own_most[r]), _CMP_GT_OQ);
                 if (!above) continue;
                 own_most[r] = _mm512_reduce_max_ps(sum);
@@ -513,24 +523,26 @@ INLINE void head(const Model *m, int64_t rows, float *logits, float *most, int64
         if (!isfinite(most[r])) best[r] = -1;
 }
 
-/* `kept` of the tokens, whose logits are wanted, stand behind the others in `keep`. */
-INLINE void run(const Model *m, const Token *tokens, int64_t rows, const int64_t *keep, int64_t kept, float *logits,
+/* The whole model; `keep` [kept] are the indices of the tokens whose logits are wanted. */
+INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const int64_t *keep, int64_t kept, float *logits,
                 float *most, int64_t *best, int half) {
     const int64_t E = m->embedding;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < E; i += 16)
-            store(m->stream, r * E + i, load(m->embeddings, tokens[r].id * E + i, first(E - i), half), first(E - i), 0);
+        for (int64_t i = 0; i < E; i += 16) {
+            __mmask16 mask = tail_mask(E - i);
+            store(m->stream, r * E + i, load(m->embeddings, tokens[r].id * E + i, mask, half), mask, 0);
+        }
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++) {
         norms(m, l->attention_norm, l->epsilon, rows, half);
         product(&l->qkv, m->input, rows, m->qkv, STORE, NULL, half);
 #pragma omp barrier
-        place(m, l, tokens, rows, half);
-        switch (m->size) { /* half the time of a size that is not known here */
+        rotate_and_store(m, l, tokens, rows, half);
+        switch (m->head_dim) { /* a constant head_dim halves the time */
         case 32: attend(m, l, tokens, rows, 32, half); break;
         case 64: attend(m, l, tokens, rows, 64, half); break;
         case 128: attend(m, l, tokens, rows, 128, half); break;
-        default: attend(m, l, tokens, rows, m->size, half);
+        default: attend(m, l, tokens, rows, m->head_dim, half);
         }
         product(&l->output, m->mixed, rows, m->stream, ADD, NULL, half);
 #pragma omp barrier
@@ -545,13 +557,14 @@ INLINE void run(const Model *m, const Token *tokens, int64_t rows, const int64_t
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < kept; r++)
         rms_norm(m->stream + keep[r] * E, m->norm, m->epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
-    head(m, kept, logits, most, best, half);
+    logits_argmax(m, kept, logits, most, best, half);
 }
 
-/* `segments`, each some tokens of one sequence: how many, the first one's position, whether the last one's logits are
-   wanted, the width of its tables; ids [count], tables [groups, width]. The model has cosines and sines of all positions.
-   The logits that are wanted [kept, V], and the ids of their largest [kept], -1 where that is not finite. Returns 0; or 1,
-   having done nothing, for an id without an embedding or a token without a block. */
+/* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
+   last token are wanted, the width of the tables; then ids [count] and tables [groups, width]. The model must have
+   cosines and sines for every position. Writes the wanted `logits` [kept, V] and the ids of their maxima, `best`
+   [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an id without an
+   embedding or a token without a block. */
 int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
     Token tokens[MOST_ROWS];
     int64_t keep[MOST_ROWS], rows = 0, kept = 0;
@@ -570,28 +583,28 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
 #pragma omp parallel num_threads(m->threads)
     {
         if (m->half && has_tiles) shape_tiles(rows);
-        if (m->half) run(m, tokens, rows, keep, kept, logits, most, best, 1);
-        else run(m, tokens, rows, keep, kept, logits, most, best, 0);
-        if (m->half && has_tiles) rest();
+        if (m->half) forward(m, tokens, rows, keep, kept, logits, most, best, 1);
+        else forward(m, tokens, rows, keep, kept, logits, most, best, 0);
+        if (m->half && has_tiles) release_tiles();
     }
     return 0;
 }
 
-/* Multiply by tiles from now on if that is wanted and the processor has them; whether it is so. */
+/* Switch AMX on or off. Returns whether products use it from now on: only if the processor has it. */
 int64_t use_tiles(int64_t wanted) { return has_tiles = wanted && may_have_tiles; }
 
-/* T [rows, I] -> T [rows, O]; of more rows than a tile's there must be whole tiles. */
+/* T [rows, I] -> T [rows, O]. With AMX, more rows than one tile holds must be a multiple of TILE_ROWS. */
 void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int64_t half, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {
         if (half && has_tiles) shape_tiles(rows);
         if (half) product(p, x, rows, to, ROUND, NULL, 1);
         else product(p, x, rows, to, ROUND, NULL, 0);
-        if (half && has_tiles) rest();
+        if (half && has_tiles) release_tiles();
     }
 }
 
-/* A quantised weight in PLAIN's layout: of INT8 the levels, of INT4 the numbers. */
+/* Write a quantised weight in PLAIN's layout: of INT8 the levels, not yet scaled; of INT4 the numbers. */
 void expand(const Product *p, void *to, int64_t half, int64_t threads) {
     const int64_t num_pairs = padded(p, half) / 2, size = num_pairs * pair_bytes(PLAIN, half);
 #pragma omp parallel for num_threads(threads) schedule(static)

@@ -1,6 +1,6 @@
-"""How weights lie in memory for the compiled kernels, and back: blocks of 64 outputs, and in each pairs of inputs.
+"""Convert weights to the layout of the compiled kernels and back: blocks of 64 outputs, and in each, pairs of inputs.
 
-The source of truth is `kernels.c`. Nothing here is of oneDNN's making, which lays weights out as it likes on each CPU.
+`kernels.c` defines the layout. oneDNN chooses its own for each CPU; nothing here depends on it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from .library import BLOCK, INT4, INT8, PLAIN, Product, span
 
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    """Zeros behind, up to multiples."""
+    """The tensor with zeros appended up to multiples of `rows` and `columns`."""
     return functional.pad(tensor, (0, -tensor.shape[1] % columns, 0, -len(tensor) % rows))
 
 
 def paired(weight: Tensor) -> Tensor:
-    """[O, I] → [O / 64, I / 2, 64, 2]; float32 [O / 64, I / 2, 2, 64]. Zeros behind O and I."""
+    """[O, I] → [O / 64, I / 2, 64, 2]; float32 → [O / 64, I / 2, 2, 64]. O and I are padded with zeros."""
     blocks = _pairs(weight, weight.dtype)
     return (blocks if weight.dtype == torch.bfloat16 else blocks.transpose(2, 3)).contiguous()
 
 
 def interleaved(levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """[O, I] → [O / 64, I / 2, 2, 64]: pairs of inputs, 32 outputs and 32 more, as `pairs` in `kernels.c` has them.
+    """[O, I] → [O / 64, I / 2, 2, 64]: pairs of inputs, 32 outputs and 32 more, as `dequantize_pair` (kernels.c) reads.
 
-    Its unpacking takes 8 bytes in turn for the first 16 outputs and the second.
+    Its `interleave_bytes` takes 8 bytes in turn for the first 16 outputs and the second.
     """
     blocks = _pairs(levels, dtype)
     halves = blocks.reshape(*blocks.shape[:2], 2, 2, 4, 8).transpose(-3, -2)
@@ -36,7 +36,7 @@ def interleaved(levels: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    """What the kernels multiply by, in float32: the outputs of the blocks `start` to `stop`, [64 (stop - start), I]."""
+    """The weight that the kernels multiply by, in float32: outputs of blocks `start` to `stop`, [64 · blocks, I]."""
     weight, scales, _ = product.tensors
     assert weight is not None
     if product.kind == PLAIN:
@@ -58,19 +58,19 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
 
 
 def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[O / 64, I / 2, 64, 2], a view where nothing has to be padded."""
+    """[O, I] → [O / 64, I / 2, 64, 2], a view unless it needs padding."""
     whole = padded(weight, BLOCK, _unit(dtype))
     return whole.view(len(whole) // BLOCK, BLOCK, -1, 2).transpose(1, 2)
 
 
 def _spread(packed: Tensor) -> Tensor:
-    """What `interleaved` was made of, [O, I]."""
+    """Undo `interleaved`: [O, I]."""
     halves = packed.reshape(*packed.shape[:2], 2, 4, 2, 8).transpose(-3, -2)
     return halves.reshape(*packed.shape[:2], BLOCK, 2).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _unit(dtype: torch.dtype) -> int:
-    """Inputs are padded to multiples of it."""
+    """The number of inputs is padded to a multiple of this."""
     return 32 if dtype == torch.bfloat16 else 16
 
 

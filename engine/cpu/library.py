@@ -1,6 +1,6 @@
-"""`kernels.c` and `sampling.c`, compiled for this machine at the first use and kept.
+"""Compiles `kernels.c` and `sampling.c` for this machine at first use, caches the library and calls it.
 
-The compiled code computes with the threads that torch has: its OpenMP must be the library that torch loaded.
+The compiled code runs on torch's threads: it must use the OpenMP library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 
 MOST_ROWS = 256
-"""Rows of a product, and tokens of a step: as in the source."""
+"""The most rows of a product and the most tokens of a step, as in the source."""
 
 BLOCK = 64
-"""Outputs that lie together in a weight."""
+"""Outputs in one block of a weight, as in the source."""
 
 PLAIN, INT8, INT4 = range(3)
 
@@ -37,14 +37,14 @@ _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def span(weight: Tensor) -> tuple[int, int]:
-    """Address and bytes of a tensor, be it oneDNN's."""
+    """The address and size in bytes of a tensor, in torch's or oneDNN's layout."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)
     return weight.data_ptr(), weight.nbytes
 
 
 class Product(ctypes.Structure):
-    """A weight as the kernels read it; `tensors` are those that its addresses lie in."""
+    """A weight as the kernels read it; `tensors` keeps alive the memory that it points to."""
 
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("weight", "scales", "bias")),
@@ -54,7 +54,7 @@ class Product(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: Sequence[int], kind: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Self:
-        """`shape` [O, I]; `weight` may be oneDNN's."""
+        """`shape` is [O, I]; `weight` may be in oneDNN's layout."""
         bias = None if bias is None else bias.float()
         others = (None if tensor is None else tensor.data_ptr() for tensor in (scales, bias))
         product = cls(span(weight)[0], *others, shape[1], shape[0], kind)
@@ -62,21 +62,21 @@ class Product(ctypes.Structure):
         return product
 
 
-class Wish(NamedTuple):
-    """How to draw from a row, by its number; a `top_k` of 0 is none; `place` on the distribution is below 1."""
+class DrawParams(NamedTuple):
+    """How to draw a token from one row of logits: a `top_k` of 0 excludes nothing, `uniform` is a number in [0, 1)."""
 
     row: int
     temperature: float
     min_p: float
     top_k: int
     top_p: float
-    place: float
+    uniform: float
 
 
 class Kernels:
     """The loaded library. Numbers are bfloat16 or float32.
 
-    `has_tiles`: products in bfloat16 are by AMX, which is as fast as oneDNN is for many rows, too.
+    `has_tiles` says whether products in bfloat16 use AMX; then they are as fast as oneDNN's for many rows too.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -92,16 +92,16 @@ class Kernels:
         self.has_tiles = bool(library.use_tiles(True))
 
     def use_tiles(self, wanted: bool) -> None:
-        """Multiply with AMX or without, as a CPU that has none."""
+        """Switch AMX on, where the CPU has it, or off."""
         self.has_tiles = bool(self.library.use_tiles(wanted))
 
     @staticmethod
     def take(weight: Tensor) -> bool:
-        """Whether the kernels multiply by such a weight."""
+        """Whether the kernels support the weight's dtype and shape."""
         return weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
 
     def multiply(self, product: Product, x: Tensor) -> Tensor:
-        """[T, I] → [T, O]"""
+        """Multiply `x` [T, I] by a weight: [T, O]."""
         rows, result = len(x), x.new_empty((len(x), product.outputs))
         if not rows:
             return result
@@ -114,26 +114,26 @@ class Kernels:
         return result
 
     def expand(self, product: Product, packed: Tensor, dtype: torch.dtype) -> None:
-        """Fill oneDNN's weight `packed` of the same shape with the numbers, int8 without their scales."""
+        """Write a quantised weight into `packed`, of the same shape in oneDNN's layout; int8 without the scales."""
         self.library.expand(ctypes.byref(product), span(packed)[0], dtype == torch.bfloat16, torch.get_num_threads())
 
-    def draw(self, logits: Tensor, wishes: Sequence[Wish]) -> list[int]:
-        """A token for each wish from logits [R, V]; -1 where they allow none, or are not numbers."""
+    def draw(self, logits: Tensor, params: Sequence[DrawParams]) -> list[int]:
+        """Draw a token from logits [R, V] for each of `params`; -1 where none is possible or the logits hold NaN."""
         logits, width, threads = logits.float().contiguous(), logits.shape[-1], torch.get_num_threads()
         room = 2 * threads * -(-width // BLOCK) * BLOCK
         if len(self._room) < room:
             self._room = torch.empty(room)
-        asked, tokens = array("d", chain.from_iterable(wishes)), array("q", bytes(8 * len(wishes)))
-        places = asked.buffer_info()[0], len(wishes), self._room.data_ptr(), tokens.buffer_info()[0]
-        self.library.draw(logits.data_ptr(), width, *places, threads)
+        packed, tokens = array("d", chain.from_iterable(params)), array("q", bytes(8 * len(params)))
+        buffers = packed.buffer_info()[0], len(params), self._room.data_ptr(), tokens.buffer_info()[0]
+        self.library.draw(logits.data_ptr(), width, *buffers, threads)
         return tokens.tolist()
 
     def agree(self, product: Product, packed: Tensor, dtype: torch.dtype, other: Callable[[Tensor], Tensor]) -> bool:
-        """Whether `packed` has the room of the layout that we know, and `other`, which multiplies by it, says the same.
+        """Whether `packed` has the kernels' layout: the expected size, and the same product as `other`, which uses it.
 
-        Nobody promises oneDNN's layout to us, and it differs: a single output's weight in float32 has no blocks.
+        oneDNN documents no layout, and it varies: a float32 weight with a single output has no blocks.
         """
-        unit = 32 if dtype == torch.bfloat16 else 16  # inputs are padded to
+        unit = 32 if dtype == torch.bfloat16 else 16  # inputs are padded to multiples of it
         room = -(-product.outputs // BLOCK) * BLOCK * -(-product.inputs // unit) * unit * dtype.itemsize
         if span(packed)[1] != room:
             return False
@@ -143,24 +143,24 @@ class Kernels:
 
 
 class NoKernels(Exception):
-    """Why this machine computes without compiled kernels, and what would change that."""
+    """The compiled kernels cannot be used on this machine; the message says why and what to do."""
 
 
 def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels:
-    """Compile unless the cache has it, and load. Raises `NoKernels` where that fails."""
+    """Load the library from `cache`, compiling it first if need be. Raises `NoKernels` where that fails."""
     flags = _cpu_flags()
     if not set(flags.split()) >= _NEEDED:
-        raise NoKernels("the kernels are for CPUs with AVX512-BF16")
+        raise NoKernels("the compiled kernels need a CPU with AVX512-BF16, VBMI, VL and BW")
     try:
         return Kernels(_load(compiler, cache or _cache(), flags))
     except FileNotFoundError as error:
-        reason = f"{error.filename} is not there"
-        remedy = "install a C compiler, such as gcc" if error.filename == compiler else "install Penstock again, whole"
+        reason = f"{error.filename} does not exist"
+        remedy = "install a C compiler, such as gcc" if error.filename == compiler else "reinstall Penstock"
     except subprocess.SubprocessError as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         reason, remedy = f"{compiler} failed ({lines[0] if lines else error})", "install gcc 11 or newer"
     except OSError as error:
-        reason, remedy = str(error), "let XDG_CACHE_HOME name a directory that can be written"
+        reason, remedy = str(error), "set XDG_CACHE_HOME to a writable directory"
     raise NoKernels(f"{reason}; {remedy}")
 
 
@@ -184,26 +184,26 @@ def _load(compiler: str, cache: Path, flags: str) -> ctypes.CDLL:
     path = cache / f"kernels-{name}.so"
     if not _is_whole(path):
         _compile(compiler, path)
-    runtimes = _runtimes()
+    before = _openmp_libraries()
     library = ctypes.CDLL(str(path))
-    if own := _runtimes() - runtimes:
-        raise OSError(f"{', '.join(sorted(own))} stands beside torch's OpenMP")
+    if own := _openmp_libraries() - before:
+        raise OSError(f"the kernels loaded a second OpenMP beside torch's: {', '.join(sorted(own))}")
     return library
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Whoever else does the same at the same time writes the same."""
+    """Compile to `path`, atomically: concurrent processes write identical files. A checksum follows the library."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
         _run([compiler, *_FLAGS, "-o", str(built), *(str(one) for one in _SOURCES if one.suffix == ".c"), "-lm"])
-        with built.open("ab") as file:  # loaders ignore what follows
+        with built.open("ab") as file:  # the loader ignores trailing bytes
             file.write(hashlib.sha256(built.read_bytes()).digest())
         built.replace(path)
 
 
 def _is_whole(path: Path) -> bool:
-    """To load a library that was cut off may end the process."""
+    """Whether the file's checksum is right: loading a truncated library may kill the process."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -215,6 +215,6 @@ def _run(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
-def _runtimes() -> set[str]:
-    """The OpenMP libraries in this process."""
+def _openmp_libraries() -> set[str]:
+    """The OpenMP libraries that this process has loaded."""
     return set(re.findall(r"/\S*lib(?:g|i)?omp\S*", Path("/proc/self/maps").read_text()))

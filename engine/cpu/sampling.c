@@ -1,36 +1,36 @@
-/* From logits to a token drawn: temperature, then what min_p, top-k and top-p exclude, then a place on the cumulative
-   distribution of the rest. Nothing is sorted: the bounds of both are looked for among the weights as they lie, each look
-   a pass over those that may still be kept. */
+/* Draw a token from logits: apply the temperature, exclude by min_p, top-k and top-p, then invert the cumulative
+   distribution of the rest. Nothing is sorted: a binary search finds the bounds of top-k and top-p, each of its
+   probes one pass over the weights that may still be kept. */
 
 #include "vectors.h"
 
 #include <omp.h>
 
-#define GUESS 1e-4f /* of the largest probability: most that are cut off lie below */
+#define GUESS 1e-4f /* where the search starts, as a share of the largest weight: most excluded ones are below it */
 
-/* One row's wish: its number among those of the logits; how, without `top_k` if 0 and without `top_p` from 1 on; the
-   place on the cumulative distribution, below 1. */
+/* How to draw one token: `row` is the index of its logits; a `top_k` of 0 and a `top_p` of 1 exclude nothing;
+   `uniform` is a number in [0, 1), where to invert the cumulative distribution. */
 typedef struct {
-    double row, temperature, min_p, top_k, top_p, place;
-} Draw;
+    double row, temperature, min_p, top_k, top_p, uniform;
+} DrawParams;
 
 typedef struct {
     int64_t count;
     double sum;
 } Mass;
 
-/* Weights among which a bound is looked for, whole blocks: all, and soon the greatest, which `room` has been given. */
+/* The weights that may still be kept, in whole blocks: at first all of them, later copies of the largest, in `room`. */
 typedef struct {
     const float *weights;
     int64_t width;
     float *room;
-} Field;
+} Candidates;
 
-/* How many are at least `bound`, and their sum. */
-static Mass mass(const Field *f, float bound) {
+/* Count and sum of the weights that are at least `bound`. */
+static Mass mass(const Candidates *f, float bound) {
     Mass all = {0, 0};
     for (int64_t i = 0, end; i < f->width; i = end) {
-        end = i + 16 * BLOCK < f->width ? i + 16 * BLOCK : f->width; /* no more is added up in float32 */
+        end = i + 16 * BLOCK < f->width ? i + 16 * BLOCK : f->width; /* longer sums are float64 */
         __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int64_t at = i; at < end; at += BLOCK)
             for (int k = 0; k < 4; k++) {
@@ -45,8 +45,8 @@ static Mass mass(const Field *f, float bound) {
     return all;
 }
 
-/* Go on with those that are at least `bound`. */
-static void keep(Field *f, float bound) {
+/* Drop the candidates below `bound`. */
+static void keep(Candidates *f, float bound) {
     int64_t count = 0;
     for (int64_t i = 0; i < f->width; i += 16) {
         __m512 v = _mm512_loadu_ps(f->weights + i);
@@ -58,9 +58,9 @@ static void keep(Field *f, float bound) {
     f->weights = f->room, f->width = count;
 }
 
-/* The largest weight (none is above 1) that with those above numbers `count` and adds up to `sum`; or `least`, if that is
-   larger. Numbers from 0 on have the order of their bits. */
-static float bound_of(Field *f, float least, int64_t count, double sum) {
+/* The largest bound such that at least `count` weights reach it and their sum is at least `sum`; never below
+   `least`. No weight is above 1. Non-negative floats have the order of their bits, so the search is over the bits. */
+static float find_bound(Candidates *f, float least, int64_t count, double sum) {
     union { float number; uint32_t bits; } low = {.number = least}, high = {.number = 1}, middle = {.number = GUESS};
     for (; low.bits < high.bits; middle.bits = low.bits + (high.bits - low.bits + 1) / 2) {
         if (middle.bits <= low.bits) continue;
@@ -75,7 +75,8 @@ static float bound_of(Field *f, float least, int64_t count, double sum) {
     return low.number;
 }
 
-/* Those below `edge` become 0, and all but the first `room` of its equals; sums [width / 64] of all blocks up to each. */
+/* Zero the weights below `edge`, and those equal to it but for the first `room`. Writes the running sums of the blocks,
+   `sums` [width / 64]. */
 static void truncate(float *weights, int64_t width, float edge, int64_t room, double *sums) {
     double sum = 0;
     for (int64_t i = 0; i < width; i += BLOCK) {
@@ -95,10 +96,10 @@ static void truncate(float *weights, int64_t width, float edge, int64_t room, do
     }
 }
 
-/* The token at `place` of the distribution of the weights; where rounding leaves none, the last with any. */
-static int64_t invert(const float *weights, int64_t width, const double *sums, double place) {
+/* The token at `uniform` on the cumulative distribution; the last token with any weight where rounding leaves none. */
+static int64_t invert(const float *weights, int64_t width, const double *sums, double uniform) {
     const int64_t blocks = width / BLOCK;
-    const double reached = place * sums[blocks - 1];
+    const double reached = uniform * sums[blocks - 1];
     int64_t block = 0, token = 0;
     while (sums[block] <= reached && sums[block] < sums[blocks - 1]) block++;
     double sum = block ? sums[block - 1] : 0;
@@ -109,39 +110,41 @@ static int64_t invert(const float *weights, int64_t width, const double *sums, d
     return token;
 }
 
-/* Logits [V] -> a token, -1 where the largest is not finite or any is no number. `weights`, `room`: V, in whole blocks. */
-static int64_t draw_one(const float *logits, int64_t V, const Draw *d, float *weights, float *room) {
+/* Logits [V] -> a token; -1 if the largest is not finite or any is NaN. `weights`, `room`: V rounded up to whole
+   blocks. */
+static int64_t draw_one(const float *logits, int64_t V, const DrawParams *d, float *weights, float *room) {
     const int64_t width = (V + BLOCK - 1) / BLOCK * BLOCK;
     __m512 most = _mm512_set1_ps(-INFINITY);
     for (int64_t i = 0; i < V; i += 16)
-        most = _mm512_mask_max_ps(most, first(V - i), most, load(logits, i, first(V - i), 0));
+        most = _mm512_mask_max_ps(most, tail_mask(V - i), most, load(logits, i, tail_mask(V - i), 0));
     const float largest = _mm512_reduce_max_ps(most), factor = 1 / d->temperature;
     if (!isfinite(largest)) return -1;
     for (int64_t i = 0; i < width; i += 16) {
-        const __mmask16 mask = first(V > i ? V - i : 0);
+        const __mmask16 mask = tail_mask(V > i ? V - i : 0);
         __m512 v = _mm512_sub_ps(load(logits, i, mask, 0), _mm512_set1_ps(largest));
         v = exponential(_mm512_mul_ps(v, _mm512_set1_ps(factor)));
         _mm512_storeu_ps(weights + i, _mm512_maskz_mov_ps(mask, v));
     }
-    Field field = {weights, width, room};
-    const Mass all = mass(&field, 0);
+    Candidates candidates = {weights, width, room};
+    const Mass all = mass(&candidates, 0);
     if (all.count < width) return -1;
     float edge = d->min_p > 0 ? d->min_p : 0; /* the largest weight is 1; -0 has other bits than 0 */
-    if (d->top_k > 0 && d->top_k < V) edge = fmaxf(edge, bound_of(&field, 0, d->top_k, 0));
+    if (d->top_k > 0 && d->top_k < V) edge = fmaxf(edge, find_bound(&candidates, 0, d->top_k, 0));
     int64_t equals = INT64_MAX;
     if (d->top_p < 1) {
-        if (edge > 0) keep(&field, edge);
-        const double enough = d->top_p * (edge > 0 ? mass(&field, edge).sum : all.sum);
-        edge = bound_of(&field, edge, 1, enough);
-        const double above = mass(&field, nextafterf(edge, INFINITY)).sum;
+        if (edge > 0) keep(&candidates, edge);
+        const double enough = d->top_p * (edge > 0 ? mass(&candidates, edge).sum : all.sum);
+        edge = find_bound(&candidates, edge, 1, enough);
+        const double above = mass(&candidates, nextafterf(edge, INFINITY)).sum;
         if (edge > 0 && enough < above + (double)edge * V) equals = fmax(1, ceil((enough - above) / edge));
     }
     truncate(weights, width, edge, equals, (double *)room);
-    return invert(weights, width, (double *)room, d->place);
+    return invert(weights, width, (double *)room, d->uniform);
 }
 
-/* Of logits [R, V], a token for each wish -> [count]. `room` [threads, 2, V], V in whole blocks. */
-void draw(const float *logits, int64_t V, const Draw *draws, int64_t count, float *room, int64_t *tokens,
+/* Draw a token from logits [R, V] for each of `params` [count] -> `tokens` [count]. `room` is [threads, 2, V], V
+   rounded up to whole blocks. */
+void draw(const float *logits, int64_t V, const DrawParams *params, int64_t count, float *room, int64_t *tokens,
           int64_t threads) {
     const int64_t width = (V + BLOCK - 1) / BLOCK * BLOCK;
 #pragma omp parallel num_threads(threads)
@@ -149,6 +152,6 @@ void draw(const float *logits, int64_t V, const Draw *draws, int64_t count, floa
         float *own = room + 2 * width * omp_get_thread_num();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; i++)
-            tokens[i] = draw_one(logits + (int64_t)draws[i].row * V, V, draws + i, own, own + width);
+            tokens[i] = draw_one(logits + (int64_t)params[i].row * V, V, params + i, own, own + width);
     }
 }

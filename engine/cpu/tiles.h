@@ -1,8 +1,8 @@
-/* Products by the tiles of AMX: 16 rows of inputs times 16 pairs of inputs for 16 outputs, in bfloat16.
+/* Products on AMX tiles: 16 rows of inputs times 16 pairs of inputs for 16 outputs, in bfloat16.
 
-   The weight is read as it lies for the other kernels. A chunk of a block of 64 outputs stays in the first cache while
-   all rows pass, 16 at a time; meanwhile the next one is fetched. Of the inputs there must be whole tiles of rows, where
-   they do not fit into one. */
+   The weight's layout is that of the other kernels. A chunk of a block of 64 outputs stays in the L1 cache while all
+   rows pass, 16 at a time; meanwhile the next chunk is prefetched. Inputs of more than one tile of rows must be
+   padded to whole tiles. */
 
 #pragma once
 
@@ -15,13 +15,14 @@
 enum { TILE_ROWS = 16, STEP = 16, TILE_PAIRS = 64 }; /* pairs of inputs of a tile and of a chunk */
 enum { LINE = 4 * BLOCK };                           /* bytes of a pair of inputs for 64 outputs */
 
-/* Whether this process may use tiles (Linux wants to be asked, and then saves them for each thread), and does. */
+/* Whether this process may use AMX (Linux grants it on request, and then saves each thread's tiles), and whether it
+   does. */
 static int may_have_tiles, has_tiles;
 
 #if defined __AMX_BF16__ && defined __linux__
 enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* arch_prctl's ARCH_REQ_XCOMP_PERM */
 
-__attribute__((constructor)) static void ask(void) {
+__attribute__((constructor)) static void request_tiles(void) {
     has_tiles = may_have_tiles = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
 }
 
@@ -31,7 +32,7 @@ typedef struct {
     uint8_t rows[16];
 } Shapes;
 
-/* To be called by each thread before `tile_product`, for so many rows at the most; and `rest` afterwards. */
+/* Each thread calls this before `tile_product`, with the most rows it will pass, and `release_tiles` afterwards. */
 static void shape_tiles(int64_t rows) {
     Shapes shapes = {.palette = 1};
     const int height = rows < TILE_ROWS ? rows : TILE_ROWS;
@@ -39,10 +40,10 @@ static void shape_tiles(int64_t rows) {
     _tile_loadconfig(&shapes);
 }
 
-static void rest(void) { _tile_release(); }
+static void release_tiles(void) { _tile_release(); }
 
-/* Some compilers do not know that tiles are loaded from memory. */
-#define WRITTEN __asm__ volatile("" ::: "memory")
+/* Some compilers do not know that tile loads read memory. */
+#define COMPILER_BARRIER __asm__ volatile("" ::: "memory")
 
 #define EACH_SUM(what, to)                                                                                            \
     do {                                                                                                              \
@@ -52,7 +53,7 @@ static void rest(void) { _tile_release(); }
         what(3, (to)[0] + 48, LINE);                                                                                  \
     } while (0)
 
-/* x [16, 32] times the pairs `from` on, for 64 outputs. */
+/* x [16, 32] times 16 pairs of `weight`, for 64 outputs, added to tiles 0 to 3. */
 INLINE void tile_step(const uint8_t *weight, const void *x, int64_t stride) {
     _tile_loadd(4, x, stride);
     _tile_loadd(5, weight, LINE);
@@ -65,11 +66,11 @@ INLINE void tile_step(const uint8_t *weight, const void *x, int64_t stride) {
     _tile_dpbf16ps(3, 4, 5);
 }
 
-/* Up to 16 rows times `count` pairs at `weight`, which ends with zeros -> added to [16, 64], or stored if they are the
-   first. Rows of x are `stride` bytes apart. With each step `share` bytes are fetched from `next` on. */
+/* Multiply up to 16 rows by `count` pairs at `weight`, which zeros follow; store the sums [16, 64] if `is_first`,
+   else add them. Rows of x are `stride` bytes apart. Each step also prefetches `share` bytes, starting at `next`. */
 static void tile_product(const uint8_t *weight, int64_t count, const uint8_t *x, int64_t stride, int64_t rows,
                          float (*to)[BLOCK], int is_first, const char *next, int64_t share) {
-    WRITTEN;
+    COMPILER_BARRIER;
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -83,18 +84,18 @@ static void tile_product(const uint8_t *weight, int64_t count, const uint8_t *x,
         for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
         tile_step(weight, x + 4 * i, stride);
     }
-    if (i < count) { /* what follows in memory is another row's */
+    if (i < count) { /* the memory behind holds the next row */
         uint8_t last[TILE_ROWS][64] __attribute__((aligned(64))) = {{0}};
         for (int64_t r = 0; r < rows; r++) memcpy(last[r], x + r * stride + 4 * i, 4 * (count - i));
-        WRITTEN;
+        COMPILER_BARRIER;
         tile_step(weight, last, 64);
     }
     EACH_SUM(_tile_stored, to);
-    WRITTEN;
+    COMPILER_BARRIER;
 }
 #else
 static void shape_tiles(int64_t rows) {}
-static void rest(void) {}
+static void release_tiles(void) {}
 static void tile_product(const uint8_t *weight, int64_t count, const uint8_t *x, int64_t stride, int64_t rows,
                          float (*to)[BLOCK], int is_first, const char *next, int64_t share) {}
 #endif

@@ -1,4 +1,4 @@
-/* 16 numbers at a time: for x86 with AVX512-BF16. Where `half` is set, numbers in memory are bfloat16, else float32. */
+/* Vectors of 16 numbers, for x86 with AVX512-BF16. Numbers in memory are bfloat16 if `half` is set, else float32. */
 
 #pragma once
 
@@ -8,13 +8,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { BLOCK = 64 }; /* numbers that are worked on together */
+enum { BLOCK = 64 }; /* numbers processed together */
 
-INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
+/* The first `count` of 16 lanes; all of them from 16 on. */
+INLINE __mmask16 tail_mask(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
 
 INLINE __m512 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 
-/* Up to 16 numbers from place i on. */
+/* Up to 16 numbers, starting at index i. */
 INLINE __m512 load(const void *from, int64_t i, __mmask16 mask, int half) {
     return half ? widen(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)from + i))
                 : _mm512_maskz_loadu_ps(mask, (const float *)from + i);
@@ -25,7 +26,7 @@ INLINE void store(void *to, int64_t i, __m512 v, __mmask16 mask, int half) {
     else _mm512_mask_storeu_ps((float *)to + i, mask, v);
 }
 
-/* e^x within 2 units of the last place: 2^n times a polynomial on |r| <= ln 2 / 2. Not-a-number stays so. */
+/* e^x within 2 units in the last place: 2^n times a polynomial on |r| <= ln 2 / 2. NaN stays NaN. */
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(89), x));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);

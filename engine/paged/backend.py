@@ -27,7 +27,7 @@ from ..cpu.library import Kernels, NoKernels, load_kernels
 from ..loading import load_causal_lm, resolve_device
 from ..models import ModelInfo, read_model_info, resolve_model
 from ..output import CacheStats
-from ..sampler import Chosen, Known, choose, needs_tokens
+from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
 from ..sequence import Sequence
 from ..sizing import SizedConfig, sized
 from ..text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class _Unread(NamedTuple):
     """What one step chose, a token for each of `rows`; they count it as pending."""
 
     rows: list[Row]
-    chosen: Chosen | Known
+    chosen: DeviceTokens | HostTokens
 
 
 class PagedBackend:

@@ -1,7 +1,7 @@
-"""The plain decoder in one compiled call, for steps of few tokens; it shares weights and pools with `Decoder`.
+"""Runs the plain decoder in one compiled call, for steps of few tokens; it shares weights and pools with `Decoder`.
 
-Decoding one row is the reading of the weights, and what torch does between its products costs a quarter of the time.
-One call does all layers, so that nothing of Python is left in between.
+When decoding one row, reading the weights takes most of the time, and torch's operations between the products a quarter
+of it. One call runs all layers, with no Python in between.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .kv_cache import Pool
 from .packing import Computed, Group, Segment
 
 _MOST_KEYS = 1024
-"""Of prefills: the kernel attends token by token, and behind more keys matrix products are faster. Measured for
-Qwen2-0.5B: 64, 128 and 256 tokens take 90, 173 and 350 ms behind 1,024 keys, and with `Decoder` 98, 174 and 327."""
+"""The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
+are faster."""
 
-_FIRST_POSITIONS = 1024  # whose rotations are computed at first; twice as many whenever a step goes beyond
+_FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step goes beyond
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -42,7 +42,8 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
-        *((name, _INT) for name in ("embedding", "queries", "keys", "size", "num_groups", "block_size")),
+        *((name, _INT) for name in ("embedding", "num_q_heads", "num_kv_heads", "head_dim")),
+        *((name, _INT) for name in ("num_groups", "block_size")),
         *((name, _POINTER) for name in ("embeddings", "cosines", "sines")),
         ("layers", _POINTER),
         ("norm", _POINTER),
@@ -52,18 +53,18 @@ class _Model(ctypes.Structure):
     ]
 
 
-class NativeDecoder:
-    """`attach` must be called before the first step."""
+class CompiledDecoder:
+    """A `Decoder` for the compiled kernels. Call `attach` before the first step."""
 
     def __init__(
         self, decoder: Decoder, kernels: Kernels, products: Sequence[Product], dtype: torch.dtype, context_length: int
     ) -> None:
-        """`products` are those of `decoder`, five of each layer and the head's."""
+        """`products` are those of `decoder`: five for each layer, then the output head's."""
         self._decoder, self._kernels, self._products, self._dtype = decoder, kernels, products, dtype
-        self._tensors: list[Tensor] = []  # whose addresses the structures hold, beside the products' own
+        self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
-        self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # fresh memory would cost a step 0.1 ms
+        self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # reused: allocating would cost each step 0.1 ms
         self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
         self._angles, self._num_angles = torch.empty(0), 0  # cosines and sines [2, P, D], P; grown by `_reach`
         first, (_, output, gate, _, down), head = decoder.layers[0], products[:5], products[-1]
@@ -80,9 +81,9 @@ class NativeDecoder:
             num_layers=len(self._layers),
             vocabulary=len(decoder.embedding),
             embedding=output.outputs,
-            queries=first.num_queries,
-            keys=first.num_keys,
-            size=output.inputs // first.num_queries,
+            num_q_heads=first.num_q_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=output.inputs // first.num_q_heads,
             embeddings=self._address(decoder.embedding.contiguous()),
             layers=ctypes.addressof(self._layers),
             norm=self._numbers(decoder.norm.weight),
@@ -101,21 +102,21 @@ class NativeDecoder:
     def of(
         cls, decoder: Decoder, kernels: Kernels, rules: Sequence[Rules], dtype: torch.dtype, context_length: int
     ) -> Self | None:
-        """None for what the kernels do not know, or where a product of theirs is not torch's."""
+        """The compiled form of `decoder`; None if the kernels do not support its shapes, weights or attention."""
         products = [linear.product for linear in decoder.linears()]
         known = [product for product in products if product is not None]
-        shapes = {(layer.num_queries, layer.num_keys) for layer in decoder.layers}
+        shapes = {(layer.num_q_heads, layer.num_kv_heads) for layer in decoder.layers}
         sizes = {tuple((one.inputs, one.outputs) for one in known[at : at + 5]) for at in range(0, len(known) - 1, 5)}
         plain = all(rule.softcap is None and rule.sinks is None for rule in rules)
         if len(known) < len(products) or len(shapes) > 1 or len(sizes) > 1 or not plain:
             return None
-        native = cls(decoder, kernels, known, dtype, context_length)
-        for rule, layer in zip(rules, native._layers, strict=True):
+        compiled = cls(decoder, kernels, known, dtype, context_length)
+        for rule, layer in zip(rules, compiled._layers, strict=True):
             layer.scaling = rule.scaling
-        return native
+        return compiled
 
     def attach(self, pools: Sequence[Pool], groups: Sequence[Group], group_of: Sequence[int], block: int) -> None:
-        """Use these pools from now on; the layers' groups, and tokens of a block."""
+        """Use `pools`, one a layer, from now on; `group_of` is each layer's index in `groups`, `block` is in tokens."""
         self._pools, self._model.num_groups, self._model.block_size = pools, len(groups), block
         for pool, layer, index in zip(pools, self._layers, group_of, strict=True):
             layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
@@ -123,14 +124,14 @@ class NativeDecoder:
 
     @staticmethod
     def takes(segments: Sequence[Segment]) -> bool:
-        """Whether a step is one for the kernels: few tokens, no part of a prompt behind a long context, none scored."""
+        """Whether the kernels take this step: few tokens, no prefill over a long context, no scored prompt."""
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
         return few and all(
             (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS) and not segment.scores for segment in segments
         )
 
     def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
-        """Compute a step that `takes` allows, for `chosen` see `pack`; logits in float32, until the next call.
+        """Compute a step that `takes` accepts; see `pack` for `chosen`. The logits, float32, last until the next call.
 
         Raises `IndexError` for a token without an embedding or a block.
         """
@@ -145,14 +146,16 @@ class NativeDecoder:
                 sampled.append(index)
         self._reach(max(segment.end for segment in segments))
         best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
-        where = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
-        if self._kernels.library.step(ctypes.byref(self._model), *where):
-            raise IndexError(f"a token has no block, or is not among the model's {self._model.vocabulary}")
+        buffers = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
+        if self._kernels.library.step(ctypes.byref(self._model), *buffers):
+            raise IndexError(f"a token has no block or is outside the vocabulary of {self._model.vocabulary}")
         return Computed(self._rows[len(sampled)], sampled, best)
 
     def part(self, segments: Sequence[Segment], inputs: Tensor, layers: range) -> tuple[Tensor, Tensor]:
-        """Only these layers, on `inputs` [T, E] in place of embeddings, and the head: its logits, and what it read in
-        float32, before the last norm. To be told from one another by their faults."""
+        """Run only `layers`, on `inputs` [T, E] instead of embeddings, and the head, to check each part by itself.
+
+        Returns the logits and the residual stream in float32 [T, E], before the last norm.
+        """
         model, embeddings = self._model, inputs.to(self._dtype).contiguous()
         before = model.embeddings, model.vocabulary, model.layers, model.num_layers
         ids = iter(range(len(inputs)))
@@ -165,7 +168,10 @@ class NativeDecoder:
             model.embeddings, model.vocabulary, model.layers, model.num_layers = before
 
     def _reach(self, end: int) -> None:
-        """Know the rotations of all positions below `end`. None beyond the context: some models would turn all anew."""
+        """Compute the rotations of all positions below `end`.
+
+        None beyond the context length: there some models change the rotations of all positions.
+        """
         if end > self._num_angles:
             positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
             self._angles = torch.cat(self._decoder.angles(positions, torch.float32)).contiguous()

@@ -1,8 +1,8 @@
 """The plain decoder, written out: RMSNorm, rotary attention, gated SiLU, each layer in a handful of operations.
 
-Llama, Mistral, Qwen 2 and 3 and many others are this. transformers' own modules say the same in four times as many
-small operations, which on a CPU cost a tenth of a decoding step. Whoever builds one must compare it with the original:
-`of` looks at the structure alone.
+Llama, Mistral, Qwen 2 and 3 and many others have this structure. transformers' modules compute the same with four times
+as many small operations, which on a CPU cost a tenth of a decoding step. `Decoder.of` checks the structure alone: the
+caller must compare results with the original model's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.activations import SiLUActivation
 from .linear import Linear
 
 MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
-"""One `Linear` for modules that share their input, outputs side by side; takes over the modules' memory."""
+"""Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
 
 Attention = Callable[[int, Tensor, Tensor], Tensor]
 """Layer, query [Hq, T, D], keys and then values [2 H, T, D] → [T, Hq · D]."""
@@ -31,14 +31,14 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class Angles(NamedTuple):
-    """Cosines and sines [1, T, D]; sines of the first half are negative: x cos + (x with its halves swapped) sin."""
+    """Cosines and sines [1, T, D], the sines of the first half negated: x cos + (x with its halves swapped) sin."""
 
     cosines: Tensor
     sines: Tensor
 
 
 class Norm:
-    """x / sqrt(mean(x²) + ε) · w. Beside its negative a row has the mean zero, so that the fused layer norm serves."""
+    """RMSNorm: x / sqrt(mean(x²) + ε) · w. Concatenated with -x a row has mean zero, so layer_norm fits."""
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight
@@ -53,18 +53,18 @@ class Norm:
 
 
 class Layer:
-    """`head_norm` [Hq + H, 1, D], where queries and keys are normalised head by head, and its ε."""
+    """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head."""
 
     def __init__(self, module: Any, make: MakeLinear) -> None:
         attention, mlp = module.self_attn, module.mlp
         self.attention_norm = Norm(module.input_layernorm)
         self.mlp_norm = Norm(module.post_attention_layernorm)
-        size = attention.head_dim
-        self.num_queries = attention.q_proj.out_features // size
-        self.num_keys = attention.k_proj.out_features // size
+        head_dim = attention.head_dim
+        self.num_q_heads = attention.q_proj.out_features // head_dim
+        self.num_kv_heads = attention.k_proj.out_features // head_dim
         self.head_norm: Tensor | None = None
         if hasattr(attention, "q_norm"):
-            norms = [attention.q_norm.weight] * self.num_queries + [attention.k_norm.weight] * self.num_keys
+            norms = [attention.q_norm.weight] * self.num_q_heads + [attention.k_norm.weight] * self.num_kv_heads
             self.head_norm = torch.stack(norms)[:, None]
             self.epsilon: float = attention.q_norm.variance_epsilon
         self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -73,8 +73,10 @@ class Layer:
 
 
 class Decoder:
+    """A transformers model of the plain structure, run without its modules' own code."""
+
     def __init__(self, model: Any, make: MakeLinear, dtype: torch.dtype) -> None:
-        """`dtype` is that of what it computes."""
+        """`dtype` is that of the activations."""
         body = model.model
         self._dtype = dtype
         self.embedding: Tensor = body.embed_tokens.weight
@@ -85,14 +87,14 @@ class Decoder:
 
     @classmethod
     def of(cls, model: Any, make: MakeLinear, dtype: torch.dtype) -> Self | None:
-        """The decoder that takes over the weights of a transformers model; None if its modules are not such a one's."""
+        """Take over the weights of a transformers model; None if its modules do not have the plain structure."""
         body = getattr(model, "model", None)
         if body is None or _children(model) != {"model", "lm_head"} or _children(body) != _BODY:
             return None
         return cls(model, make, dtype) if all(map(_is_plain, body.layers)) else None
 
     def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention) -> Tensor:
-        """Logits [len(keep), V] after the packed tokens `keep` of `ids` [T] at `positions` [T]."""
+        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T]."""
         x = functional.embedding(ids, self.embedding).to(self._dtype)
         angles = self.angles(positions, self._dtype)
         for index, layer in enumerate(self.layers):
@@ -112,17 +114,17 @@ class Decoder:
 
 
 def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Attention) -> Tensor:
-    """The residual stream [T, E] behind a layer."""
+    """Run one layer: the residual stream [T, E] after it."""
     cos, sin = angles
-    size = cos.shape[-1]
-    rotated = layer.num_queries + layer.num_keys
-    heads = layer.qkv(layer.attention_norm(x)).view(len(x), -1, size).transpose(0, 1)  # [Hq + 2 H, T, D]
+    head_dim = cos.shape[-1]
+    rotated = layer.num_q_heads + layer.num_kv_heads
+    heads = layer.qkv(layer.attention_norm(x)).view(len(x), -1, head_dim).transpose(0, 1)  # [Hq + 2 H, T, D]
     query_key = heads[:rotated]
     if layer.head_norm is not None:
-        query_key = functional.rms_norm(query_key, (size,), None, layer.epsilon) * layer.head_norm.to(x.dtype)
-    swapped = query_key.view(rotated, len(x), 2, size // 2).flip(-2).flatten(-2)
+        query_key = functional.rms_norm(query_key, (head_dim,), None, layer.epsilon) * layer.head_norm.to(x.dtype)
+    swapped = query_key.view(rotated, len(x), 2, head_dim // 2).flip(-2).flatten(-2)
     torch.addcmul(query_key * cos, swapped, sin, out=heads[:rotated])
-    mixed = attention(index, heads[: layer.num_queries], heads[layer.num_queries :])
+    mixed = attention(index, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
     x = layer.output.add(mixed, x)
     h = layer.mlp_norm(x)
     return layer.down.add(layer.up.mul(h, layer.gate.silu(h)), x)
@@ -134,12 +136,12 @@ def _is_plain(layer: Any) -> bool:
     attention = layer.self_attn
     extra = _children(attention) - _ATTENTION
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, name) for name in extra)]
-    size = attention.head_dim
+    head_dim = attention.head_dim
     return (
         _children(attention) >= _ATTENTION
         and extra in (set(), {"q_norm", "k_norm"})
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
-        and all(len(getattr(attention, name).weight) == size for name in extra)
+        and all(len(getattr(attention, name).weight) == head_dim for name in extra)
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..cpu.layouts import numbers
 from ..cpu.library import BLOCK, Product
 from .attention import MatmulAttention, Rules
-from .compiled_decoder import NativeDecoder
+from .compiled_decoder import CompiledDecoder
 from .decoder import Attention, Decoder, advance
 from .kv_cache import LayerSpec
 from .linear import Unfused
@@ -51,7 +51,12 @@ class Setting(NamedTuple):
 
 @torch.inference_mode()
 def differences(
-    decoder: Decoder, native: NativeDecoder, setting: Setting, probes: Sequence[Segment], step: Step, attend: Attention
+    decoder: Decoder,
+    native: CompiledDecoder,
+    setting: Setting,
+    probes: Sequence[Segment],
+    step: Step,
+    attend: Attention,
 ) -> list[Difference]:
     """Of each layer, of the head, and of the whole model. `step` is `probes` packed for `attend`, in the same order."""
     dtype, reference, found = setting.dtype, _Reference(decoder, setting, probes), []

@@ -25,7 +25,7 @@ from ...schemas.errors import ModelLoadError
 from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
 from .attention import MatmulAttention, Rules, attend_alone
-from .compiled_decoder import NativeDecoder
+from .compiled_decoder import CompiledDecoder
 from .decoder import Decoder
 from .kv_cache import LayerSpec, Pool
 from .linear import Applied, Linear, Unfused, fused_weight, release
@@ -71,7 +71,7 @@ class Runner:
         self._device = model.device
         self._model: Any = model
         self._decoder: Decoder | None = None
-        self._native: NativeDecoder | None = None  # computes steps of few tokens; set by `_compile`
+        self._native: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []
         self._graphs: DecodeGraphs | None = None  # set by `record_graphs`
         self._rules: list[Rules] = []  # by layer; set by the first pass
@@ -291,7 +291,7 @@ class Runner:
         name = type(self._model).__name__
         if self._decoder is None:
             return f"{name} is no plain decoder"
-        native = NativeDecoder.of(self._decoder, kernels, self._rules, self.dtype, context_length)
+        native = CompiledDecoder.of(self._decoder, kernels, self._rules, self.dtype, context_length)
         if native is None:
             return f"the compiled decoder does not know the shapes, dtype or attention of {name}"
         native.attach(self._pools, self._packed_groups, self._group_of, self.block_size)

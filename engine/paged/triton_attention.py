@@ -54,27 +54,27 @@ class PagedAttention:
 
     def attend(self, step: PagedStep, pool: PagePool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
         """Store this step's keys and values, then attend. [Hq, T, D], [2 H, T, D] → [T, Hq · D]."""
-        num_queries, num_tokens, size = query.shape
-        num_heads, padded = len(keys_values) // 2, _power_of_2(size)
-        mixed = query.new_empty((num_tokens, num_queries, size))
+        num_q_heads, num_tokens, size = query.shape
+        num_kv_heads, padded = len(keys_values) // 2, _power_of_2(size)
+        mixed = query.new_empty((num_tokens, num_q_heads, size))
         pools, sinks, window = (pool.keys, pool.values), rules.sinks, step.window
-        strides, rows = keys_values.stride()[:2], _power_of_2(2 * num_heads)
-        kernels.store[(num_tokens,)](keys_values, *strides, step.slots, *pools, num_heads, size, rows, padded)
+        strides, rows = keys_values.stride()[:2], _power_of_2(2 * num_kv_heads)
+        kernels.store[(num_tokens,)](keys_values, *strides, step.slots, *pools, num_kv_heads, size, rows, padded)
         where = (step.lengths, step.tables, step.tables.stride(0))
         given = (query, *query.stride()[:2], *pools, *where, mixed, sinks)
         rule = (rules.scaling * kernels.LOG2_E.value, rules.softcap, window)
-        shape = (num_heads, num_queries // num_heads, size, padded, self.block_size)
+        shape = (num_kv_heads, num_q_heads // num_kv_heads, size, padded, self.block_size)
         if count := step.num_decoding:
-            splits = min(32, _power_of_2(-(-_PROGRAMS // (count * num_heads))))
-            parts = query.new_empty((count, num_queries, splits, padded + 2), dtype=torch.float32)
-            sizes = splits, max(16, _power_of_2(num_queries // num_heads)), self._columns
-            kernels.decode[(count, num_heads, splits)](*given, *rule, parts, *shape, *sizes)
+            splits = min(32, _power_of_2(-(-_PROGRAMS // (count * num_kv_heads))))
+            parts = query.new_empty((count, num_q_heads, splits, padded + 2), dtype=torch.float32)
+            sizes = splits, max(16, _power_of_2(num_q_heads // num_kv_heads)), self._columns
+            kernels.decode[(count, num_kv_heads, splits)](*given, *rule, parts, *shape, *sizes)
             if splits > 1:
                 combined = parts, step.lengths, mixed, sinks, window
-                kernels.combine[(count, num_queries)](*combined, size, padded, splits, num_warps=1)
+                kernels.combine[(count, num_q_heads)](*combined, size, padded, splits, num_warps=1)
         if len(step.tiles):
             tiles, tile = (step.bounds, step.tiles), (self._tile, self._columns)
-            kernels.prefill[(len(step.tiles), num_queries)](*given, *rule, *tiles, *shape, *tile, num_warps=self._warps)
+            kernels.prefill[(len(step.tiles), num_q_heads)](*given, *rule, *tiles, *shape, *tile, num_warps=self._warps)
         return mixed.flatten(1)
 
     def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> PagedStep:

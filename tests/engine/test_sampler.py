@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
-from penstock.engine.cpu.library import Kernels, NoKernels, Wish, load_kernels
+from penstock.engine.cpu.library import DrawParams, Kernels, NoKernels, load_kernels
 from penstock.engine.sampler import Sampled, _invert, choose, sample, uniform
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
@@ -85,9 +85,9 @@ def test_every_row_equals_the_naive_reference_whatever_its_mates(
     kernels: Kernels | None, rows: list[GenerationParams], seed: int
 ) -> None:
     logits = random_logits(seed, len(rows))
-    sequences = [row(params, seed + place, place) for place, params in enumerate(rows)]
+    sequences = [row(params, seed + index, index) for index, params in enumerate(rows)]
     expected = [
-        naive(logits[place].tolist(), params, uniform(seed + place, 0, place)) for place, params in enumerate(rows)
+        naive(logits[index].tolist(), params, uniform(seed + index, 0, index)) for index, params in enumerate(rows)
     ]
     assert tokens_of(sample(logits, sequences, kernels)) == expected
 
@@ -112,7 +112,7 @@ def test_the_nucleus_ends_as_soon_as_it_holds_enough(kernels: Kernels | None, to
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), choice=st.integers(0, 2**40), index=st.integers(0, 2**40))
-def test_the_draw_is_a_function_of_its_place(seed: int, choice: int, index: int) -> None:
+def test_the_draw_is_a_function_of_its_index(seed: int, choice: int, index: int) -> None:
     here = uniform(seed, choice, index)
     assert 0 <= here < 1
     assert here == uniform(seed, choice, index)
@@ -153,8 +153,8 @@ def test_the_first_and_the_last_token_are_drawn_at_the_very_ends(kernels: Kernel
         if kernels is None:
             assert _invert(probabilities, [*ends]).tolist() == expected
         else:
-            wishes = [Wish(row, 1.0, 0.0, 0, 1.0, place) for row, place in enumerate(ends)]
-            assert kernels.draw(probabilities.log(), wishes) == expected
+            drawn = [DrawParams(row, 1.0, 0.0, 0, 1.0, at) for row, at in enumerate(ends)]
+            assert kernels.draw(probabilities.log(), drawn) == expected
 
 
 # What follows uses vocabularies above 16,384, where draws and nuclei are looked for in parts of the row.
@@ -198,9 +198,9 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_batch(
     kernels: Kernels | None, rows: list[GenerationParams], seed: int, width: int, dtype: torch.dtype
 ) -> None:
     logits = wide_logits(seed, len(rows), dtype, width)
-    sequences = [wide_row(params, seed + place, 7 * place, width) for place, params in enumerate(rows)]
+    sequences = [wide_row(params, seed + index, 7 * index, width) for index, params in enumerate(rows)]
     together = sample(logits, sequences, kernels)
-    alone = [sample(logits[place : place + 1], [sequence], kernels) for place, sequence in enumerate(sequences)]
+    alone = [sample(logits[index : index + 1], [sequence], kernels) for index, sequence in enumerate(sequences)]
     assert [[result] for result in together] == alone
     assert sample(logits.flip(0), sequences[::-1], kernels) == together[::-1]
 
@@ -221,11 +221,11 @@ def test_a_draw_inverts_the_exact_distribution(kernels: Kernels | None, dtype: t
     logits = wide_logits(5, 4, dtype, width, spread=2)
     cumulative = (logits.double() / 1.3).softmax(-1).cumsum(-1)
     for seed in range(40):
-        sequences = [row(GenerationParams(temperature=1.3), seed, place) for place in range(4)]
-        for place, token in enumerate(tokens_of(sample(logits, sequences, kernels))):
-            at = uniform(seed, 0, place)
-            below = 0.0 if token == 0 else cumulative[place, token - 1].item()
-            assert below - 1e-5 <= at <= cumulative[place, token].item() + 1e-5
+        sequences = [row(GenerationParams(temperature=1.3), seed, index) for index in range(4)]
+        for index, token in enumerate(tokens_of(sample(logits, sequences, kernels))):
+            at = uniform(seed, 0, index)
+            below = 0.0 if token == 0 else cumulative[index, token - 1].item()
+            assert below - 1e-5 <= at <= cumulative[index, token].item() + 1e-5
 
 
 @settings(derandomize=True, deadline=None)
@@ -287,7 +287,7 @@ def test_edits_equal_a_naive_reference(rows: list[GenerationParams], seed: int, 
     from penstock.engine.sampler import _scores
 
     logits = wide_logits(seed, len(rows), torch.float32, width)
-    sequences = [wide_row(params, seed + place, 9 * place, width) for place, params in enumerate(rows)]
+    sequences = [wide_row(params, seed + index, 9 * index, width) for index, params in enumerate(rows)]
     expected = logits.double()
     for scores, sequence, params in zip(expected, sequences, rows, strict=True):
         for token, bias in params.logit_bias.items():
@@ -315,26 +315,26 @@ def test_a_broken_row_fails_alone_in_a_mixed_batch(kernels: Kernels | None, brok
         GenerationParams(top_k=4, logit_bias={3: 1.0}),
     ]
     logits = wide_logits(3, 5, torch.bfloat16)
-    sequences = [wide_row(params, place, 5) for place, params in enumerate(kinds)]
+    sequences = [wide_row(params, index, 5) for index, params in enumerate(kinds)]
     healthy = sample(logits, sequences, kernels)
-    for place in range(5):
+    for index in range(5):
         damaged = logits.clone()
-        damaged[place, slice(None) if broken == -math.inf else 9_000] = broken  # but for -inf, one is enough
+        damaged[index, slice(None) if broken == -math.inf else 9_000] = broken  # but for -inf, one is enough
         results = sample(damaged, sequences, kernels)
-        assert isinstance(results[place], GenerationFailed)
-        assert results[:place] + results[place + 1 :] == healthy[:place] + healthy[place + 1 :]
+        assert isinstance(results[index], GenerationFailed)
+        assert results[:index] + results[index + 1 :] == healthy[:index] + healthy[index + 1 :]
 
 
 def test_known_maxima_change_nothing(kernels: Kernels | None) -> None:
     logits = wide_logits(6, 6, torch.float32)
     kinds = [GenerationParams(temperature=0), GenerationParams(), GenerationParams(top_p=0.5)]
     for more in ([], [GenerationParams(logprobs=1)], [GenerationParams(temperature=0, presence_penalty=1.0)]):
-        sequences = [wide_row(params, place, 5) for place, params in enumerate([*kinds, *more])]
+        sequences = [wide_row(params, index, 5) for index, params in enumerate([*kinds, *more])]
         best = logits[: len(sequences)].argmax(-1).tolist()
-        told = choose(logits[: len(sequences)], sequences, kernels, best)
+        chosen = choose(logits[: len(sequences)], sequences, kernels, best)
         expected = sample(logits[: len(sequences)], sequences)
-        assert told.read() == expected
-        assert told.tokens.tolist() == tokens_of(expected)
+        assert chosen.read() == expected
+        assert chosen.tokens.tolist() == tokens_of(expected)
 
 
 def test_which_equals_are_reported_does_not_depend_on_what_mates_ask_for() -> None:

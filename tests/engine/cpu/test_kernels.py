@@ -300,12 +300,12 @@ class TestCompiling:
         return str(caught.value)
 
     def test_without_a_compiler(self, tmp_path: Path) -> None:
-        assert "/none/cc is not there; install a C compiler" in self.fail("/none/cc", tmp_path)
+        assert "/none/cc does not exist; install a C compiler" in self.fail("/none/cc", tmp_path)
 
     def test_without_the_source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("penstock.engine.cpu.library._SOURCES", (tmp_path / "kernels.c",))
         line = self.fail("cc", tmp_path)
-        assert f"{tmp_path}/kernels.c is not there; install Penstock again" in line and "compiler" not in line
+        assert f"{tmp_path}/kernels.c does not exist; reinstall Penstock" in line and "compiler" not in line
 
     def test_a_compiler_that_fails(self, tmp_path: Path) -> None:
         compiler = tmp_path / "cc"
@@ -316,7 +316,7 @@ class TestCompiling:
 
     def test_a_cache_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        assert "let XDG_CACHE_HOME name a directory that can be written" in self.fail("cc", tmp_path / "file" / "cache")
+        assert "set XDG_CACHE_HOME to a writable directory" in self.fail("cc", tmp_path / "file" / "cache")
 
     def test_a_library_that_was_cut_off_is_built_again(self, tmp_path: Path) -> None:
         load_kernels(cache=tmp_path)
@@ -341,7 +341,8 @@ class TestCompiling:
     def test_the_threads_are_torchs(self) -> None:
         # In a process of its own: other libraries in this one may have brought an OpenMP of theirs.
         script = (
-            "from penstock.engine.cpu.library import _runtimes, load_kernels; load_kernels(); print(len(_runtimes()))"
+            "from penstock.engine.cpu.library import _openmp_libraries, load_kernels; "
+            "load_kernels(); print(len(_openmp_libraries()))"
         )
         assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "1\n"
 

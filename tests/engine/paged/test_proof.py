@@ -16,7 +16,7 @@ from penstock.engine.cpu.library import _NEEDED, Kernels, _cpu_flags, load_kerne
 from penstock.engine.paged import compiled_decoder as native
 from penstock.engine.paged import runner
 from penstock.engine.paged.attention_hook import ATTENTION
-from penstock.engine.paged.compiled_decoder import NativeDecoder
+from penstock.engine.paged.compiled_decoder import CompiledDecoder
 from penstock.engine.paged.precision import in_float32
 from penstock.engine.paged.quantize import linear_maker
 from penstock.engine.paged.runner import Runner
@@ -48,27 +48,27 @@ def test_a_model_that_makes_roundings_larger_is_compiled(method: str | None) -> 
     assert made.uncompiled == "" and made._native is not None
 
 
-def scale(name: str, factor: float) -> Callable[[NativeDecoder], None]:
-    def change(decoder: NativeDecoder) -> None:
+def scale(name: str, factor: float) -> Callable[[CompiledDecoder], None]:
+    def change(decoder: CompiledDecoder) -> None:
         setattr(decoder._layers[3], name, factor * getattr(decoder._layers[3], name))
 
     return change
 
 
-def swap(decoder: NativeDecoder) -> None:
+def swap(decoder: CompiledDecoder) -> None:
     layer = decoder._layers[3]
     layer.gate, layer.up = layer.up, layer.gate
 
 
-def lose_head_norm(decoder: NativeDecoder) -> None:
+def lose_head_norm(decoder: CompiledDecoder) -> None:
     decoder._layers[3].head_norm = None
 
 
-def mistake_norm(decoder: NativeDecoder) -> None:
+def mistake_norm(decoder: CompiledDecoder) -> None:
     decoder._layers[3].mlp_norm = decoder._layers[3].attention_norm
 
 
-def mistake_last_norm(decoder: NativeDecoder) -> None:
+def mistake_last_norm(decoder: CompiledDecoder) -> None:
     decoder._model.norm = decoder._layers[0].attention_norm
 
 
@@ -86,14 +86,14 @@ def mistake_last_norm(decoder: NativeDecoder) -> None:
     ids=lambda one: getattr(one, "__name__", None),
 )
 def test_what_is_wrong_in_one_part_is_refused_and_named(
-    break_: Callable[[NativeDecoder], None], part: str, spread: float, monkeypatch: pytest.MonkeyPatch
+    break_: Callable[[CompiledDecoder], None], part: str, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(native.NativeDecoder):
+    class Broken(native.CompiledDecoder):
         def attach(self, *arguments: Any) -> None:
             super().attach(*arguments)
             break_(self)
 
-    monkeypatch.setattr(runner, "NativeDecoder", Broken)
+    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
     made = run(make_model(spread=spread, kind=Qwen3Config), load_kernels())
     assert made._native is None
     assert f"from float32 in {part}, more than" in made.uncompiled
