@@ -1,4 +1,4 @@
-"""What the engine asks of a backend, and the register of backends. Chosen explicitly, never switched silently."""
+"""The interface between the engine and a backend. A backend is chosen explicitly and never replaced silently."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .sequence import Sequence
 from .text.tokenizer_port import TokenizerLike
 
 ProgressCallback = Callable[[int, int], None]
-"""Told how far loading is: (weights done, weights in all)."""
+"""Called as a model loads, with the weights loaded so far and the weights in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do; a request that needs more is refused before it runs.
+    """What a backend can do; the engine refuses a request that needs more before it runs.
 
     `parameters` are the fields of `GenerationParams` that it honours. `hooks` says whether callers may supply logits
     processors and the like.
@@ -37,22 +37,22 @@ class Capabilities:
 
 
 class NoPrefixes:
-    """What a backend without a cache of prefixes says."""
+    """The cache methods of a backend without a prefix cache."""
 
     def cache_stats(self) -> None:
         return None
 
     def save_prefixes(self, path: Path) -> int:
-        raise InvalidRequest("this backend has no cache of prefixes", code="unsupported_capability")
+        raise InvalidRequest("this backend has no prefix cache; use the backend 'paged'", code="unsupported_capability")
 
     load_prefixes = save_prefixes
 
 
 class Backend(Protocol):
-    """Runs sequences. All methods but the properties are called from one thread, the engine's.
+    """Runs sequences. The engine calls all methods, but not the properties, from its one thread.
 
-    `step` is one verb: schedule, run, commit. It hands tokens to `Sequence.append` and returns the deltas; a failure
-    that can be pinned on sequences ends those alone (`Sequence.fail`). A sequence that has finished is forgotten.
+    `step` schedules, runs and commits. It passes tokens to `Sequence.append` and returns the deltas; a failure that it
+    can attribute to some sequences ends only those (`Sequence.fail`). The backend drops a sequence that has finished.
     """
 
     @property
@@ -71,33 +71,39 @@ class Backend(Protocol):
     def num_waiting(self) -> int: ...
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that has not finished."""
+        """Queue an unfinished sequence."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; its mates do not notice. An unknown one is no error."""
+        """Drop a sequence, running or waiting, without affecting others. An unknown one is no error."""
         ...
 
     def step(self) -> list[Delta]:
-        """Advance every running sequence by one token, admitting waiting ones first."""
+        """Admit waiting sequences, then advance every running one by a token."""
         ...
 
     def delay(self) -> float:
-        """Seconds until `step` has something to do: 0 for at once, infinite with nothing to run."""
+        """Seconds until `step` has work: 0 for now, infinite with nothing to run."""
         ...
 
     def cache_stats(self) -> CacheStats | None:
-        """What the key-value cache holds; None for a backend without one of its own. May be called from any thread."""
+        """Counts of the key-value cache; None for a backend without one of its own. Safe from any thread."""
         ...
 
     def save_prefixes(self, path: Path) -> int:
-        """Write the cached prefixes to a file; how many blocks. Raises `InvalidRequest` where none are cached ever."""
+        """Write the cached prefixes to a file; returns the number of blocks.
+
+        Raises `InvalidRequest` for a backend without a prefix cache.
+        """
         ...
 
     def load_prefixes(self, path: Path) -> int:
-        """Cache what `save_prefixes` wrote; how many blocks. Raises `ConfigurationError` for a file that is unfit."""
+        """Restore the prefixes that `save_prefixes` wrote; returns the number of blocks.
+
+        Raises `ConfigurationError` for an unsuitable file.
+        """
         ...
 
     def close(self) -> None:
-        """Free the model's memory."""
+        """Free the model and its memory."""
         ...

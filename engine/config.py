@@ -1,4 +1,4 @@
-"""What an engine is built from. Frozen; what is derived from it (device, context) lives in new objects."""
+"""An engine's configuration. Frozen: values derived from it (device, context) live in new objects."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..schemas.errors import ConfigurationError
 
 
 class EngineConfig(BaseModel):
-    """One engine: which model, where, and within which limits.
+    """One engine: its model, device and limits.
 
     `model` is a local directory or a Hugging Face id. `dtype` "auto" keeps the checkpoint's. `max_sequence_length`
-    counts prompt and answer together and can only shorten the model's own context. `kv_cache_memory` is in bytes;
-    strings such as "4GiB" are understood. It and `max_batch_size` are chosen from the machine where they are left out.
-    `attention` "auto" leaves the choice to the backend, and so does None for chunked prefill, its `prefill_chunk_size`
-    in tokens, and CUDA graphs. `compile_kernels` lets a CPU compute short steps by `kernels.c`, where it can be
-    compiled. `cache_answers` gives identical greedy requests the answer of the first, from memory. `echo_rate` is in
-    tokens a second and choice, 0 for as fast as possible. A request for which nothing is computed in `stall_timeout`
-    seconds, though it is its turn, begins again, and the second time ends with an error.
+    counts prompt and answer together and can only shorten the model's own context. `kv_cache_memory` is in bytes or a
+    string such as "4GiB". If it or `max_batch_size` is left out, the engine chooses it to suit the machine. The backend
+    chooses where `attention` is "auto", or where chunked prefill, `prefill_chunk_size` in tokens, or CUDA graphs are
+    None. `compile_kernels` lets a CPU run short steps in `kernels.c`, if it can be compiled. `cache_answers` answers
+    identical greedy requests from memory. `echo_rate` is in tokens a second for each choice, 0 for as fast as possible.
+    If the engine computes nothing for a scheduled request in `stall_timeout` seconds, it restarts the request; the
+    second time the request fails.
 
-    Whether the chosen backend can honour it all is checked when the engine is built: see `refuse`.
+    The backend checks, when the engine is built, that it can honour every setting: see `refuse`.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -45,9 +45,9 @@ class EngineConfig(BaseModel):
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
 
     def refuse(self, *names: str) -> None:
-        """Raise `ConfigurationError` for every one of these settings that is not at its default.
+        """Raise `ConfigurationError` naming each of these settings that is not at its default.
 
-        Called by a backend with what it cannot honour: a setting is obeyed or refused, never ignored.
+        A backend calls this with the settings that it cannot honour: a setting is obeyed or refused, never ignored.
         """
         faults = [
             f"{name}={getattr(self, name)!r}: the backend {self.backend!r} does not support this setting; leave it out"

@@ -1,4 +1,4 @@
-"""The engine as applications see it: prompts in; text, tokens or deltas out. Knows no broker and no HTTP."""
+"""The engine's public interface: prompts in; text, tokens or deltas out. Knows no broker and no HTTP."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast, overload
+from typing import Any, Self, TypeVar, cast, overload
 
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
@@ -18,7 +19,6 @@ from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities, ProgressCallback
 from .backends.embedding import Embedding, EmbeddingBackend, EmbeddingInput, check_input
 from .backends.registry import load_backend
-from .blocking import wait_for
 from .config import EngineConfig
 from .driver import Driver
 from .grammar.matcher import GrammarCompiler
@@ -31,14 +31,25 @@ from .sequence import Sequence as Choice
 from .text.tokenizer_port import TokenizerLike
 
 Prompt = str | Sequence[int]
+Result = TypeVar("Result")
+
+
+def wait_for(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work` in an event loop of its own and wait for it, even where the caller's thread runs a loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, for example
+        return thread.submit(asyncio.run, work).result()
 
 
 class InferenceEngine:
-    """A model, loaded, and the thread that runs it.
+    """A loaded model and the thread that runs it.
 
-    Use it as a context manager, or call `close`. All methods may be called from any thread; the asynchronous ones from
-    any event loop. A request that fails while it runs ends with finish reason "error" and leaves the others alone;
-    one that can never be served raises `InvalidRequest` before anything runs.
+    Use it as a context manager, or call `close`. Any thread may call any method, and any event loop the asynchronous
+    ones. A request that fails while it runs ends with finish reason "error" and does not affect the others; one that
+    can never be served raises `InvalidRequest` before anything runs.
     """
 
     def __init__(
@@ -49,9 +60,10 @@ class InferenceEngine:
         backend: Backend | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Load what `config` names, which may take minutes; `progress` is told how far it is, see `loading_bar`.
+        """Load the model that `config` names, which may take minutes.
 
-        `backend` is used in place of the configured one. Raises `ConfigurationError` and `ModelLoadError`.
+        `progress` is called as the weights load; by default a terminal shows a bar. `backend` replaces the configured
+        one. Raises `ConfigurationError` and `ModelLoadError`.
         """
         self.config = config
         if backend is not None:
@@ -77,7 +89,7 @@ class InferenceEngine:
 
     @property
     def progress(self) -> int:
-        """Steps done so far: while anything runs, an engine whose number stands still hangs."""
+        """The number of steps so far; an engine that has running requests while this number stays the same hangs."""
         return self._driver.num_steps
 
     @property
@@ -86,7 +98,7 @@ class InferenceEngine:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the engine's thread, if anything did; `healthy` is False then, and a new engine is needed."""
+        """The exception that ended the engine's thread, if any; then `healthy` is False and a new engine is needed."""
         return self._driver.error
 
     def model_info(self) -> ModelInfo:
@@ -116,7 +128,7 @@ class InferenceEngine:
     def generate(
         self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams
     ) -> GenerationOutput | list[GenerationOutput]:
-        """`agenerate`, blocking."""
+        """`agenerate`, but blocking."""
         outputs = wait_for(self._generate_all(_as_list(prompts), params))
         return outputs if _is_list(prompts) else outputs[0]
 
@@ -139,9 +151,9 @@ class InferenceEngine:
     async def generate_stream(
         self, prompt: Prompt, params: GenerationParams, request_id: str | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of one prompt as they come, all choices mixed. Leaving early cancels the request.
+        """Yield the deltas of one prompt as they arrive, all choices interleaved. Leaving early cancels the request.
 
-        `request_id` is the id for `cancel`; one is made up by default. Raises `InvalidRequest` at the first step.
+        `request_id` is the id for `cancel`, by default a random one. Raises `InvalidRequest` at the first step.
         """
         await self.prepare(params)
         handle = self.open(self._request(prompt, params, request_id))
@@ -153,7 +165,7 @@ class InferenceEngine:
             handle.cancel()
 
     async def prepare(self, params: GenerationParams) -> None:
-        """Compile the grammar, if there is one, beside the event loop; `open` with the same one then takes no time.
+        """Compile the grammar, if any, outside the event loop, so that `open` does not block on it.
 
         Raises `InvalidRequest`.
         """
@@ -162,14 +174,14 @@ class InferenceEngine:
             await asyncio.to_thread(self._grammars.compile, params.grammar)
 
     def open(self, request: EngineRequest) -> RequestHandle:
-        """Start a request whose ids and seed the caller keeps; must be called in the event loop that will read it.
+        """Start a request with the caller's ids and seed; call it in the event loop that will read the handle.
 
-        Raises `InvalidRequest` for what can never be served, and `GenerationFailed` when the engine has stopped.
+        Raises `InvalidRequest` for a request that can never be served, `GenerationFailed` if the engine has stopped.
         """
         self._check(request)
         sequences = [
-            Choice(request, place, self.tokenizer, self._backend.info, self._grammars.matcher(request.params))
-            for place in range(request.params.n)
+            Choice(request, index, self.tokenizer, self._backend.info, self._grammars.matcher(request.params))
+            for index in range(request.params.n)
         ]
         handle = RequestHandle(request, partial(self._driver.cancel_sequences, sequences))
         self._driver.submit(sequences, handle)
@@ -178,18 +190,18 @@ class InferenceEngine:
         return handle
 
     def embed(self, prompts: Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
-        """`aembed`, blocking."""
+        """`aembed`, but blocking."""
         return wait_for(self.aembed(prompts, dimensions=dimensions))
 
     async def aembed(self, prompts: Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
-        """The vector of each prompt, text or token ids; with `dimensions` its beginning, made as long as 1 again.
+        """The vector of each prompt, text or token ids; `dimensions` shortens it and normalises it again.
 
         Raises `InvalidRequest` before anything runs, and `GenerationFailed`.
         """
         name, params = uuid.uuid4().hex, GenerationParams()
         requests = [
-            EmbeddingInput(name, self._ids(prompt), params, seed=0, first_choice=place, dimensions=dimensions)
-            for place, prompt in enumerate(prompts)
+            EmbeddingInput(name, self._ids(prompt), params, seed=0, first_choice=index, dimensions=dimensions)
+            for index, prompt in enumerate(prompts)
         ]
         for request in requests:
             self._check(request)
@@ -201,27 +213,30 @@ class InferenceEngine:
                 handle.cancel()
 
     def save_prefixes(self, path: str | Path) -> int:
-        """Write the cached prefixes to a file, between two steps; how many blocks of tokens it holds.
+        """Write the cached prefixes to a file, between two steps; returns the number of blocks of tokens.
 
-        Raises `InvalidRequest` where the backend has no such cache, and `OSError` as files do.
+        Raises `InvalidRequest` for a backend without a prefix cache, and `OSError`.
         """
         blocks: int = self._driver.call(lambda: self._backend.save_prefixes(Path(path))).result()
         return blocks
 
     def load_prefixes(self, path: str | Path) -> int:
-        """Cache again what `save_prefixes` wrote for the same model, as far as there is room; how many blocks.
+        """Restore the prefixes that `save_prefixes` wrote for the same model, as far as they fit.
 
-        Raises `ConfigurationError` for a file that is not of this model.
+        Returns the number of blocks. Raises `ConfigurationError` for a file of another model.
         """
         blocks: int = self._driver.call(lambda: self._backend.load_prefixes(Path(path))).result()
         return blocks
 
     def cancel(self, request_id: str) -> bool:
-        """Stop a request before its next token; whether it was running."""
+        """Stop a request before its next token. Returns whether it was running."""
         return self._driver.cancel(request_id)
 
     def close(self, timeout: float | None = None) -> bool:
-        """End the engine: what runs ends with finish reason "cancelled"; whether that was done in `timeout` seconds."""
+        """Stop the engine; running requests end with finish reason "cancelled".
+
+        Returns whether it stopped within `timeout` seconds.
+        """
         return self._driver.close(timeout)
 
     def __enter__(self) -> Self:
@@ -247,7 +262,7 @@ class InferenceEngine:
     async def _vector(self, handle: RequestHandle) -> Embedding:
         (delta,) = await handle.take()
         if delta.finish_reason != "stop":
-            raise GenerationFailed(delta.error.message if delta.error else "the engine has stopped")
+            raise GenerationFailed(delta.error.message if delta.error else "the engine has stopped; start a new one")
         import numpy as np
 
         vector = np.frombuffer(base64.b64decode(delta.text), "<f4").astype(np.float32)
@@ -276,7 +291,8 @@ class InferenceEngine:
             return
         if not self.capabilities.text:
             raise InvalidRequest(
-                f"the backend {self.config.backend!r} serves embeddings alone", code="unsupported_capability"
+                f"the backend {self.config.backend!r} serves only embeddings; call embed, or use another backend",
+                code="unsupported_capability",
             )
         check_request(request, self._backend.info)
         self._refuse_unsupported(request.params)
@@ -284,14 +300,14 @@ class InferenceEngine:
     def _check_embedding(self, request: EmbeddingInput) -> None:
         if not isinstance(self._backend, EmbeddingBackend):
             raise InvalidRequest(
-                f"the backend {self.config.backend!r} cannot embed; a worker that does is started with "
-                "--backend sentence_transformers",
+                f"the backend {self.config.backend!r} cannot embed; start a worker with "
+                "--backend sentence_transformers for that",
                 code="unsupported_capability",
             )
         info, most = self._backend.info, self._backend.embedding_size
         if request.dimensions is not None and not 1 <= request.dimensions <= most:
             raise InvalidRequest(
-                f"dimensions is {request.dimensions}; the model's vectors have {most} numbers.", param="dimensions"
+                f"dimensions is {request.dimensions}; use a number from 1 to {most}.", param="dimensions"
             )
         path = f"input[{request.first_choice}]"
         check_input(request.prompt, path, context_length=info.context_length, vocabulary_size=info.vocabulary_size)
@@ -304,14 +320,14 @@ class InferenceEngine:
             if getattr(params, name) != GenerationParams.model_fields[name].get_default(call_default_factory=True)
         ):
             raise InvalidRequest(
-                f"the backend {self.config.backend!r} does not support {', '.join(refused)}",
+                f"the backend {self.config.backend!r} does not support {', '.join(refused)}; leave it out",
                 code="unsupported_parameter",
                 param=refused[0],
             )
 
 
 def _is_list(prompts: Prompt | list[str] | list[list[int]]) -> bool:
-    """Whether this is several prompts; token ids alone are one."""
+    """Whether `prompts` is a list of prompts; a list of token ids is a single one."""
     return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
 
 

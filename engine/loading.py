@@ -1,4 +1,4 @@
-"""Load a transformers model, and say exactly what is wrong where that fails."""
+"""Load a transformers model, with errors that say exactly what is wrong."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .config import EngineConfig
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `name` means: "auto" is the first of CUDA, MPS and CPU that is there.
+    """The device called `name`: "auto" is the first available of CUDA, MPS and CPU.
 
-    Raises `ConfigurationError` for one that is not.
+    Raises `ConfigurationError` for an unknown or unavailable one.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -31,10 +31,12 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigurationError([f"device={name!r}: must be auto, cpu, cuda, cuda:N or mps"])
     if match[1] == "cuda" and int(match[2] or 0) >= torch.cuda.device_count():
         raise ConfigurationError(
-            [f"device={name!r}: not there; this machine shows {torch.cuda.device_count()} CUDA devices to torch"]
+            [f"device={name!r}: not available, torch finds {torch.cuda.device_count()} CUDA devices; choose another"]
         )
     if match[1] == "mps" and not torch.backends.mps.is_available():
-        raise ConfigurationError([f"device={name!r}: not there; this machine or this build of torch has no MPS"])
+        raise ConfigurationError(
+            [f"device={name!r}: not available, this machine or this build of torch has no MPS; choose another"]
+        )
     return torch.device(name)
 
 
@@ -46,14 +48,14 @@ def load_causal_lm(
     progress: ProgressCallback | None,
     attention: str | None,
 ) -> PreTrainedModel:
-    """Load the weights in `directory` onto `device`, ready for inference; `attention` None is transformers' choice.
+    """Load the weights in `directory` onto `device`; with `attention` None transformers chooses its implementation.
 
-    The files have been looked at before (`count_parameters`). Raises `ModelLoadError` and `ConfigurationError`.
+    Call `count_parameters` first: it checks the files. Raises `ModelLoadError` and `ConfigurationError`.
     """
     if architecture != "unknown" and architecture not in _causal_architectures():
         raise ModelLoadError(
-            f"{config.model} is a {architecture}, which transformers does not know as a causal language model; one "
-            "that embeds texts is served by the backend sentence_transformers"
+            f"{config.model} is a {architecture}, which transformers does not know as a causal language model; "
+            "serve an embedding model with --backend sentence_transformers"
         )
     try:
         with counting_weights(progress):
@@ -66,20 +68,22 @@ def load_causal_lm(
             )
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ModelLoadError(f"{config.model} does not fit into the memory of {device} as {config.dtype}") from error
+        raise ModelLoadError(
+            f"{config.model} does not fit into the memory of {device} as {config.dtype}; use a smaller model or dtype"
+        ) from error
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ModelLoadError(
-            f"the weight files in {directory} lack {len(missing)} tensors, {missing[0]} first: "
-            "they belong to another model, or not all of them were downloaded"
+            f"the weight files in {directory} lack {len(missing)} tensors, such as {missing[0]}: they are another "
+            "model's or incomplete; download them again"
         )
     return model
 
 
 @contextmanager
 def counting_weights(progress: ProgressCallback | None) -> Iterator[None]:
-    """Tell `progress`, in place of transformers' own bars, how many of the weights have been loaded."""
+    """Report loaded weights to `progress` instead of transformers' own progress bars."""
     previous = transformers_logging.set_tqdm_hook(
         lambda factory, args, kwargs: _Counted(args[0] if args else kwargs.get("iterable", ()), progress)
     )
@@ -95,7 +99,7 @@ def _causal_architectures() -> frozenset[str]:
 
 
 class _Counted:
-    """Stands in for the tqdm bars of transformers and reports to us instead."""
+    """Replaces transformers' tqdm bars and reports to `progress`."""
 
     def __init__(self, iterable: Iterable[Any], progress: ProgressCallback | None) -> None:
         self._iterable = list(iterable)
@@ -114,4 +118,4 @@ class _Counted:
         self.close()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""

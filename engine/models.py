@@ -1,9 +1,14 @@
-"""Find a model and read what its own files say about it. Knows no torch and no weights."""
+"""Find a model, read what its files say about it, and check that its weight files are whole. Needs no torch.
+
+Source of the weights' format: https://github.com/huggingface/safetensors#format (8 bytes of header length, little
+endian; a JSON header; the data).
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +17,16 @@ from ..schemas.errors import ConfigurationError, ModelLoadError
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a model's files say. `context_length` counts tokens of prompt and answer together.
 
-    `dtype` is the checkpoint's, None where its config does not say. `parameters` is None until weights were looked at.
-    `slow_paths` says of each fast path that the loaded model does not take why, and what to do about it.
+    `dtype` is the checkpoint's, None if its config does not say. `parameters` is None until the weight files are read.
+    `slow_paths` says, for each fast path that the loaded model does not take, why not and what to do about it.
     """
 
     source: str
@@ -35,7 +42,7 @@ class ModelInfo:
 def resolve_model(source: str) -> Path:
     """The local directory of `source`: a path, the bundled model's name, or a Hugging Face id, which is downloaded.
 
-    Raises `ModelLoadError` saying what to do.
+    Raises `ModelLoadError`.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -43,21 +50,21 @@ def resolve_model(source: str) -> Path:
     if path.is_file():
         raise ModelLoadError(f"{source} is a file; name the directory that holds config.json and the weights")
     if looks_like_path(source):
-        raise ModelLoadError(f"no such directory: {source}")
+        raise ModelLoadError(f"no such directory: {source}; check the path")
     if source == BUNDLED:
         return _BUNDLED_AT
     return _download(source)
 
 
 def looks_like_path(source: str) -> bool:
-    """Whether `source` can only be meant as a path: a hub id is `name` or `owner/name`."""
+    """Whether `source` can only be a path: a hub id is `name` or `owner/name`."""
     return source.startswith(("/", ".", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
 
 
 def read_model_info(directory: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:
     """Read config.json and generation_config.json; `max_sequence_length` shortens the context, never lengthens it.
 
-    Raises `ModelLoadError` for files that are missing or broken, `ConfigurationError` for a length above the model's.
+    Raises `ModelLoadError` for missing or broken files, `ConfigurationError` for a length above the model's.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -67,13 +74,13 @@ def read_model_info(directory: Path, source: str, max_sequence_length: int | Non
     own = next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), None)
     if own is not None and max_sequence_length is not None and max_sequence_length > own:
         raise ConfigurationError(
-            [f"max_sequence_length={max_sequence_length}: the context of {source} has {own} tokens; ask for no more"]
+            [f"max_sequence_length={max_sequence_length}: the context of {source} has {own} tokens; set no more"]
         )
     context = max_sequence_length or own
     if context is None:
-        raise ModelLoadError(f"{path} does not say how long the context is; set max_sequence_length")
+        raise ModelLoadError(f"{path} does not give the context length; set max_sequence_length")
     if not isinstance(text.get("vocab_size"), int):
-        raise ModelLoadError(f"{path} has no vocab_size: it is not a language model's")
+        raise ModelLoadError(f"{path} has no vocab_size: it is not a language model's; choose a language model")
     generation = directory / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
     eos = dict.fromkeys(_as_ids(text.get("eos_token_id")) + _as_ids(generation_config.get("eos_token_id")))
@@ -94,14 +101,63 @@ def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file. Raises `ModelLoadError`."""
+    """Read a JSON object from a file. Raises `ModelLoadError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+        raise ModelLoadError(f"{path} is not JSON: {error}; download it again") from error
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} is not a JSON object")
+        raise ModelLoadError(f"{path} is not a JSON object; download it again")
     return value
+
+
+def count_parameters(directory: Path) -> int:
+    """Check every weight file of the model in `directory`, and count its numbers.
+
+    Raises `ModelLoadError` naming a missing or broken file.
+    """
+    return sum(_count(path) for path in weight_files(directory))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The model's weight files: the shards that the index names, or `model.safetensors`."""
+    index = directory / _INDEX
+    if not index.is_file():
+        single = directory / "model.safetensors"
+        if not single.is_file():
+            raise ModelLoadError(
+                f"{directory} has neither model.safetensors nor {_INDEX}: the weights are missing; download them"
+            )
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelLoadError(f"{index} is not an index of safetensors files ({error}); download it again") from error
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise ModelLoadError(f"{index} names missing files: {', '.join(missing)}; download them again")
+    return [directory / name for name in names]
+
+
+def _count(path: Path) -> int:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(_MAX_HEADER, size - 8):
+            raise _broken(path, "its header is truncated or missing")
+        header = file.read(length)
+    try:
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        parameters: int = sum(prod(entry["shape"]) for entry in tensors.values())
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise _broken(path, f"its header cannot be read ({error})") from error
+    if 8 + length + end != size:
+        raise _broken(path, f"it has {size} bytes instead of the {8 + length + end} in its header")
+    return parameters
+
+
+def _broken(path: Path, why: str) -> ModelLoadError:
+    return ModelLoadError(f"{path} is not a complete safetensors file: {why}; download it again")
 
 
 def _download(source: str) -> Path:
@@ -131,4 +187,4 @@ def _download(source: str) -> Path:
             "name a local directory, or go online once"
         ) from error
     except OSError as error:
-        raise ModelLoadError(f"{source} could not be downloaded from Hugging Face: {error}") from error
+        raise ModelLoadError(f"cannot download {source} from Hugging Face: {error}; try again") from error

@@ -1,4 +1,4 @@
-"""What the library hands back: finished generations and counts."""
+"""What the engine returns: finished generations and statistics."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .text.tokenizer_port import TokenizerLike
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Counts in tokens, times in seconds. `generated_tokens` is of all choices, `cached_tokens` of one prompt.
+    """Counts in tokens, times in seconds. `generated_tokens` counts all choices, `cached_tokens` one prompt.
 
-    `time_to_first_token` is None where no token came.
+    `time_to_first_token` is None if no token was generated.
     """
 
     prompt_tokens: int
@@ -30,9 +30,9 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. `text` is clean, `raw_text` decodes all of `token_ids`, special tokens and stop strings included.
+    """One answer. `raw_text` decodes all of `token_ids`; `text` leaves out special tokens and stop strings.
 
-    `logprobs` has one entry a token, where asked for. `error` goes with finish reason "error".
+    `logprobs` has one entry a token if the request asked for them. `error` is set with finish reason "error".
     """
 
     token_ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """The answers to one prompt, `params.n` of them. The properties speak of the first."""
+    """The `params.n` answers to one prompt. The properties are those of the first."""
 
     choices: tuple[Choice, ...]
     stats: GenerationStats
@@ -77,10 +77,10 @@ class GenerationOutput:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The key-value cache: `memory` in bytes, room for `num_tokens`, `usage` 0 to 1 of it held by running requests.
+    """The key-value cache: `memory` in bytes, room for `num_tokens`, of which running requests hold `usage`, 0 to 1.
 
-    The other counts are since the start: of `num_queried_tokens` looked up in the cache of prefixes, `num_hit_tokens`
-    were found.
+    The counts from `num_queried_tokens` on are since the start: tokens looked up in the prefix cache, tokens found,
+    cached blocks evicted, requests preempted.
     """
 
     memory: int
@@ -96,9 +96,9 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine was built; `running` and `waiting` are choices at this moment.
+    """Counts since the engine was built; `num_running` and `num_waiting` are choices at this moment.
 
-    `cache` is None where the backend has no key-value cache of its own.
+    `cache` is None for a backend without a key-value cache of its own.
     """
 
     num_running: int
@@ -111,13 +111,13 @@ class EngineStats:
 
 
 class OutputBuilder:
-    """Collects the deltas of one request. Times are what the caller's clock says, in seconds."""
+    """Collects the deltas of one request. The caller passes the times, in seconds on its own clock."""
 
     def __init__(self, request: EngineRequest, started: float) -> None:
         self._request = request
         self._started = started
         self._first: float | None = None  # when the first token came; set by `add`
-        self._deltas: dict[int, list[Delta]] = {request.first_choice + place: [] for place in range(request.params.n)}
+        self._deltas: dict[int, list[Delta]] = {request.first_choice + index: [] for index in range(request.params.n)}
 
     def add(self, deltas: Sequence[Delta], now: float) -> None:
         for delta in deltas:
@@ -141,7 +141,7 @@ class OutputBuilder:
 def _choice(deltas: list[Delta], tokenizer: TokenizerLike) -> Choice:
     last = deltas[-1]
     if last.finish_reason is None:
-        raise ValueError(f"choice {last.choice} has not finished")
+        raise ValueError(f"choice {last.choice} has not finished; add all its deltas first")
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
     return Choice(
         token_ids=token_ids,

@@ -1,4 +1,4 @@
-"""A loading bar on standard error, where that is a terminal."""
+"""A loading bar on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .backend import ProgressCallback
 
 @contextmanager
 def loading_bar(title: str) -> Iterator[ProgressCallback | None]:
-    """A callback that draws a bar titled `title`; None where nobody is there to see it."""
+    """Yield a callback that draws a bar titled `title`, or None if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,7 +1,6 @@
-"""How many requests run together and how much memory their keys and values get, where nobody has said: what the machine
-has room for.
+"""Chooses the batch size and the memory for keys and values, where the configuration does not, to suit the machine.
 
-It knows of the model what its files say, so that the choice can be made before anything is loaded.
+It reads only the model's files, so that the choice can be made before anything is loaded.
 """
 
 from __future__ import annotations
@@ -14,65 +13,64 @@ from typing import Any, NamedTuple
 from pydantic import ByteSize
 
 from .config import EngineConfig
-from .models import read_json, read_model_info, resolve_model
-from .weights import count_parameters
+from .models import count_parameters, read_json, read_model_info, resolve_model
 
-CACHING = ("paged", "hf")  # backends that keep keys and values
+CACHING = ("paged", "hf")  # backends with a key-value cache
 
 _ECHO_ROWS = 64
-_CPU_ROWS, _LARGE_CPU_ROWS, _LARGE_CPU = 32, 64, 16  # the latter from so many cores
+_CPU_ROWS, _LARGE_CPU_ROWS, _LARGE_CPU = 32, 64, 16  # from _LARGE_CPU cores a worker on, _LARGE_CPU_ROWS
 _CUDA_ROWS = 128
-_LEAST_ROW = 1024  # tokens of keys and values that each of them should have, if the context is that long
-_LEAST_CACHE = 64 << 20  # bytes; what is smaller still is for the operator to say
-_PROCESS = 512 << 20  # bytes of a process beside weights, keys and values
-_CPU_SHARE, _CUDA_SHARE = 0.5, 0.8  # of the room beside the weights: others live on a CPU, a step's numbers on a GPU
-_LOADING = 1.5  # times the weights, while they are packed
-_PREFIXES = 2  # times what runs, so that beginnings can be found again
+_LEAST_ROW = 1024  # tokens of cache for each row, if the context is that long
+_LEAST_CACHE = 64 << 20  # bytes; an operator may set less
+_PROCESS = 512 << 20  # bytes of a process besides weights, keys and values
+_CPU_SHARE, _CUDA_SHARE = 0.5, 0.8  # of the memory left by the weights: other processes, or activations, need the rest
+_LOADING = 1.5  # peak memory over the weights' size, while they are packed
+_PREFIXES = 2  # times what a full batch needs, so that prefixes stay cached
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _WIDTHS = {"int8": 1.1, "int4": 0.6}  # bytes of a packed weight, scales included
 
 
 class SizedConfig(EngineConfig):
-    """An engine's configuration that leaves neither open."""
+    """An engine's configuration with both values set."""
 
     max_batch_size: int
     kv_cache_memory: ByteSize
 
 
 class Memory(NamedTuple):
-    """Bytes: of the machine or the container, and what is free of it."""
+    """The memory of the machine or the container, in bytes: all of it, and what is available."""
 
     total: int
     available: int
 
 
 def sized(config: EngineConfig, workers: int = 1, machine: Memory | None = None) -> SizedConfig:
-    """Choose what `config` leaves open; what was given stays as it is.
+    """Choose the values that `config` leaves open; given ones stay as they are.
 
-    So many `workers` share the machine; `machine` is its memory, if it is not to be asked for. Raises `ModelLoadError`
-    and `ConfigurationError` as a backend does that loads the model.
+    `workers` processes share the machine; `machine` is its memory, by default measured. Raises `ModelLoadError` and
+    `ConfigurationError`, like a backend that loads the model.
     """
     if isinstance(config, SizedConfig):
         return config
     memory, rows = config.kv_cache_memory, config.max_batch_size
     if memory is None or rows is None:
-        found = _choose(config, workers, machine) if config.backend in CACHING else _Choice(_ECHO_ROWS, 1 << 62, 1)
+        found = _choose(config, workers, machine) if config.backend in CACHING else _Size(_ECHO_ROWS, 1 << 62, 1)
         memory = memory or ByteSize(found.memory)
         if rows is None:
             rows = min(found.rows, memory // found.bytes_per_row)
-            if config.prefill_chunk_size is not None:  # each decoding request needs a token of it, the reserve too
+            if config.prefill_chunk_size is not None:  # each decoding request, reserved rows included, takes a token
                 rows = min(rows, config.prefill_chunk_size * 4 // 5)
             rows = max(1, rows)
     return SizedConfig(**dict(config) | {"max_batch_size": rows, "kv_cache_memory": memory})
 
 
-class _Choice(NamedTuple):
+class _Size(NamedTuple):
     rows: int  # at most
     memory: int
     bytes_per_row: int
 
 
-def _choose(config: EngineConfig, workers: int, machine: Memory | None) -> _Choice:
+def _choose(config: EngineConfig, workers: int, machine: Memory | None) -> _Size:
     from .cpu.process import available_cores
     from .loading import resolve_device
 
@@ -97,11 +95,11 @@ def _choose(config: EngineConfig, workers: int, machine: Memory | None) -> _Choi
     token = _bytes_per_token(settings, number)
     useful = _PREFIXES * rows * context * token
     least = min(useful, _LEAST_CACHE)
-    return _Choice(rows, max(least, min(useful, room)), min(context, _LEAST_ROW) * token)
+    return _Size(rows, max(least, min(useful, room)), min(context, _LEAST_ROW) * token)
 
 
 def _bytes_per_token(settings: dict[str, Any], number: int) -> int:
-    """Of keys and values in all layers, as most architectures have them; more than some need, which does no harm."""
+    """Bytes of one token's keys and values in all layers; for some architectures an overestimate, which is harmless."""
     heads = settings.get("num_attention_heads") or settings.get("n_head") or 1
     width = settings.get("hidden_size") or settings.get("n_embd") or 1
     layers = settings.get("num_hidden_layers") or settings.get("n_layer") or 1
@@ -110,9 +108,9 @@ def _bytes_per_token(settings: dict[str, Any], number: int) -> int:
 
 
 def memory_of_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """What the system says, and the limits of the container that this process is in, with all that it is part of."""
+    """The machine's memory within the limits of this process's control groups."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = total // 2  # where nobody says
+    available = total // 2  # where /proc/meminfo does not say
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         total, available = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
@@ -137,14 +135,14 @@ def _limits(proc: Path, cgroups: Path) -> list[tuple[int, int]]:
             group = root / path.strip("/")
             for level in (group, *group.parents):
                 if level.is_relative_to(root):
-                    # Inside a container the path may be the host's: then only the root is there. "max" is no number.
+                    # Inside a container the path may be the host's: then only the root exists. "max" is no number.
                     with contextlib.suppress(OSError, ValueError):
                         found.append((int((level / most).read_text()), _used(level, now)))
     return found
 
 
 def _used(group: Path, name: str) -> int:
-    """Without the pages of files, which the system takes back where memory is short."""
+    """The memory in use, without cached file pages, which Linux reclaims when memory is short."""
     used = int((group / name).read_text())
     with contextlib.suppress(OSError, ValueError, KeyError):
         pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -153,5 +151,5 @@ def _used(group: Path, name: str) -> int:
 
 
 def human(size: int) -> str:
-    """A size in bytes for people: `1.5 GiB`."""
+    """Format a size in bytes: `1.5 GiB`."""
     return ByteSize(size).human_readable(separator=" ")

@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "streams.stores": {"streams"},
     "engine": {"engine.backends", "engine.cpu", "engine.grammar", "engine.text"},
     "engine.backends": {"engine", "engine.text"},
-    "engine.cpu": {"engine.weights"},
+    "engine.cpu": {"engine.models"},
     "engine.grammar": {"engine.text"},
     "engine.paged": {"engine", "engine.cpu", "engine.text"},
     "engine.text": {"engine.models"},

@@ -1,6 +1,6 @@
-"""A memory of greedy answers: whoever asks the same again, with temperature 0, gets the tokens without the model.
+"""A cache of greedy answers: an identical request with temperature 0 gets the tokens without running the model.
 
-Wraps a backend and is one. Tenants do not share answers, as they do not share prefixes.
+It wraps a backend and is one. Tenants share neither answers nor prefixes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..sequence import Sequence
 from ..text.tokenizer_port import TokenizerLike
 
 _SHARE_OF_RAM = 0.05
-_ENTRY_BYTES = 300  # of an entry without its tokens: key, list and places in the dictionary
-_TOKEN_BYTES = 40  # a list's reference and the integer behind it
+_ENTRY_BYTES = 300  # of an entry without its tokens: key, list, dictionary slots
+_TOKEN_BYTES = 40  # of a token: the list's reference and the integer
 
 
 class AnswerCache:
-    """Least recently used answers go first once all take `memory` bytes: by default a twentieth of the RAM."""
+    """Evicts the least recently used answers beyond `memory` bytes, by default a twentieth of the RAM."""
 
     def __init__(self, backend: Backend, memory: int | None = None) -> None:
         self._backend = backend
@@ -115,7 +115,7 @@ def _size(tokens: list[int]) -> int:
 
 
 def _key(sequence: Sequence) -> bytes | None:
-    """What decides the answer; None where chance does, or where more than tokens is asked for."""
+    """A hash of all that determines the answer; None for a sampled one, or one with log-probabilities."""
     params = sequence.request.params
     if params.temperature > 0 or params.logprobs is not None:
         return None

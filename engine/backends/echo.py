@@ -1,8 +1,7 @@
-"""A backend without a model: it answers with the prompt. For measuring the pipeline around it, and for tests.
+"""A backend without a model that repeats the prompt. For measuring the pipeline around it, and for tests.
 
-Its distribution is certain: the next token is the prompt's next token (special ones left out) with probability 1, so
-temperature, penalties and the like change nothing. After the prompt comes the end token; with `ignore_eos`, or before
-`min_tokens`, the prompt again.
+The next token is the prompt's next token (special ones left out) with probability 1, so temperature, penalties and the
+like change nothing. After the prompt comes the end token; with `ignore_eos`, or before `min_tokens`, the prompt again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..sizing import sized
 from ..text.tokenizer import load_tokenizer
 
 _CONTEXT_LENGTH = 131_072
-_TICK = 0.001  # seconds; more than one wake-up in a millisecond buys nothing
+_TICK = 0.001  # seconds; the shortest sleep
 _CERTAIN = ChosenLogprob(0.0)
 
 
@@ -33,11 +32,11 @@ class _Row:
     sequence: Sequence
     cycle: tuple[int, ...]
     started: float  # on the backend's clock
-    first: int  # index of the first token that this row makes
+    first: int  # index of the first token that this row generates
 
 
 class EchoBackend(NoPrefixes):
-    """Needs no files, unless `model` is a directory: then its tokenizer and its context length are used."""
+    """Needs no files; if `model` is a directory, uses its tokenizer and context length."""
 
     capabilities = Capabilities(
         formats=(), devices=("cpu",), parameters=frozenset(GenerationParams.model_fields) - {"grammar"}
@@ -52,7 +51,7 @@ class EchoBackend(NoPrefixes):
         config.refuse("quantization", "attention", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size")
         config = sized(config)
         if config.device not in ("auto", "cpu"):
-            raise ConfigurationError([f"device={config.device!r}: the backend 'echo' runs on the CPU alone"])
+            raise ConfigurationError([f"device={config.device!r}: the backend 'echo' runs only on a CPU; use cpu"])
         self.tokenizer = load_tokenizer(config.model, "echo")
         directory = Path(config.model).expanduser()
         self.info = (
@@ -133,14 +132,14 @@ class EchoBackend(NoPrefixes):
             self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
 
     def _next_waiting(self) -> Sequence | None:
-        """The first that may run beside the others; some places are for urgent ones alone."""
+        """The first sequence that may be admitted now: only urgent ones may use the reserved rows."""
         free = self._max_batch_size - len(self._running)
         if free > self._reserved:
             return next(iter(self._waiting), None)
         return next((one for one in self._waiting if one.request.priority == 0), None) if free > 0 else None
 
     def _due(self, row: _Row) -> float:
-        """When the row's next token is due, on the backend's clock."""
+        """The time at which the row's next token is due, on the backend's clock."""
         return row.started + (row.sequence.index - row.first) / self._rate
 
     def _next_token(self, row: _Row) -> int:

@@ -1,4 +1,4 @@
-"""Embeddings around their model: inputs checked, and those of all requests run in common passes.
+"""What embedding backends share: checking inputs, and batching those of all requests into common passes.
 
 Knows no torch: the validate stage checks inputs here too.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Embedding(NamedTuple):
-    """One input's vector, float32 [D], and how many tokens the input had."""
+    """One input's vector, float32 [D], and its number of tokens."""
 
     vector: NDArray[np.float32]
     prompt_tokens: int
@@ -36,9 +36,9 @@ class Embedding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput(EngineRequest):
-    """One text to embed: its only delta's text is the vector, base64 of little-endian float32.
+    """One text to embed; the text of its only delta is the vector, base64 of little-endian float32.
 
-    Inputs of the same id wait for each other's turn; `dimensions` are the numbers asked for, all if None.
+    Inputs with the same id form one request and share its turns. `dimensions` shortens the vector; None keeps it whole.
     """
 
     dimensions: int | None = None
@@ -47,20 +47,20 @@ class EmbeddingInput(EngineRequest):
 def prepare_inputs(
     request: EmbeddingRequest, tokenizer: TokenizerLike, *, context_length: int, name: str
 ) -> list[list[int]]:
-    """The token ids of every input; `name` is the model's, for messages. Raises `InvalidRequest`."""
+    """The token ids of every input; `name` is the model's, for error messages. Raises `InvalidRequest`."""
     inputs = request.prompts
     if len(inputs) > MAX_INPUTS:
-        raise InvalidRequest(f"input has {len(inputs)} entries; a request takes {MAX_INPUTS}.", param="input")
+        raise InvalidRequest(f"input has {len(inputs)} entries; send at most {MAX_INPUTS} a request.", param="input")
     prompts = []
-    for place, text in enumerate(inputs):
-        path = "input" if len(inputs) == 1 else f"input[{place}]"
+    for index, text in enumerate(inputs):
+        path = "input" if len(inputs) == 1 else f"input[{index}]"
         if not text or (isinstance(text, str) and not text.strip()):
-            raise InvalidRequest(f"{path} is blank.", code="empty_prompt", param=path)
+            raise InvalidRequest(f"{path} is blank; send some text.", code="empty_prompt", param=path)
         prompts.append(encode_within(tokenizer, text, context_length, path) if isinstance(text, str) else text)
         check_input(prompts[-1], path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
     if (total := sum(map(len, prompts))) > MAX_TOKENS:
         raise InvalidRequest(
-            f"The inputs have {total} tokens together; {name} takes {MAX_TOKENS} in a request.", param="input"
+            f"The inputs have {total} tokens together; send {name} at most {MAX_TOKENS} a request.", param="input"
         )
     return prompts
 
@@ -68,38 +68,38 @@ def prepare_inputs(
 def check_input(ids: Row[int], path: str, *, context_length: int, vocabulary_size: int) -> None:
     """Raise `InvalidRequest` for an input that the model can never embed."""
     if not ids:
-        raise InvalidRequest(f"{path} is empty.", code="empty_prompt", param=path)
+        raise InvalidRequest(f"{path} is empty; send some text.", code="empty_prompt", param=path)
     if len(ids) > context_length:
         raise InvalidRequest(
-            f"{path} has {len(ids)} tokens, but the context length of this model is {context_length} tokens.",
+            f"{path} has {len(ids)} tokens, but the model's context length is {context_length} tokens; shorten it.",
             code="context_length_exceeded",
             param=path,
         )
     if outside := [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary_size]:
         raise InvalidRequest(
-            f"{path}: token id {outside[0]} is outside the vocabulary of {vocabulary_size}.", param=path
+            f"{path}: token id {outside[0]} is outside the model's vocabulary of {vocabulary_size}.", param=path
         )
 
 
 class EmbeddingBackend(NoPrefixes):
-    """What backends that embed have in common: every step is a padded pass over inputs that wait.
+    """The common part of embedding backends: every step is one padded pass over waiting inputs.
 
-    Requests take turns, each with its longest inputs first; where a pass has room left, the next one's come along.
+    Requests take turns, each with its longest inputs first; inputs of the next requests fill the rest of a pass.
     """
 
-    room: int  # tokens, padding included, that a pass is to have at most; a single longer input is no error
+    room: int  # the most tokens of a pass, padding included; a longer input gets a pass of its own
     embedding_size: int  # numbers in a vector
-    num_running = 0  # rows of the pass that runs; set by step
+    num_running = 0  # rows of the current pass; set by `step`
 
     def __init__(self) -> None:
-        self._turns: dict[str, list[Sequence]] = {}  # by request in order of their turns, the longest last
+        self._turns: dict[str, list[Sequence]] = {}  # by request, in order of their turns; the longest input last
 
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self._turns.values()))
 
     def embed(self, prompts: list[Row[int]]) -> Vectors:
-        """The vectors [N, D] of N prompts in one padded pass; none depends on its company."""
+        """The vectors [N, D] of N prompts, from one padded pass; none depends on the other prompts."""
         raise NotImplementedError
 
     def add(self, sequence: Sequence) -> None:
@@ -136,14 +136,14 @@ class EmbeddingBackend(NoPrefixes):
         except Exception as error:
             if len(taken) == 1:
                 return [taken[0].fail(error)]
-            return [delta for sequence in taken for delta in self._run([sequence])]  # whose fault it is, shows alone
+            return [delta for sequence in taken for delta in self._run([sequence])]  # so that only the culprit fails
         finally:
             self.num_running = 0
         return [replace(one.end("stop"), text=_text(one, vector)) for one, vector in zip(taken, vectors, strict=True)]
 
 
 def _text(sequence: Sequence, vector: NDArray[np.float32]) -> str:
-    """The vector for the wire: shortened, it is made as long as 1 again (https://arxiv.org/abs/2205.13147)."""
+    """The vector in base64; a shortened one is normalised again (https://arxiv.org/abs/2205.13147)."""
     assert isinstance(sequence.request, EmbeddingInput)
     if sequence.request.dimensions is not None:
         vector = vector[: sequence.request.dimensions]

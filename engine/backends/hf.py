@@ -1,8 +1,7 @@
 """The backend that runs transformers' own model classes: the correctness reference, and the widest choice of models.
 
-Waiting sequences are admitted together as a left-padded cohort; every step decodes one token of every running row.
-Newcomers do not wait for those before them: they begin as a cohort of their own, which joins the others after its
-prefill where the caches allow it.
+Waiting sequences are admitted together as one left-padded batch; every step decodes one token of every running row.
+Newcomers start at once as a batch of their own, which merges into the others after its prefill where the caches allow.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from ...schemas.params import GenerationParams
 from ..backend import Capabilities, NoPrefixes, ProgressCallback
 from ..config import EngineConfig
 from ..loading import load_causal_lm, resolve_device
-from ..models import read_model_info, resolve_model
+from ..models import count_parameters, read_model_info, resolve_model
 from ..sampler import sample
 from ..sequence import Sequence
 from ..sizing import sized
 from ..text.tokenizer import Tokenizer
-from ..weights import count_parameters
-from .cohort import PaddedBatch
+from .padded_batch import PaddedBatch
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3",
 
 
 class HfBackend(NoPrefixes):
-    """`kv_cache_memory` is a threshold: above it newcomers wait, while those that run may finish."""
+    """`kv_cache_memory` is a threshold: above it no sequence is admitted, but running ones may exceed it."""
 
     capabilities = Capabilities(
         formats=("safetensors",),
@@ -60,15 +58,17 @@ class HfBackend(NoPrefixes):
         self._model = load_causal_lm(config, directory, info.architecture, self._device, progress, attention)
         self._accepted = frozenset(inspect.signature(self._model.forward).parameters)
         if self._model._is_stateful or "past_key_values" not in self._accepted:
-            raise ModelLoadError(f"{info.architecture} keeps a running state; the backend 'hf' needs a key-value cache")
+            raise ModelLoadError(
+                f"{info.architecture} keeps a recurrent state; the backend 'hf' needs a model with a key-value cache"
+            )
         self._max_batch_size = config.max_batch_size
         self._kv_cache_memory = config.kv_cache_memory
         self._waiting: dict[Sequence, None] = {}  # in order of arrival
-        self._cohorts: list[PaddedBatch] = []
+        self._batches: list[PaddedBatch] = []
 
     @property
     def num_running(self) -> int:
-        return sum(len(cohort.rows) for cohort in self._cohorts)
+        return sum(len(batch.rows) for batch in self._batches)
 
     @property
     def num_waiting(self) -> int:
@@ -79,17 +79,17 @@ class HfBackend(NoPrefixes):
 
     def remove(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence, None)
-        for cohort in self._cohorts:
-            if sequence in cohort.rows:
-                cohort.keep([row for row, other in enumerate(cohort.rows) if other is not sequence])
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+        for batch in self._batches:
+            if sequence in batch.rows:
+                batch.keep([row for row, other in enumerate(batch.rows) if other is not sequence])
+        self._batches = [batch for batch in self._batches if batch.rows]
 
     def delay(self) -> float:
-        return 0.0 if self._waiting or self._cohorts else inf
+        return 0.0 if self._waiting or self._batches else inf
 
     def close(self) -> None:
         self._waiting.clear()
-        self._cohorts.clear()
+        self._batches.clear()
         del self._model
         gc.collect()
         if self._device.type == "cuda":
@@ -99,9 +99,9 @@ class HfBackend(NoPrefixes):
     def step(self) -> list[Delta]:
         self._admit()
         deltas = []
-        for cohort in list(self._cohorts):
-            deltas += self._advance(cohort)
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+        for batch in list(self._batches):
+            deltas += self._advance(batch)
+        self._batches = [batch for batch in self._batches if batch.rows]
         self._merge()
         return deltas
 
@@ -109,51 +109,51 @@ class HfBackend(NoPrefixes):
         room = self._max_batch_size - self.num_running
         if not self._waiting or room <= 0:
             return
-        if sum(cohort.memory() for cohort in self._cohorts) >= self._kv_cache_memory:
+        if sum(batch.memory() for batch in self._batches) >= self._kv_cache_memory:
             return
         admitted = list(self._waiting)[:room]
         for sequence in admitted:
             del self._waiting[sequence]
             sequence.is_waiting = False
-        self._cohorts.append(self._cohort(admitted))
+        self._batches.append(self._new_batch(admitted))
 
-    def _advance(self, cohort: PaddedBatch) -> list[Delta]:
-        """One token for every row of the cohort; rows that have finished leave it."""
+    def _advance(self, batch: PaddedBatch) -> list[Delta]:
+        """Generate one token for every row of the batch, and drop the rows that have finished."""
         try:
-            results = sample(cohort.forward(self._run), cohort.rows)
+            results = sample(batch.forward(self._run), batch.rows)
         except Exception as error:
-            return self._isolate(cohort, error)
+            return self._isolate(batch, error)
         deltas = []
-        for sequence, result in zip(cohort.rows, results, strict=True):
+        for sequence, result in zip(batch.rows, results, strict=True):
             try:
                 delta = sequence.fail(result) if isinstance(result, Refusal) else sequence.append(*result)
             except Exception as error:
                 delta = sequence.fail(error)
             if delta is not None:
                 deltas.append(delta)
-        cohort.keep([row for row, sequence in enumerate(cohort.rows) if sequence.finish is None])
+        batch.keep([row for row, sequence in enumerate(batch.rows) if sequence.finish is None])
         return deltas
 
-    def _isolate(self, cohort: PaddedBatch, error: Exception) -> list[Delta]:
-        """A pass over the cohort failed: let each row start again alone, so that only the culprit ends."""
-        self._cohorts.remove(cohort)
-        if len(cohort.rows) == 1:
-            return [cohort.rows[0].fail(error)]
-        _log.warning("a batch of %d failed (%r); its rows start again one by one", len(cohort.rows), error)
-        self._cohorts += [self._cohort([sequence]) for sequence in cohort.rows]
+    def _isolate(self, batch: PaddedBatch, error: Exception) -> list[Delta]:
+        """Restart each row of a failed batch by itself, so that only the culprit fails."""
+        self._batches.remove(batch)
+        if len(batch.rows) == 1:
+            return [batch.rows[0].fail(error)]
+        _log.warning("batch of %d failed (%r), restarting its rows one by one", len(batch.rows), error)
+        self._batches += [self._new_batch([sequence]) for sequence in batch.rows]
         return []
 
     def _merge(self) -> None:
         merged: list[PaddedBatch] = []
-        for cohort in self._cohorts:
-            if not any(earlier.absorb(cohort) for earlier in merged):
-                merged.append(cohort)
-        self._cohorts = merged
+        for batch in self._batches:
+            if not any(earlier.absorb(batch) for earlier in merged):
+                merged.append(batch)
+        self._batches = merged
 
     def _run(self, **inputs: Any) -> Any:
-        """The model, called with as much as its `forward` accepts: one with ALiBi, say, takes no positions."""
+        """Call the model with the inputs that its `forward` accepts: one with ALiBi, say, takes no positions."""
         keywords = inputs | {"use_cache": True, "logits_to_keep": 1}
         return self._model(**{name: value for name, value in keywords.items() if name in self._accepted})
 
-    def _cohort(self, rows: list[Sequence]) -> PaddedBatch:
+    def _new_batch(self, rows: list[Sequence]) -> PaddedBatch:
         return PaddedBatch(rows, DynamicCache(config=self._model.config), self._device)

@@ -1,4 +1,4 @@
-"""The backends by name, each imported only when it is chosen."""
+"""The backends by name; each is imported only when chosen."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def load_backend(config: EngineConfig, progress: ProgressCallback | None = None)
     """Load the backend and the model that `config` names.
 
     Raises `ConfigurationError` for an unknown backend, an absent device or a setting that the backend cannot honour,
-    `ModelLoadError` for a model that cannot be loaded.
+    and `ModelLoadError` for a model that cannot be loaded.
     """
     if config.backend not in BACKENDS:
-        raise ConfigurationError([f"unknown backend {config.backend!r}; known are: {', '.join(sorted(BACKENDS))}"])
+        raise ConfigurationError([f"unknown backend {config.backend!r}; use one of: {', '.join(sorted(BACKENDS))}"])
     module, name = BACKENDS[config.backend]
     backend: Backend = getattr(import_module(module, __package__), name)(config, progress)
     return AnswerCache(backend) if config.cache_answers else backend

@@ -1,6 +1,6 @@
-"""The backend for embeddings: models in the library sentence-transformers' own format, encoders and decoders alike.
+"""The backend for embeddings: models in the format of the library sentence-transformers, encoders and decoders alike.
 
-Which token vectors become the text's vector, and how, is what the model's own modules say.
+The model's own modules define how its token vectors become the text's vector.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from ...schemas.errors import ConfigurationError, GenerationFailed, ModelLoadErr
 from ..backend import Capabilities, ProgressCallback
 from ..config import EngineConfig
 from ..loading import counting_weights, resolve_device
-from ..models import read_model_info, resolve_model
+from ..models import count_parameters, read_model_info, resolve_model
 from ..text.tokenizer import load_tokenizer
-from ..weights import count_parameters
 from .embedding import EmbeddingBackend
 
-_ROOM = {"cpu": 512}  # tokens of a pass: larger ones are no faster there, and other requests wait for each
+_ROOM = {"cpu": 512}  # tokens of a pass: larger ones are no faster there, and delay other requests
 _LARGE_ROOM = 16_384
 
 
 class SentenceTransformerBackend(EmbeddingBackend):
-    """Every pass is padded on the right, where no model sees it: causal ones do not look ahead, others mask it."""
+    """Passes are padded on the right, which no model sees: causal ones do not look ahead, others mask it."""
 
     capabilities = Capabilities(
         formats=("safetensors",), devices=("cpu", "cuda", "mps"), text=False, embeddings=True, parameters=frozenset()
@@ -51,8 +50,8 @@ class SentenceTransformerBackend(EmbeddingBackend):
         info = read_model_info(directory, config.model)
         if not (directory / "modules.json").is_file():
             raise ModelLoadError(
-                f"{directory} has no modules.json: it does not say how its token vectors become one; "
-                "name a model in the format of sentence-transformers"
+                f"{directory} has no modules.json, which defines how token vectors become one; "
+                "use a model in the format of sentence-transformers"
             )
         parameters = count_parameters(directory)
         self.tokenizer = load_tokenizer(config.model, config.backend)
@@ -71,28 +70,30 @@ class SentenceTransformerBackend(EmbeddingBackend):
             self.embedding_size = self.embed([[self._pad]]).shape[1]
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelLoadError(f"{config.model} does not fit into the memory of {self._device}") from error
-        except Exception as error:  # the modules are the model's to choose, and fail in their own ways
+        except Exception as error:  # a model brings its own modules, which may raise anything
             raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
         if "message" in getattr(self._model[0], "modality_config", ()):
-            raise ModelLoadError(f"{config.model} embeds chat messages; this backend embeds plain texts alone")
+            raise ModelLoadError(f"{config.model} embeds chat messages; use one that embeds plain texts")
         if self._model.default_prompt_name and not all(getattr(m, "include_prompt", True) for m in self._model):
-            raise ModelLoadError(f"{config.model} leaves its own prompt out of its vectors; this backend cannot")
+            raise ModelLoadError(
+                f"{config.model} leaves its prompt out of its vectors, which this backend cannot; use another model"
+            )
         own = min(info.context_length, self._model.max_seq_length or info.context_length)
         if (config.max_sequence_length or own) > own:
             raise ConfigurationError(
-                [f"max_sequence_length={config.max_sequence_length}: {config.model} has {own} tokens; ask for no more"]
+                [f"max_sequence_length={config.max_sequence_length}: {config.model} takes {own} tokens; set no more"]
             )
         self.info = replace(info, context_length=config.max_sequence_length or own, parameters=parameters)
 
     @torch.inference_mode()
     def embed(self, prompts: list[Row[int]]) -> NDArray[np.float32]:
-        """The vectors [N, D] of N prompts. Raises `GenerationFailed` where the model's numbers overflow."""
+        """The vectors [N, D] of N prompts. Raises `GenerationFailed` if the model's numbers overflow."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ids = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True, padding_value=self._pad)  # [N, T]
         mask = torch.arange(ids.shape[1]) < lengths[:, None]  # [N, T]
         features = {"input_ids": ids.to(self._device), "attention_mask": mask.long().to(self._device)}
         vectors = self._model(features)["sentence_embedding"].float()[:, : self._model.truncate_dim]
-        if self._is_normal:  # again, where that was done in fewer bits
+        if self._is_normal:  # again: the model may have normalised in fewer bits
             vectors = torch.nn.functional.normalize(vectors, dim=1)
         if not vectors.isfinite().all():
             raise GenerationFailed("the model's vector is not finite; serve it with dtype float32")

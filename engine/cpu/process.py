@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from math import ceil
 from pathlib import Path
 
-from ..weights import count_parameters
+from ..models import count_parameters
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # glibc's names for mallopt, see malloc.h
 _PAGE, _HUGEPAGE, _COLLAPSE = 2 << 20, 14, 25  # Linux's names for madvise, see mman.h

@@ -25,13 +25,12 @@ from ..backend import Capabilities, ProgressCallback
 from ..config import EngineConfig
 from ..cpu.library import Kernels, NoKernels, load_kernels
 from ..loading import load_causal_lm, resolve_device
-from ..models import ModelInfo, read_model_info, resolve_model
+from ..models import ModelInfo, count_parameters, read_model_info, resolve_model
 from ..output import CacheStats
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
 from ..sequence import Sequence
 from ..sizing import SizedConfig, sized
 from ..text.tokenizer import Tokenizer
-from ..weights import count_parameters
 from .attention_hook import ATTENTION
 from .blocks import KVBlocks
 from .kv_plan import check_memory, plan_blocks

@@ -237,7 +237,7 @@ def test_padding_goes_with_the_rows_that_needed_it(
     alone_again = backend(model_directory("llama"))
     other = add(alone_again, prompts[0])
     alone_again.step()
-    assert target._cohorts[0].memory() == alone_again._cohorts[0].memory()
+    assert target._batches[0].memory() == alone_again._batches[0].memory()
     finish(target)
     finish(alone_again)
     assert short.tokens == other.tokens

@@ -87,9 +87,9 @@ def test_no_weights(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:-100], r"model\.safetensors is not a whole safetensors file: it has \d+ bytes, and its"),
-        (lambda data: b"", "its header is cut off"),
-        (lambda data: b"\xff" * 8 + data[8:], "its header is cut off"),
+        (lambda data: data[:-100], r"model\.safetensors is not a complete safetensors file: it has \d+ bytes instead"),
+        (lambda data: b"", "its header is truncated"),
+        (lambda data: b"\xff" * 8 + data[8:], "its header is truncated"),
         (lambda data: data[:8] + b"x" + data[9:], "its header cannot be read"),
     ],
     ids=["cut", "empty", "length", "header"],
@@ -105,7 +105,7 @@ def test_a_missing_shard(copy: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.move(copy / "model.safetensors", copy / "model-00001-of-00002.safetensors")
-    with pytest.raises(ModelLoadError, match=r"names files that are not there: model-00002-of-00002\.safetensors;"):
+    with pytest.raises(ModelLoadError, match=r"names missing files: model-00002-of-00002\.safetensors;"):
         load(copy)
     (copy / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ModelLoadError, match="is not an index of safetensors files"):
@@ -118,7 +118,7 @@ def test_weights_that_lack_tensors(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"lack 1 tensors, model\.norm\.weight first"):
+    with pytest.raises(ModelLoadError, match=r"lack 1 tensors, such as model\.norm\.weight"):
         load(copy)
 
 
@@ -132,9 +132,9 @@ def test_a_broken_tokenizer(copy: Path, content: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "cuda:97"}, r"device='cuda:97': not there; this machine shows \d+ CUDA devices"),
+        ({"device": "cuda:97"}, r"device='cuda:97': not available, torch finds \d+ CUDA devices"),
         ({"device": "tpu"}, "device='tpu': must be auto, cpu, cuda, cuda:N or mps"),
-        ({"backend": "magic"}, "unknown backend 'magic'; known are: echo, hf, paged"),
+        ({"backend": "magic"}, "unknown backend 'magic'; use one of: echo, hf, paged"),
         (
             {"backend": "hf", "quantization": "int8"},
             "quantization='int8': the backend 'hf' does not support this setting",
@@ -145,7 +145,7 @@ def test_a_broken_tokenizer(copy: Path, content: str) -> None:
             "enable_chunked_prefill.*\n.*prefill_chunk_size=5",
         ),
         ({"backend": "hf", "echo_rate": 1.0}, "echo_rate=1.0: the backend 'hf' does not"),
-        ({"backend": "echo", "device": "cuda:0"}, "device='cuda:0': the backend 'echo' runs on the CPU alone"),
+        ({"backend": "echo", "device": "cuda:0"}, "device='cuda:0': the backend 'echo' runs only on a CPU"),
         ({"backend": "echo", "quantization": "int8"}, "the backend 'echo' does not support this setting"),
         ({"backend": "hf", "attention": "guess"}, "attention='guess': must be one of auto, eager"),
         ({"attention": "sdpa"}, "attention='sdpa': the backend 'paged' brings its own"),

@@ -104,7 +104,7 @@ def test_dimensions_and_token_ids_reach_the_engine(pipeline: Pipeline) -> None:
         ({"input": ["a", ""]}, "input[1]", "blank"),
         ({"input": "a" * 513}, "input", "513 tokens"),
         ({"input": [[259]]}, "input", "outside the vocabulary"),
-        ({"input": ["a"] * 2049}, "input", "2049 entries; a request takes 2048"),
+        ({"input": ["a"] * 2049}, "input", "2049 entries; send at most 2048"),
         ({"input": ["a" * 512] * 586}, "input", "300032 tokens together"),
     ],
 )
@@ -124,7 +124,7 @@ def test_the_last_token_of_the_context_is_an_input_s_to_use(pipeline: Pipeline) 
 def test_text_is_refused_where_only_embeddings_are_served(pipeline: Pipeline) -> None:
     failed = pipeline.ask({"model": MODEL, "prompt": "hello"})[-1]
     assert isinstance(failed, Failed) and failed.error.status == 400
-    assert "serves embeddings alone" in failed.error.message
+    assert "serves only embeddings" in failed.error.message
 
 
 def test_a_failure_leaves_others_alone(pipeline: Pipeline) -> None:

@@ -163,7 +163,7 @@ def test_the_context_is_what_the_library_reads_and_the_last_token_of_it_is_free(
         ([[]], None, "is empty"),
         ([[1, 30522]], None, "30522 is outside the vocabulary"),
         ([[-1]], None, "-1 is outside the vocabulary"),
-        (["a"], 385, "dimensions is 385; the model's vectors have 384 numbers"),
+        (["a"], 385, "dimensions is 385; use a number from 1 to 384"),
         (["a"], 0, "dimensions is 0"),
     ],
 )
@@ -177,7 +177,7 @@ def test_what_cannot_be_embedded_is_refused(
 
 
 def test_text_is_not_generated(minilm: InferenceEngine) -> None:
-    with pytest.raises(InvalidRequest, match="serves embeddings alone"):
+    with pytest.raises(InvalidRequest, match="serves only embeddings"):
         minilm.generate("a", GenerationParams(max_tokens=1))
 
 

@@ -1,4 +1,4 @@
-"""Rows that run in step: one left-padded batch with its key-value cache."""
+"""A left-padded batch of sequences with its key-value cache."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers.cache_utils import DynamicLayer
 from ..sequence import Sequence
 
 Model = Callable[..., Any]
-"""Keywords in (token ids, mask, positions, cache), an output with `logits` [B, T, V] out; the cache grows by T."""
+"""Takes token ids, mask, positions and cache as keywords; returns `logits` [B, T, V] and extends the cache by T."""
 
 
 class _Layer(Protocol):
-    """One layer of a cache that holds every position: [B, H, W, D] each."""
+    """One layer of a cache that holds every position; keys and values are [B, H, W, D] each."""
 
     keys: Tensor
     values: Tensor
@@ -26,11 +26,11 @@ class _Layer(Protocol):
 class PaddedBatch:
     """Sequences padded on the left to the longest, so that their last tokens line up.
 
-    `mask` is [B, W]: 1 for every position that belongs to its row. After each `forward` the cache is W positions wide.
+    `mask` [B, W] is 1 at every position that is not padding. After each `forward` the cache is W positions wide.
     """
 
     def __init__(self, rows: list[Sequence], cache: DynamicCache, device: torch.device) -> None:
-        """`cache` is empty; the first `forward` computes the prompts and whatever was generated before."""
+        """`cache` is empty; the first `forward` computes the prompts and any tokens already generated."""
         histories = [(*sequence.prompt, *sequence.tokens) for sequence in rows]
         width = max(map(len, histories))
         self.rows = rows
@@ -39,7 +39,7 @@ class PaddedBatch:
         self._unread: Tensor | None = torch.tensor([[0] * (width - len(h)) + [*h] for h in histories], device=device)
 
     def forward(self, model: Model) -> Tensor:
-        """Run what the cache does not hold yet; logits of every row's last position, [B, V]."""
+        """Run the tokens that the cache does not hold yet; returns the logits of every row's last position, [B, V]."""
         if self._unread is not None:  # [B, W]
             tokens = self._unread
             positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
@@ -66,10 +66,10 @@ class PaddedBatch:
             self._trim()
 
     def absorb(self, other: PaddedBatch) -> bool:
-        """Take over the rows of `other`, both padded on the left to the wider; False where that cannot be done.
+        """Take over the rows of `other`, both padded on the left to the wider one; False where that is impossible.
 
-        Both must have begun, and their caches hold every position: those of a sliding window do not line up.
-        Positions are in the keys already, so moving a row within the batch changes nothing for it.
+        Both must have run, and their caches must hold every position: those of a sliding window do not line up.
+        The keys contain their positions already, so shifting a row within the batch does not change its results.
         """
         mine, theirs = self._plain_layers(), other._plain_layers()
         if mine is None or theirs is None or self._unread is not None or other._unread is not None:
@@ -88,7 +88,7 @@ class PaddedBatch:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def _plain_layers(self) -> list[_Layer] | None:
-        """The cache's layers if all of them hold every position."""
+        """The cache's layers, if all of them hold every position."""
         layers = self._cache.layers
         return cast("list[_Layer]", layers) if all(type(layer) is DynamicLayer for layer in layers) else None
 
@@ -99,10 +99,10 @@ class PaddedBatch:
             return
         self.mask = self.mask[:, first:]
         for layer in layers:
-            # Copied, since a view would keep the old memory alive until the next step.
+            # Cloned: a view would keep the old memory alive until the next step.
             layer.keys, layer.values = layer.keys[..., first:, :].clone(), layer.values[..., first:, :].clone()
 
 
 def _pad(tensor: Tensor, width: int) -> Tensor:
-    """[…, W, D] → […, width, D], zeros on the left."""
+    """[…, W, D] → […, width, D], padded with zeros on the left."""
     return torch.nn.functional.pad(tensor, (0, 0, width - tensor.shape[-2], 0))
