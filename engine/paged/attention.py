@@ -1,8 +1,8 @@
-"""Attention over block-paged keys and values, written with matrix products: for CPUs, and whatever has no kernel.
+"""Attention over block-paged keys and values, written with matrix products: for CPUs, and devices without a kernel.
 
 A step is one packed row of tokens: first the decoding rows, one token each, longest context first; then the prefills.
-Heads that share keys and values are rows of one matrix, so G query heads cost one reading of them. oneDNN's batched
-product is 2.5 times as fast here as torch's flash kernel for CPUs (bf16, 256 queries, 8,192 keys: 20 ms against 50).
+Query heads that share keys and values are rows of one matrix, so that a group reads them once. oneDNN's batched product
+is faster here than torch's flash attention for CPUs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..transfer import upload
 from .kv_cache import LayerSpec, SlicedPool
-from .packing import Group, Ints, Packed
+from .packing import Ints, LayerGroup, PackedSegments
 
 _TILE = 128
-"""Queries of a prefill computed at a time: large enough for the products, small enough to leave out what is masked."""
+"""Queries of a prefill computed at a time: enough for efficient products, and few enough to skip most masked keys."""
 
 
 class Rules(NamedTuple):
-    """How one layer attends, beyond its window: `softcap` bounds the scores, `sinks` [Hq] join the softmax."""
+    """How one layer attends, besides its window: `softcap` bounds the scores, `sinks` [Hq] join the softmax."""
 
     scaling: float
     softcap: float | None = None
@@ -32,7 +32,7 @@ class Rules(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Decoding rows `start`…`stop`, attended together, padded to the longest. Their blocks lie at `rows`, see
+    """Decoding rows `start`…`stop`, attended together, padded to the longest. `rows` locates their blocks for
     `SlicedPool.gather`; `mask` [B, 1, L] is added to the scores."""
 
     start: int
@@ -42,7 +42,7 @@ class Bucket(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Tokens `start`…`stop` of the packed row; the first of them sits at key `num_cached` of the blocks at `rows`."""
+    """Tokens `start`…`stop` of the packed row; the first of them is key `num_cached` of the blocks at `rows`."""
 
     start: int
     stop: int
@@ -51,8 +51,8 @@ class Prefill(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStep:
-    """One step as the layers of one group see it. `slots` [T] is where the new keys and values go."""
+class MatmulStep:
+    """One step for the layers of one group. `slots` [T] are where to store the new keys and values."""
 
     window: int | None
     slots: Tensor
@@ -61,7 +61,7 @@ class GroupStep:
 
 
 class MatmulAttention:
-    """Attention of this kind on one device, over pools of one dtype."""
+    """Attention by matrix products on one device, over pools of one dtype."""
 
     def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block_size, self._dtype, self._device = block_size, dtype, device
@@ -69,7 +69,7 @@ class MatmulAttention:
     def pool(self, spec: LayerSpec, num_blocks: int) -> SlicedPool:
         return SlicedPool(spec, num_blocks, self.block_size, self._dtype, self._device)
 
-    def attend(self, step: GroupStep, pool: SlicedPool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
+    def attend(self, step: MatmulStep, pool: SlicedPool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
         """Store this step's keys and values, then attend. [Hq, T, D], [2 H, T, D] → [T, Hq · D]."""
         pool.write(step.slots, keys_values)
         heads, num_tokens, size = keys_values.shape
@@ -78,7 +78,7 @@ class MatmulAttention:
         parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> GroupStep:
+    def pack_group(self, packed: PackedSegments, tables: Ints, slots: Ints, group: LayerGroup) -> MatmulStep:
         ends = np.array([segment.end for segment in packed.segments])
         widths = -(-ends // self.block_size)
         num_decoding = sum(len(segment.tokens) == 1 for segment in packed.segments)
@@ -97,23 +97,23 @@ class MatmulAttention:
             rows = self._rows(tables[row : row + 1, skipped : widths[row]], group)
             prefills.append(Prefill(start, stop, segment.start - skipped * self.block_size, rows))
             start = stop
-        return GroupStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))
+        return MatmulStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))
 
-    def _bucket(self, start: int, lengths: Ints, tables: Ints, group: Group) -> Bucket:
+    def _bucket(self, start: int, lengths: Ints, tables: Ints, group: LayerGroup) -> Bucket:
         size = self.block_size
         firsts = np.zeros_like(lengths) if group.window is None else np.maximum(lengths - group.window, 0)
         skipped = firsts // size
         width = int((-(-lengths // size) - skipped).max())
-        places = skipped[:, None] + np.arange(width)  # a row that ends earlier is padded, at worst with its own blocks
-        blocks = np.take_along_axis(tables, np.minimum(places, tables.shape[1] - 1), 1)
-        columns = np.arange(width * size) + skipped[:, None] * size
-        hidden = (columns < firsts[:, None]) | (columns >= lengths[:, None])  # [B, L]
+        columns = skipped[:, None] + np.arange(width)  # a shorter row is padded, at worst with its own blocks
+        blocks = np.take_along_axis(tables, np.minimum(columns, tables.shape[1] - 1), 1)
+        keys = np.arange(width * size) + skipped[:, None] * size
+        hidden = (keys < firsts[:, None]) | (keys >= lengths[:, None])  # [B, L]
         mask = torch.zeros((len(lengths), 1, width * size), dtype=self._dtype, device=self._device)
         mask.masked_fill_(self._tensor(hidden[:, None]), -torch.inf)
         return Bucket(start, start + len(lengths), self._rows(blocks, group), mask)
 
-    def _rows(self, blocks: Ints, group: Group) -> Tensor:
-        """Where blocks [B, N] lie in a pool sliced by head, [2 · B · H · N]."""
+    def _rows(self, blocks: Ints, group: LayerGroup) -> Tensor:
+        """The rows of blocks [B, N] in a pool sliced by head, [2 · B · H · N]."""
         heads = np.arange(2 * group.num_heads).reshape(2, 1, -1, 1) * group.num_blocks
         return self._tensor((blocks[:, None, :] + heads).reshape(-1))
 
@@ -138,7 +138,7 @@ def _prefill(prefill: Prefill, window: int | None, pool: SlicedPool, query: Tens
     parts = []
     for first in range(start, stop, _TILE):
         last = min(first + _TILE, stop)
-        count, end = last - first, cached + last - start  # keys before `end` are seen by the tile's last query
+        count, end = last - first, cached + last - start  # the tile's last query attends to the keys before `end`
         begin = 0 if window is None else max(0, end - count - window + 1)
         rows = query[:, :, first:last].reshape(heads, group * count, size)
         scores = _scores(rows, keys[:, begin:end], rules)  # [H, G · count, end - begin]
@@ -152,7 +152,7 @@ def _prefill(prefill: Prefill, window: int | None, pool: SlicedPool, query: Tens
 
 
 def _scores(rows: Tensor, keys: Tensor, rules: Rules) -> Tensor:
-    """[N, R, D], [N, L, D] → [N, R, L]"""
+    """Scaled, soft-capped scores of rows [N, R, D] over keys [N, L, D]: [N, R, L]."""
     scores = torch.bmm(rows * rules.scaling, keys.transpose(1, 2))
     return scores if rules.softcap is None else scores.div_(rules.softcap).tanh_().mul_(rules.softcap)
 
@@ -167,12 +167,12 @@ def _softmax(scores: Tensor, rules: Rules, heads: int) -> Tensor:
 
 
 def _later(count: int, like: Tensor) -> Tensor:
-    """Minus infinity where key c is newer than query i, [count, count]."""
+    """A mask [count, count]: minus infinity where key c comes after query i."""
     return _masks(count, count, like.dtype, like.device, 1)
 
 
 def _earlier(count: int, outside: int, like: Tensor) -> Tensor:
-    """Minus infinity where key c has left the window of query i; the last of `count` queries sees none of these."""
+    """A mask [count, outside]: minus infinity where key c has left query i's window; the last query sees none."""
     return _masks(count, outside, like.dtype, like.device, 0)
 
 
@@ -183,7 +183,7 @@ def _masks(rows: int, columns: int, dtype: torch.dtype, device: torch.device, ab
 
 
 def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
-    """Causal attention of one sequence from its beginning, with no pool and no window: [H, T, D] → [T, Hq · Dv]."""
+    """Causal attention over one whole sequence, without a pool or a window: [H, T, D] → [T, Hq · Dv]."""
     heads, count, size = key.shape
     rows = query.reshape(heads, -1, size)
     scores = _scores(rows, key, rules)

@@ -1,4 +1,4 @@
-"""What transformers' code calls for attention in each layer: it hands the layer on to whoever runs the model."""
+"""The attention function that transformers calls in each layer: it forwards the call to the runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...schemas.errors import ModelLoadError
 from .attention import Rules
 
 ATTENTION = "penstock"
-"""The name under which transformers knows our attention function."""
+"""The name of this attention function in transformers."""
 
 _HARMLESS = {
     "cache_position",
@@ -23,7 +23,7 @@ _HARMLESS = {
     "position_ids",
     "use_cache",
 }
-"""Keywords of attention functions that change nothing for a causal one."""
+"""Keywords that do not affect causal attention."""
 
 
 def _attention(
@@ -40,11 +40,11 @@ def _attention(
     penstock: Callable[..., Tensor] | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer, [1, H, T, D] each; `penstock` is handed through the model's forward."""
+    """Pass one layer's tensors, [1, H, T, D] each, to `penstock`, which the runner gave to the model's forward."""
     unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
     if penstock is None or attention_mask is not None or unknown or not getattr(module, "is_causal", True):
         reason = f"it asks for {', '.join(unknown)}" if unknown else "its attention is not plain and causal"
-        raise ModelLoadError(f"{type(module).__name__} cannot be run so: {reason}; use --backend hf")
+        raise ModelLoadError(f"the backend 'paged' cannot run {type(module).__name__}: {reason}; use --backend hf")
     rules = Rules(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     index: Any = module.layer_idx
     mixed = penstock(index, query[0], key[0], value[0], rules, sliding_window)

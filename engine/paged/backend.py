@@ -1,10 +1,10 @@
-"""The default backend: continuous batching over block-paged keys and values, with a cache of prefixes.
+"""The default backend: continuous batching over block-paged keys and values, with a prefix cache.
 
-One verb: `step` schedules, runs and commits. The scheduler knows no tensor, the runner no request; they meet here.
+`step` schedules, runs and commits. The scheduler knows no tensor, and the runner no request; they meet here.
 
-On CUDA a step is launched ahead, before anybody has read what the last one chose: the device hands those tokens on to
-itself, and they are read while it computes. A row that turns out to have ended then has computed one token for nobody.
-Where a choice needs more than the device knows of the tokens before (penalties, grammars), they are read first.
+On CUDA the backend launches a step ahead, before the host has read the tokens of the last one: the tokens stay on the
+device, and the host reads them while it computes. A row that turns out to have ended has then computed one token too
+many. Where the next choice needs the earlier tokens (penalties, grammars), the host reads them first.
 """
 
 from __future__ import annotations
@@ -44,44 +44,44 @@ from .segments import split_scores, to_segment
 _log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
-_CHUNK = {"cpu": 256}  # larger products are no faster there, and streams wait for each
+_CHUNK = {"cpu": 256}  # larger products are no faster there, and delay decoding
 _LARGE_CHUNK = 2048
-_EVICT_FROM = 0.80  # of the cache held: prefixes that nobody holds go before a step has to wait for their blocks
+_EVICT_FROM = 0.80  # usage from which unheld prefixes are evicted early, so that no step waits for eviction
 
 
 class _Unread(NamedTuple):
-    """What one step chose, a token for each of `rows`; they count it as pending."""
+    """The tokens of one step, one for each of `rows`; until read, they count as pending."""
 
     rows: list[Row]
     chosen: DeviceTokens | HostTokens
 
 
 class PagedBackend:
-    """`kv_cache_memory` is a limit: what does not fit waits, and what no longer fits is computed again later."""
+    """`kv_cache_memory` is a limit: a sequence that does not fit waits; one that no longer fits is preempted."""
 
     capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
 
     def __init__(
         self, config: EngineConfig, progress: ProgressCallback | None = None, *, ahead: bool | None = None
     ) -> None:
-        """`ahead`: launch steps ahead; by default where the device computes beside us, which is CUDA.
+        """`ahead`: launch steps ahead; by default only on CUDA, which computes asynchronously.
 
         Raises `ConfigurationError` and `ModelLoadError`.
         """
         config.refuse("echo_rate")
         config = sized(config)
         if config.attention not in ("auto", "paged"):
-            raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' brings its own; use auto"])
+            raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' has its own; use auto"])
         if (config.prefill_chunk_size or config.max_batch_size) < config.max_batch_size:
             raise ConfigurationError(
                 [
-                    f"prefill_chunk_size={config.prefill_chunk_size}: a step computes so many tokens, fewer than "
-                    f"max_batch_size={config.max_batch_size}, of which each decoding request needs one"
+                    f"prefill_chunk_size={config.prefill_chunk_size}: each of max_batch_size={config.max_batch_size} "
+                    "requests needs a token of it in every step; set it at least as large"
                 ]
             )
         device = resolve_device(config.device)
         if config.enable_cuda_graph and device.type != "cuda":
-            raise ConfigurationError([f"enable_cuda_graph: there are no CUDA graphs on {device}; leave it out"])
+            raise ConfigurationError([f"enable_cuda_graph: {device} has no CUDA graphs; leave it out"])
         self._slow_paths: list[str] = []
         self._kernels = kernels = self._load_kernels(config) if device.type == "cpu" else None
         make_linear = linear_maker(config.quantization, device, kernels)
@@ -120,7 +120,7 @@ class PagedBackend:
         elif config.enable_cuda_graph:
             raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
         elif device.type == "cuda":
-            reason = "switched off" if self._runner.on_triton else "Triton is not there; install it"
+            reason = "enable_cuda_graph is false" if self._runner.on_triton else "Triton is missing; install it"
             self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {reason}")
         for reason in self._slow_paths:
             _log.warning("%s: %s", config.model, reason)
@@ -134,7 +134,7 @@ class PagedBackend:
             except NoKernels as error:
                 reason = str(error)
         else:
-            reason = "switched off"
+            reason = "compile_kernels is false"
         self._slow_paths.append(f"decoding is not compiled: {reason}")
         return None
 
@@ -144,15 +144,15 @@ class PagedBackend:
         except RuntimeError as error:
             if config.enable_cuda_graph:
                 raise ModelLoadError(
-                    f"{config.model} cannot be recorded as CUDA graphs ({error}); leave enable_cuda_graph out"
+                    f"cannot record {config.model} as CUDA graphs ({error}); leave enable_cuda_graph out"
                 ) from error
             self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {error}")
 
     @staticmethod
     def _steady_length(config: EngineConfig, directory: Path, length: int) -> int:
-        """The context within which a token's rotation depends on its place alone.
+        """The context length up to which a token's rotation depends only on its position.
 
-        Some models rotate all tokens of a longer sequence differently: keys in the cache would change their meaning.
+        Some models rotate all tokens of a longer sequence differently, which would invalidate the cached keys.
         """
         steady = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
         rope = getattr(steady, "rope_parameters", None) or {}
@@ -164,15 +164,15 @@ class PagedBackend:
         if config.max_sequence_length is not None:
             raise ConfigurationError(
                 [
-                    f"max_sequence_length={length}: beyond {original} tokens this model turns all of its keys anew, "
-                    f"which a cache of keys cannot follow; ask for at most {original}, or use --backend hf"
+                    f"max_sequence_length={length}: beyond {original} tokens this model changes the rotations of all "
+                    f"keys, which invalidates cached ones; set at most {original}, or use --backend hf"
                 ]
             )
-        _log.warning("the context is cut from %d to %d tokens: beyond, only --backend hf is right", length, original)
+        _log.warning("context cut from %d to %d tokens: only --backend hf supports more", length, original)
         return int(original)
 
     def _context(self, config: SizedConfig, length: int) -> int:
-        """The model's context, or what one request can have of it within the budget."""
+        """The model's context length, or as much of it as one request can have within `kv_cache_memory`."""
         capacity = self.blocks.capacity
         if length <= capacity:
             return length
@@ -180,10 +180,10 @@ class PagedBackend:
             raise ConfigurationError(
                 [
                     f"kv_cache_memory={config.kv_cache_memory}: holds {capacity} tokens of one request, fewer than "
-                    f"max_sequence_length={length}; it would take about {config.kv_cache_memory * length // capacity}"
+                    f"max_sequence_length={length}; set about {config.kv_cache_memory * length // capacity}"
                 ]
             )
-        _log.warning("the context is cut from %d to %d tokens by kv_cache_memory", length, capacity)
+        _log.warning("context cut from %d to %d tokens by kv_cache_memory", length, capacity)
         return capacity
 
     @property
@@ -210,7 +210,7 @@ class PagedBackend:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a decoding step of one row reads."""
+        """The bytes of weights that a decoding step of one row reads."""
         return self._runner.weight_bytes
 
     @property
@@ -218,7 +218,7 @@ class PagedBackend:
         return self._runner.dtype.itemsize * sum(spec.numbers for spec in self._runner.specs)
 
     def flops(self, num_tokens: int, num_logits: int, num_attended: int) -> int:
-        """Floating-point operations of a step: `num_attended` keys in all are seen by its tokens' queries."""
+        """The floating-point operations of a step whose queries attend to `num_attended` keys in all."""
         runner = self._runner
         products = num_tokens * (runner.num_weights - runner.num_head_weights) + num_logits * runner.num_head_weights
         return 2 * products + num_attended * runner.attention_flops
@@ -244,7 +244,7 @@ class PagedBackend:
         gc.collect()
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` where blocks, tables and rows do not account for each other."""
+        """Raise `AssertionError` unless blocks, tables and rows account for each other."""
         self._scheduler.check_integrity()
 
     @torch.inference_mode()
@@ -265,9 +265,9 @@ class PagedBackend:
         return deltas + self._read(now)
 
     def _launch(self, scheduled: list[Scheduled], before: _Unread | None = None) -> _Unread:
-        """Compute and choose; the pending tokens are those of `before`."""
-        places = {row: place for place, row in enumerate(before.rows)} if before else {}
-        segments = [to_segment(one, places.get(one.row)) for one in scheduled]
+        """Compute a step and choose its tokens; the pending tokens are those of `before`."""
+        indices = {row: index for index, row in enumerate(before.rows)} if before else {}
+        segments = [to_segment(one, indices.get(one.row)) for one in scheduled]
         chosen = before.chosen.tokens if before and before.rows else None
         logits, sampled, best = self._runner.forward(segments, chosen)
         if any(segment.scores for segment in segments):
@@ -287,9 +287,9 @@ class PagedBackend:
         for row, result in zip(unread.rows, unread.chosen.read(), strict=True) if unread else ():
             sequence = row.sequence
             sequence.pending -= 1
-            if sequence not in self._scheduler:  # cancelled since
+            if sequence not in self._scheduler:  # cancelled meanwhile
                 continue
-            if isinstance(result, Refusal):  # its keys and values may be no numbers
+            if isinstance(result, Refusal):  # its keys and values may be NaN
                 self._runner.clear(self._scheduler.discard(sequence))
                 if sequence.finish is None:
                     deltas.append(sequence.fail(result))
@@ -301,17 +301,17 @@ class PagedBackend:
                     delta = sequence.fail(error)
                 if delta is not None:
                     deltas.append(delta)
-            if sequence.finish is not None and not sequence.pending:  # else what it writes now is not looked at yet
+            if sequence.finish is not None and not sequence.pending:  # while pending, a step still writes its blocks
                 self._scheduler.remove(sequence)
         return deltas
 
     def _isolate(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
-        """A pass over several failed: run each alone, so that only those end whose fault it is."""
+        """Rerun the rows of a failed step one by one, so that only the culprits fail."""
         if len(scheduled) > 1:
-            _log.warning("a step of %d failed (%r); its rows run one by one", len(scheduled), error)
+            _log.warning("step of %d rows failed (%r), rerunning them one by one", len(scheduled), error)
         deltas = []
         for one in scheduled:
-            if one.row.sequence not in self._scheduler:  # its last token was read since
+            if one.row.sequence not in self._scheduler:  # its last token was read meanwhile
                 continue
             try:
                 if len(scheduled) == 1:
@@ -327,7 +327,7 @@ class PagedBackend:
 
 
 def _number_size(config: EngineConfig, info: ModelInfo) -> int:
-    """Bytes of a weight while the model loads."""
+    """The bytes of one weight while the model loads."""
     name = config.dtype if config.dtype != "auto" else info.dtype or "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype.itemsize

@@ -1,6 +1,6 @@
-"""Which blocks of one pool are held, and which finished ones can be found again by their content. Holds no tensor.
+"""The blocks of one pool: which are held, and which full ones a lookup by content finds. Holds no tensor.
 
-A full block is known by the chained hash of all tokens up to its end: whoever begins with the same tokens can hold it.
+The key of a full block is the chained hash of all tokens up to its end: any sequence with the same prefix can hold it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from hashlib import blake2b
 
 
 def root(salt: str) -> bytes:
-    """Where the chain of a tenant's keys begins; those of another salt never meet them."""
+    """The start of a tenant's chain of keys; chains with different salts share no keys."""
     return blake2b(salt.encode(), digest_size=16, person=b"root").digest()
 
 
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of the block of `tokens` that follows the block `parent`."""
+    """The key of the block of `tokens` that follows the block with the key `parent`."""
     return blake2b(parent + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=16).digest()
 
 
 class BlockPool:
-    """The blocks of one group, 0 to `num_blocks` - 1. Takes memory for those that were ever used, not for all."""
+    """The blocks of one group, 0 to `num_blocks` - 1. Its memory grows with the blocks ever used, not with all."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.evictions = 0
-        self._num_used = 0  # the blocks from here on were never used
-        self._free: list[int] = []  # used once, now neither held nor cached
-        self._holders: dict[int, int] = {}  # held block -> how many hold it
-        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached blocks that nobody holds, by last access
+        self._num_used = 0  # the blocks from this one on were never used
+        self._free: list[int] = []  # used before, now neither held nor cached
+        self._holders: dict[int, int] = {}  # held block -> its number of holders
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached blocks without a holder, by last access
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._last_access: dict[int, int] = {}
@@ -38,16 +38,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could give, those that it would evict included."""
+        """Blocks that `allocate` can return, including those that it would evict."""
         return self.num_blocks - len(self._holders)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that `lookup` finds, held or not."""
+        """The number of blocks that `lookup` finds, held or not."""
         return len(self._block_of)
 
     def allocate(self) -> int:
-        """A block with one holder. `num_free` must not be 0."""
+        """Return a block with one holder. `num_free` must not be 0."""
         if self._num_used < self.num_blocks:
             block = self._num_used
             self._num_used += 1
@@ -58,13 +58,13 @@ class BlockPool:
         return block
 
     def acquire(self, block: int) -> None:
-        """One more holder of a cached block."""
+        """Add a holder to a cached block."""
         self._holders[block] = self._holders.get(block, 0) + 1
         self._unheld.pop(block, None)
         self._touch(block)
 
     def release(self, block: int) -> None:
-        """One holder fewer. Without any, a cached block can be found until it is evicted."""
+        """Remove a holder. A cached block without holders can be found until it is evicted."""
         self._holders[block] -= 1
         if self._holders[block]:
             return
@@ -76,7 +76,7 @@ class BlockPool:
             self._free.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let a held, full block be found, unless one with the same content can be found already."""
+        """Make a held, full block findable, unless one with the same content already is."""
         if key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -88,22 +88,22 @@ class BlockPool:
         return block in self._holders
 
     def last_access(self, block: int) -> int:
-        """When a used block was last allocated, acquired or left by its last holder, on the pool's own clock."""
+        """When a used block was last allocated, acquired or released by its last holder, on the pool's own clock."""
         return self._last_access[block]
 
     def forget(self, block: int) -> None:
-        """A held block's content is no longer to be found."""
+        """Make a held block's content no longer findable."""
         if (key := self._key_of.pop(block, None)) is not None:
             del self._block_of[key]
 
     def cached(self) -> list[tuple[bytes, int]]:
-        """Keys and blocks that `lookup` finds, least recently used first."""
+        """The keys and blocks that `lookup` finds, least recently used first."""
         return sorted(self._block_of.items(), key=lambda item: self._last_access[item[1]])
 
     def restore(self, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
-        """Cache blocks for those of `keys` that are missing; the caller fills them before anyone looks them up.
+        """Cache blocks for the missing ones of `keys`, least recently used first; the caller must fill the blocks.
 
-        `keys` come least recently used first. Evicts nothing: where room is short, the last keys have it.
+        Evicts nothing: where room is short, the last keys take it.
         """
         missing = [key for key in dict.fromkeys(keys) if key not in self._block_of]
         room = self.num_free - len(self._unheld)
@@ -114,14 +114,14 @@ class BlockPool:
         return restored
 
     def clear_cached(self, count: int) -> None:
-        """Evict `count` blocks now, or as many as nobody holds."""
+        """Evict `count` cached blocks, or as many as have no holder."""
         for _ in range(min(count, len(self._unheld))):
             self._free.append(self._evict())
 
     def check_integrity(self, held: Counter[int]) -> None:
-        """Raise `AssertionError` unless every block is in one place, and held as often as `held` says."""
-        places = sorted([*self._free, *self._unheld, *self._holders])
-        assert places == list(range(self._num_used)), f"blocks lost or in two places: {places} of {self._num_used}"
+        """Raise `AssertionError` unless every block is in one state and has the number of holders in `held`."""
+        known = sorted([*self._free, *self._unheld, *self._holders])
+        assert known == list(range(self._num_used)), f"blocks lost or in two states: {known} of {self._num_used}"
         assert self._num_used <= self.num_blocks, f"{self._num_used} blocks used of {self.num_blocks}"
         assert self._holders == dict(held), f"holders: {self._holders}, should be {dict(held)}"
         assert self._key_of == {block: key for key, block in self._block_of.items()}, "keys and blocks disagree"

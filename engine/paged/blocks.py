@@ -1,8 +1,8 @@
-"""Who holds which block of the key-value cache. Holds no tensor, and knows nothing of requests.
+"""The block tables of sequences in the key-value cache. Holds no tensor, and knows nothing of requests.
 
-A block is room for the keys and values of `block_size` consecutive tokens of one sequence, in all layers of one group.
-Layers that see everything before them form groups without a window; a sliding group has a window of W tokens, where a
-token at position p sees positions p - W + 1 to p. Every group has a pool of its own.
+A block stores the keys and values of `block_size` consecutive tokens of one sequence, in all layers of one group.
+Layers with full attention form groups without a window; a sliding group has a window of W tokens: a token at position p
+sees positions p - W + 1 to p. Every group has its own pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .block_pool import BlockPool
 
 NO_BLOCK = -1
-"""Stands in a sliding group's table where the window has passed."""
+"""The entry of a sliding group's table where the window has passed."""
 
 
 class GroupSpec(NamedTuple):
@@ -25,20 +25,20 @@ class GroupSpec(NamedTuple):
 
 
 class Tables:
-    """What one sequence holds. All is set by `KVBlocks`, but `keys`, which whoever knows the tokens extends."""
+    """The blocks that one sequence holds. `KVBlocks` sets everything but `keys`, which the scheduler extends."""
 
     __slots__ = ("blocks", "keys", "num_published", "slide_at")
 
     def __init__(self, num_groups: int) -> None:
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]  # equally long, in the order of the tokens
-        self.keys: list[bytes] = []  # the chain of the full blocks whose tokens are known
-        self.num_published = 0  # leading blocks that have been cached
-        self.slide_at = 0  # computed tokens below which `slide` finds nothing
+        self.keys: list[bytes] = []  # the chain of keys of the full blocks whose tokens are known
+        self.num_published = 0  # leading blocks that are published in the prefix cache
+        self.slide_at = 0  # below this many computed tokens `slide` has nothing to release
 
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """Blocks are of all groups together; `queries` and `hits` are tokens looked up and found at admissions."""
+    """Blocks of all groups together; `queries` and `hits` are the tokens looked up and found at admissions."""
 
     num_blocks: int
     num_held: int
@@ -49,9 +49,9 @@ class KVStats:
 
 
 class KVBlocks:
-    """The pools of all groups, used in step: a table grows and is matched in every group or in none.
+    """The pools of all groups, kept in step: a table grows, or matches, in every group or in none.
 
-    No step computes more than `max_step_tokens` tokens of a sequence, and `slide` follows each.
+    No step may compute more than `max_step_tokens` tokens of a sequence, and `slide` must follow each step.
     """
 
     def __init__(self, block_size: int, groups: Sequence[GroupSpec], max_step_tokens: int) -> None:
@@ -60,12 +60,12 @@ class KVBlocks:
         self._windows = tuple(group.window for group in groups)
         self._full_first = sorted(range(len(groups)), key=lambda group: groups[group].window is not None)
         self._queries = self._hits = 0
-        # The most blocks that a step's tokens and all that they see can lie in, wherever in a block they begin.
+        # The most blocks that a step's tokens and the tokens that they see can span, wherever in a block they start.
         self._spans = tuple(
             sys.maxsize if window is None else (window + max_step_tokens + block_size - 3) // block_size + 1
             for window in self._windows
         )
-        # Tokens that one sequence alone can hold.
+        # The most tokens that one sequence can have.
         self.capacity = min(
             pool.num_blocks * block_size if pool.num_blocks < span else sys.maxsize
             for pool, span in zip(self.pools, self._spans, strict=True)
@@ -73,27 +73,27 @@ class KVBlocks:
 
     @property
     def num_free_blocks(self) -> int:
-        """Of the group that has the fewest."""
+        """The free blocks of the group with the fewest."""
         return min(pool.num_free for pool in self.pools)
 
     @property
     def usage(self) -> float:
-        """The held share, 0 to 1, of the fullest group."""
+        """The share, 0 to 1, of blocks held in the fullest group."""
         return max(1 - pool.num_free / pool.num_blocks for pool in self.pools)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """The most leading blocks that all groups can reuse: of a sliding group, those that the next token sees."""
+        """The most leading blocks that all groups can reuse; a sliding group needs those that the next token sees."""
         count, before = len(keys), -1
-        while count != before:  # a group that shortens the match may move the window of another over a gap
+        while count != before:  # a shorter match in one group may move another's window over a gap
             before = count
             for group in self._full_first:
                 count = self._match_group(group, keys, count)
         return count
 
     def fits(self, tables: Tables, count: int, num_tokens: int, reserved: int) -> bool:
-        """Whether there is room to `attach` `count` blocks and go on to `num_tokens`.
+        """Whether there is room to `attach` `count` blocks and then grow to `num_tokens`.
 
-        `reserved` blocks of each group without a window are spoken for.
+        `reserved` blocks of each group without a window are not available.
         """
         lacking = -(-num_tokens // self.block_size) - count
         for group, pool in enumerate(self.pools):
@@ -107,7 +107,7 @@ class KVBlocks:
         return True
 
     def attach(self, tables: Tables, count: int) -> None:
-        """Hold the `count` leading blocks that `match` has found; the tables must be empty."""
+        """Hold the `count` leading blocks that `match` found; the tables must be empty."""
         for group, pool in enumerate(self.pools):
             first = self._first_seen(group, count * self.block_size)
             found = [pool.lookup(key) for key in tables.keys[first:count]]
@@ -121,7 +121,7 @@ class KVBlocks:
         self._hits += count * self.block_size
 
     def grow(self, tables: Tables, num_tokens: int) -> bool:
-        """Make every group's table long enough for `num_tokens`, or, where a pool is short of blocks, none."""
+        """Extend every group's table to `num_tokens`; if any pool is short of blocks, extend none and return False."""
         lacking = -(-num_tokens // self.block_size) - len(tables.blocks[0])
         if lacking <= 0:
             return True
@@ -132,7 +132,7 @@ class KVBlocks:
         return True
 
     def slide(self, tables: Tables, num_computed: int) -> None:
-        """Release the blocks that no token at a position from `num_computed` on can see."""
+        """Release the blocks that no token from position `num_computed` on can see."""
         if num_computed < tables.slide_at:
             return
         tables.slide_at = sys.maxsize
@@ -143,27 +143,27 @@ class KVBlocks:
                 tables.slide_at = min(tables.slide_at, (passed + 1) * self.block_size + window - 1)
 
     def publish(self, tables: Tables, num_full: int) -> None:
-        """Cache the first `num_full` blocks, whose tokens are computed, under `tables.keys`."""
-        for place in range(tables.num_published, num_full):
+        """Publish the first `num_full` blocks, whose tokens are computed, under `tables.keys`."""
+        for index in range(tables.num_published, num_full):
             for blocks, pool in zip(tables.blocks, self.pools, strict=True):
-                if blocks[place] != NO_BLOCK:
-                    pool.publish(blocks[place], tables.keys[place])
+                if blocks[index] != NO_BLOCK:
+                    pool.publish(blocks[index], tables.keys[index])
         tables.num_published = num_full
 
     def release(self, tables: Tables) -> None:
-        """Give everything back; `keys` stay."""
+        """Release all blocks; `keys` stay."""
         for group, blocks in enumerate(tables.blocks):
             self._give_back(group, blocks, len(blocks))
             blocks.clear()
         tables.num_published = tables.slide_at = 0
 
     def evict(self) -> None:
-        """Evict all cached blocks that nobody holds."""
+        """Evict all cached blocks that no sequence holds."""
         for pool in self.pools:
             pool.clear_cached(pool.num_cached)
 
     def forget(self, tables: Tables) -> None:
-        """What these blocks hold is not to be found by anyone any more."""
+        """Remove these blocks from the prefix cache."""
         for blocks, pool in zip(tables.blocks, self.pools, strict=True):
             for block in blocks:
                 if block != NO_BLOCK:
@@ -190,28 +190,28 @@ class KVBlocks:
             pool.check_integrity(counter)
 
     def _first_seen(self, group: int, position: int) -> int:
-        """The place of the first block that a token at `position` sees."""
+        """The index of the first block that a token at `position` sees."""
         window = self._windows[group]
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
     def _match_group(self, group: int, keys: Sequence[bytes], count: int) -> int:
-        """As `match`, for one group, and at most `count`."""
+        """`match` for one group, at most `count` blocks."""
         lookup = self.pools[group].lookup
         if self._windows[group] is None:
-            return next((place for place in range(count) if lookup(keys[place]) is None), count)
+            return next((index for index in range(count) if lookup(keys[index]) is None), count)
         first = self._first_seen(group, count * self.block_size)
-        for place in reversed(range(count)):
-            if place < first:
+        for index in reversed(range(count)):
+            if index < first:
                 break
-            if lookup(keys[place]) is None:
-                count = place
+            if lookup(keys[index]) is None:
+                count = index
                 first = self._first_seen(group, count * self.block_size)
         return count
 
     def _give_back(self, group: int, blocks: list[int], end: int) -> None:
-        """Release the held ones among the first `end` blocks, the last first: a prefix's beginning is evicted last."""
-        for place in reversed(range(end)):
-            if blocks[place] == NO_BLOCK:
+        """Release the held ones among the first `end` blocks, last first: the start of a prefix is evicted last."""
+        for index in reversed(range(end)):
+            if blocks[index] == NO_BLOCK:
                 break  # and so are all before it
-            self.pools[group].release(blocks[place])
-            blocks[place] = NO_BLOCK
+            self.pools[group].release(blocks[index])
+            blocks[index] = NO_BLOCK

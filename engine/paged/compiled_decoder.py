@@ -18,7 +18,7 @@ from ..cpu.library import MOST_ROWS, Kernels, Product
 from .attention import Rules
 from .decoder import Decoder
 from .kv_cache import Pool
-from .packing import Computed, Group, Segment
+from .packing import Computed, LayerGroup, Segment
 
 _MOST_KEYS = 1024
 """The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
@@ -115,7 +115,7 @@ class CompiledDecoder:
             layer.scaling = rule.scaling
         return compiled
 
-    def attach(self, pools: Sequence[Pool], groups: Sequence[Group], group_of: Sequence[int], block: int) -> None:
+    def attach(self, pools: Sequence[Pool], groups: Sequence[LayerGroup], group_of: Sequence[int], block: int) -> None:
         """Use `pools`, one a layer, from now on; `group_of` is each layer's index in `groups`, `block` is in tokens."""
         self._pools, self._model.num_groups, self._model.block_size = pools, len(groups), block
         for pool, layer, index in zip(pools, self._layers, group_of, strict=True):

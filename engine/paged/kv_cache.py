@@ -1,7 +1,7 @@
-"""The memory of keys and values: for every attention layer a pool of blocks.
+"""The memory of keys and values: a pool of blocks for every attention layer.
 
-Which block belongs to whom is `blocks.py`'s business. A group is the layers that share block tables: the same window
-and the same number of key-value heads; head sizes may differ within one.
+`blocks.py` decides which sequence holds which block. A group is the layers that share block tables: those with the same
+window and number of key-value heads; head sizes may differ within one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class LayerSpec(NamedTuple):
-    """What one attention layer keeps for a token: `num_heads` keys of `key_dim` and values of `value_dim` numbers.
+    """What one attention layer stores for a token: `num_heads` keys of `key_dim` and values of `value_dim` numbers.
 
-    `window` tokens are seen by a query, itself included; None: all.
+    A query attends to `window` tokens, itself included; None: all.
     """
 
     window: int | None
@@ -27,7 +27,7 @@ class LayerSpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Room for a key or a value."""
+        """The numbers reserved for a key or a value."""
         return max(self.key_dim, self.value_dim)
 
     @property
@@ -36,9 +36,9 @@ class LayerSpec(NamedTuple):
 
 
 class Pool:
-    """Keys and values of one layer in one tensor, of which one dimension is the blocks: the one numbered `axis`.
+    """Keys and values of one layer in one tensor, whose dimension `axis` is the blocks.
 
-    Where values are smaller than keys, or the other way round, both take the room of the larger.
+    If keys and values differ in size, both take the room of the larger.
     """
 
     def __init__(self, memory: Tensor, axis: int) -> None:
@@ -46,23 +46,23 @@ class Pool:
         self._axis = axis
 
     def blocks(self, indices: Sequence[int]) -> Tensor:
-        """A copy of whole blocks."""
-        return self.memory.index_select(self._axis, self._where(indices))
+        """Copy whole blocks."""
+        return self.memory.index_select(self._axis, self._upload(indices))
 
     def restore(self, indices: Sequence[int], saved: Tensor) -> None:
-        """Write back what `blocks` gave."""
-        self.memory.index_copy_(self._axis, self._where(indices), saved.to(self.memory.device))
+        """Write back what `blocks` returned."""
+        self.memory.index_copy_(self._axis, self._upload(indices), saved.to(self.memory.device))
 
     def clear(self, indices: Sequence[int]) -> None:
         """Zero whole blocks."""
-        self.memory.index_fill_(self._axis, self._where(indices), 0)
+        self.memory.index_fill_(self._axis, self._upload(indices), 0)
 
-    def _where(self, indices: Sequence[int]) -> Tensor:
+    def _upload(self, indices: Sequence[int]) -> Tensor:
         return torch.tensor(indices, dtype=torch.long, device=self.memory.device)
 
 
 class SlicedPool(Pool):
-    """[2 H, N, block · D], keys before values: a head's blocks lie together, so that gathering them gives matrices."""
+    """[2 H, N, block · D], keys before values: a head's blocks are contiguous: gathering them gives matrices."""
 
     def __init__(self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         super().__init__(zeros((2 * spec.num_heads, num_blocks, block_size * spec.size), dtype, device), axis=1)
@@ -75,13 +75,13 @@ class SlicedPool(Pool):
         self._slots.index_copy_(1, slots, keys_values)
 
     def gather(self, rows: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """Copies of the blocks at `rows` (head · N + block, those of the keys first), as [heads, tokens, D] each."""
+        """Copy the blocks at `rows` (head · N + block, keys first): keys and values, [heads, tokens, D] each."""
         keys, values = self._rows.index_select(0, rows).view(2, heads, -1, self._size).unbind()
         return keys, values
 
 
 class PagePool(Pool):
-    """[2, N, block, H, D]: the layout of the attention kernels that read block tables."""
+    """[2, N, block, H, D]: the layout for attention kernels that read block tables."""
 
     def __init__(self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         super().__init__(zeros((2, num_blocks, block_size, spec.num_heads, spec.size), dtype, device), axis=1)
@@ -95,7 +95,7 @@ class PagePool(Pool):
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the system provides their pages at the first use. Masked slots must be numbers, if nobody's."""
+    """A zeroed tensor; on a CPU Linux allocates its pages at first use. Masked slots are read too: keep them finite."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize

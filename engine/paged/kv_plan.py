@@ -1,4 +1,4 @@
-"""How many blocks of keys and values a memory budget holds, group by group."""
+"""Splits a memory budget for keys and values into blocks for each group."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def plan_blocks(
     max_batch_size: int,
     max_step_tokens: int,
 ) -> list[GroupSpec]:
-    """Share `memory` bytes among `groups` of (window, heads).
+    """Split `memory` bytes among `groups` of (window, heads).
 
-    A sliding group needs what a full batch sees at once, and twice that to keep some prefixes; the rest belongs to the
-    layers that see everything. Raises `ConfigurationError` where not even one block of each fits.
+    A sliding group gets twice what a full batch sees at once, so that some prefixes stay cached; the layers with full
+    attention get the rest. Raises `ConfigurationError` if not even one block of each fits.
     """
     sizes = [
         token_block * number_size * sum(spec.numbers for spec in specs if (spec.window, spec.num_heads) == group)
@@ -34,7 +34,7 @@ def plan_blocks(
     even = memory // sum(sizes)
     if even < 1:
         raise ConfigurationError(
-            [f"kv_cache_memory={memory}: one block of {token_block} tokens takes {sum(sizes)} bytes in this model"]
+            [f"kv_cache_memory={memory}: one block of {token_block} tokens takes {sum(sizes)} bytes; set at least that"]
         )
     counts = [even] * len(groups)
     full = [index for index, (window, _) in enumerate(groups) if window is None]
@@ -50,15 +50,15 @@ def plan_blocks(
 
 
 def check_memory(memory: int, weights: int, device: torch.device) -> None:
-    """Raise `ConfigurationError` for a budget that the device does not have beside `weights` bytes of weights."""
+    """Raise `ConfigurationError` if the device has no room for `memory` besides `weights`, both in bytes."""
     if device.type == "cuda":
-        total, where = torch.cuda.get_device_properties(device).total_memory, str(device)
+        total, owner = torch.cuda.get_device_properties(device).total_memory, str(device)
     else:
-        total, where = memory_of_machine().total, "this machine"
+        total, owner = memory_of_machine().total, "this machine"
     if memory + weights > total:
         raise ConfigurationError(
             [
-                f"kv_cache_memory={memory}: {where} has {total} bytes of memory, and the weights take {weights}; "
-                f"ask for at most {max(total - weights, 0)}"
+                f"kv_cache_memory={memory}: {owner} has {total} bytes of memory, and the weights take {weights}; "
+                f"set at most {max(total - weights, 0)}"
             ]
         )

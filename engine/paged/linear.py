@@ -1,7 +1,7 @@
-"""Matrix products in the form that a device likes best: weights packed once, several products of one input fused.
+"""Matrix products in the fastest form for a device: weights packed once, several products of one input fused.
 
-On a CPU with compiled kernels the layout of a weight is ours. Where oneDNN happens to use the same one, it multiplies
-many rows; where it does not (bfloat16 on CPUs with AMX), the kernels do it all.
+On a CPU with compiled kernels, weights have the kernels' layout. If oneDNN uses the same one, it multiplies many rows;
+otherwise (bfloat16 on CPUs with AMX) the kernels multiply any number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..cpu.layouts import paired
 from ..cpu.library import PLAIN, Kernels, Product
 
 reorder = torch.ops.mkldnn._reorder_linear_weight
-"""A weight [O, I] in oneDNN's layout."""
+"""Converts a weight [O, I] to oneDNN's layout."""
 
 _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
 _BINARY = torch.ops.mkldnn._linear_pointwise.binary
@@ -25,10 +25,9 @@ _FEW_ROWS = 64
 
 
 class Linear(Protocol):
-    """x W' + b, [T, I] → [T, O], and the same with what often follows; none of them changes its arguments.
+    """x W' + b, [T, I] → [T, O], alone or with a common next operation; none changes its arguments.
 
-    `nbytes` is what one row's product reads of `weight`, which may be oneDNN's; `product` is that for the compiled
-    kernels.
+    `nbytes` is the size of `weight`, which may be in oneDNN's layout; `product` describes it to the compiled kernels.
     """
 
     weight: Tensor
@@ -53,7 +52,7 @@ class Linear(Protocol):
 
 
 class Unfused:
-    """A product, and what follows it as an operation of its own. What a subclass returns must be its own to change."""
+    """A product whose next operation is separate and in place: a subclass must return a tensor of its own."""
 
     product: Product | None = None
 
@@ -71,7 +70,7 @@ class Unfused:
 
 
 class CompiledLinear(Unfused):
-    """A weight in the layout of the compiled kernels, which multiply by it any number of rows."""
+    """A weight in the layout of the compiled kernels, which multiply any number of rows by it."""
 
     def __init__(self, product: Product, weight: Tensor, nbytes: int, kernels: Kernels) -> None:
         """`nbytes` as in `Linear`."""
@@ -86,7 +85,7 @@ class CompiledLinear(Unfused):
 
 
 class PlainLinear(Unfused):
-    """As torch does it: for devices whose libraries take weights as they are."""
+    """torch's own product, for devices that need no packing."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self._bias = weight, bias
@@ -97,10 +96,9 @@ class PlainLinear(Unfused):
 
 
 class PackedLinear:
-    """oneDNN's own layout of the weight, and its fused post-operations. `functional.linear` would pack at each call.
+    """A weight in oneDNN's layout, with its fused post-operations; `functional.linear` would repack it at each call.
 
-    Fused multiplications are free for few rows and cost more than separate ones for many: of [4864, 896] with 256 rows
-    the product takes 2.6 ms, with a fused factor 3.1, and the factor alone 0.1.
+    A fused multiplication is free for few rows, but costs more than a separate one for many.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels | None = None) -> None:
@@ -132,7 +130,7 @@ class PackedLinear:
 
 
 def make_packed(weight: Tensor, bias: Tensor | None, kernels: Kernels | None) -> PackedLinear | CompiledLinear:
-    """The product for a CPU: by oneDNN, by the kernels, or by both where one layout suits them."""
+    """The product for a CPU: by oneDNN, by the kernels, or by both if they share the layout."""
     if kernels is None or not kernels.take(weight):
         return PackedLinear(weight, bias)
     if not (kernels.has_tiles and weight.dtype == torch.bfloat16):
@@ -144,13 +142,13 @@ def make_packed(weight: Tensor, bias: Tensor | None, kernels: Kernels | None) ->
 
 
 def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W' + b with a weight that `reorder` made."""
+    """x W' + b with a weight from `reorder`."""
     product: Tensor = _POINTWISE(x, weight, bias, "none", [], "")
     return product
 
 
 class Applied(nn.Module):
-    """A `Linear` where transformers' code expects a module."""
+    """A `Linear` as a module, for transformers' code."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -161,7 +159,7 @@ class Applied(nn.Module):
 
 
 def fused_weight(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One weight for several products of the same input: all with a bias or none."""
+    """Concatenate the weights of several products of the same input; all or none have a bias."""
     weight = torch.cat([part.weight for part in parts])
     if parts[0].bias is None:
         return weight, None
@@ -169,7 +167,7 @@ def fused_weight(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def release(parts: Iterable[nn.Linear]) -> None:
-    """Free the weights of modules that something else has taken over."""
+    """Free the weights of modules whose weights were copied elsewhere."""
     for part in parts:
         part.weight = nn.Parameter(part.weight.new_empty(0), requires_grad=False)
         part.register_parameter("bias", None)

@@ -1,4 +1,4 @@
-"""From requests to the tensors of one step: which tokens, at which places, and which logits are wanted."""
+"""Packs the segments of one step into tensors: which tokens, at which positions, and which logits are wanted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class Segment(NamedTuple):
-    """Tokens of one sequence to compute: `tokens` from position `start` on.
+    """Tokens of one sequence to compute, from position `start` on.
 
-    A token that only the device knows is written ~k: the k-th that was chosen last. `tables` has the sequence's blocks
-    for each group; those behind a window may be anything. `samples` where the logits of the last token are wanted,
-    `scores` where those of all of them are.
+    A token that only the device knows yet is ~k: the k-th token of the last step. `tables` has the sequence's blocks
+    for each group; blocks that a window has passed may be anything. `samples` asks for the logits of the last token,
+    `scores` for those of all tokens.
     """
 
     tokens: Sequence[int]
@@ -33,17 +33,18 @@ class Segment(NamedTuple):
         return self.start + len(self.tokens)
 
 
-class Group(NamedTuple):
-    """Layers with the same block tables; `num_heads` of keys in a pool of `num_blocks`, the last always zero."""
+class LayerGroup(NamedTuple):
+    """Layers that share block tables: `num_heads` key-value heads, `num_blocks` in a pool, the last always zero."""
 
     window: int | None
     num_heads: int
     num_blocks: int
 
 
-class Step(NamedTuple):
-    """`ids` and `positions` are [T]; `keep` are the places in them whose logits are wanted, in the order of `sampled`,
-    the indices of their segments, which repeat where one is scored. `groups` is what attention made of each group."""
+class PackedStep(NamedTuple):
+    """The tensors of one step. `ids` and `positions` are [T]; `keep` [K] are the indices of the tokens whose logits are
+    wanted, and `sampled` [K] the indices of their segments, repeated where one is scored. `groups` has what
+    `PackGroup` made for each group."""
 
     ids: Tensor
     positions: Tensor
@@ -53,9 +54,9 @@ class Step(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What became of a step: logits [K, V], until the next one, of the segments with the indices `sampled`.
+    """The result of a step: logits [K, V], valid until the next step, of the segments with the indices `sampled`.
 
-    `best` [K] are their largest, the first of equals, or -1 where that is not finite; None where nobody has looked.
+    `best` [K] are their argmaxes, the first of equals, -1 where the maximum is not finite; None if not computed.
     """
 
     logits: Tensor
@@ -63,8 +64,8 @@ class Computed(NamedTuple):
     best: Sequence[int] | None = None
 
 
-class Packed(NamedTuple):
-    """Segments in packed order; each token's segment among them and its position [T]."""
+class PackedSegments(NamedTuple):
+    """Segments in packed order; `rows` [T] is each token's segment among them, `positions` [T] its position."""
 
     segments: Sequence[Segment]
     rows: Ints
@@ -72,26 +73,26 @@ class Packed(NamedTuple):
 
 
 def rank(segment: Segment) -> tuple[bool, int]:
-    """By which segments are packed."""
+    """The sort key of packing: decoding rows first, then the longest context first."""
     return len(segment.tokens) > 1, -segment.end
 
 
-PackGroup = Callable[[Packed, Ints, Ints, Group], Any]
-"""The segments' blocks [N, W], behind a shorter one's the block that is always zero; the slots of the tokens [T]. Makes
-of it what the group's attention needs."""
+PackGroup = Callable[[PackedSegments, Ints, Ints, LayerGroup], Any]
+"""Takes the segments, their blocks [N, W] (padded with the block that is always zero), the tokens' slots [T] and the
+group; returns what the group's attention needs."""
 
 
 def pack(
     segments: Sequence[Segment],
-    groups: Sequence[Group],
+    groups: Sequence[LayerGroup],
     block_size: int,
     device: torch.device,
     pack_group: PackGroup,
     chosen: Tensor | None = None,
-) -> Step:
-    """Decoding rows first, longest context first, so that rows of like length stand together.
+) -> PackedStep:
+    """Pack segments by `rank`, so that rows of similar length are adjacent.
 
-    `chosen` on the device has the tokens ~k, -1 where there is none.
+    `chosen`, on the device, holds the tokens written ~k; -1 where none could be chosen.
     """
     order = sorted(range(len(segments)), key=lambda i: rank(segments[i]))
     ordered = [segments[index] for index in order]
@@ -99,7 +100,7 @@ def pack(
     ends = counts.cumsum()
     rows = np.arange(len(ordered)).repeat(counts)
     firsts = np.array([segment.start for segment in ordered]) - ends + counts
-    packed = Packed(ordered, rows, firsts[rows] + np.arange(ends[-1]))
+    packed = PackedSegments(ordered, rows, firsts[rows] + np.arange(ends[-1]))
     column, inside = np.divmod(packed.positions, block_size)
     widths = [-(-segment.end // block_size) for segment in ordered]
     steps = []
@@ -108,19 +109,19 @@ def pack(
         for row, segment, width in zip(tables, ordered, widths, strict=True):
             row[:width] = segment.tables[index][:width]
         steps.append(pack_group(packed, tables, tables[rows, column] * block_size + inside, group))
-    sampling = [place for place, segment in enumerate(ordered) if segment.samples or segment.scores]
+    sampling = [index for index, segment in enumerate(ordered) if segment.samples or segment.scores]
     keep = ends[sampling] - 1
     if any(segment.scores for segment in ordered):
-        spans = [len(ordered[place].tokens) if ordered[place].scores else 1 for place in sampling]
+        spans = [len(ordered[index].tokens) if ordered[index].scores else 1 for index in sampling]
         keep = np.concatenate([np.arange(1 - span, 1) + last for span, last in zip(spans, keep, strict=True)])
         sampling = np.repeat(sampling, spans).tolist()
     ids = upload(torch.tensor([token for segment in ordered for token in segment.tokens]), device)
     if chosen is not None:
         ids = ids.where(ids >= 0, chosen.clamp(min=0)[(~ids).clamp(min=0)])
-    return Step(
+    return PackedStep(
         ids=ids,
         positions=upload(torch.from_numpy(packed.positions), device),
         keep=upload(torch.from_numpy(keep), device),
-        sampled=[order[place] for place in sampling],
+        sampled=[order[index] for index in sampling],
         groups=steps,
     )

@@ -1,4 +1,4 @@
-"""A model's own code in float32, whatever the dtype of its weights, in the memory of one module more."""
+"""Runs a model in float32, whatever the dtype of its weights, with extra memory for only one module at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Inside, each module has its parameters in float32 while it runs: what differs is no matter of rounding."""
+    """Inside, each module has float32 parameters while it runs, so that differences are not due to rounding."""
     with ExitStack() as hooks:
         for module in model.modules():
             if any(parameter.dtype != torch.float32 for parameter in module.parameters(recurse=False)):

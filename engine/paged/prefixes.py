@@ -1,7 +1,7 @@
-"""Cached prefixes in a file, so that a restarted engine knows what the last one knew.
+"""Saves cached prefixes to a file and loads them, so that an engine keeps its prefix cache over a restart.
 
-One safetensors file: keys and values of whole blocks, layer by layer, and in its metadata what they belong to. A file
-of another model, type or block size is refused: its numbers would mean nothing here.
+One safetensors file holds the keys and values of whole blocks, layer by layer; metadata identifies the model. A file
+of another model, dtype or block size is refused: its numbers would be meaningless.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSION = "1"
 
 
 def save_prefixes(path: Path, blocks: KVBlocks, runner: Runner, model: str) -> int:
-    """Write every cached block; how many there were. Replaces the file at once or not at all. Raises `OSError`."""
+    """Write every cached block, replacing the file atomically; returns their number. Raises `OSError`."""
     tensors: dict[str, torch.Tensor] = {}
     keys: list[list[str]] = []
     for group, pool in enumerate(blocks.pools):
@@ -36,34 +36,36 @@ def save_prefixes(path: Path, blocks: KVBlocks, runner: Runner, model: str) -> i
         save_file(tensors, temporary, metadata)
         temporary.replace(path)
     except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
+        raise OSError(f"cannot write {path}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return sum(map(len, keys))
 
 
 def load_prefixes(path: Path, blocks: KVBlocks, runner: Runner, model: str) -> int:
-    """Cache again what `save_prefixes` wrote, the most recently used first if not all has room; how many blocks.
+    """Restore what `save_prefixes` wrote, the most recently used blocks first; returns their number.
 
-    Raises `ConfigurationError` for a file that is not of this model, or no such file at all.
+    Raises `ConfigurationError` for a file of another model, or a missing or broken one.
     """
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             expected = _identity(blocks, runner, model)
             if wrong := [name for name, value in expected.items() if metadata.get(name) != value]:
-                raise ConfigurationError([f"{path} is of another {', '.join(wrong)}: it cannot be restored here"])
+                raise ConfigurationError(
+                    [f"{path} is for another {', '.join(wrong)} and cannot be loaded; save the prefixes again"]
+                )
             restored = 0
             for group, keys in enumerate(json.loads(metadata["blocks"])):
-                place_of = {bytes.fromhex(key): place for place, key in enumerate(keys)}
-                found = blocks.pools[group].restore(list(place_of))
-                where = torch.tensor([place_of[key] for key, _ in found], dtype=torch.long)
+                index_of = {bytes.fromhex(key): index for index, key in enumerate(keys)}
+                found = blocks.pools[group].restore(list(index_of))
+                indices = torch.tensor([index_of[key] for key, _ in found], dtype=torch.long)
                 for layer, memory in enumerate(runner.pools(group)):
-                    saved = file.get_tensor(f"{group}.{layer}").index_select(1, where)
+                    saved = file.get_tensor(f"{group}.{layer}").index_select(1, indices)
                     memory.restore([block for _, block in found], saved)
                 restored += len(found)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise ConfigurationError([f"{path} holds no prefixes that can be restored: {error}"]) from error
+        raise ConfigurationError([f"cannot load prefixes from {path}: {error}; save them again"]) from error
     return restored
 
 

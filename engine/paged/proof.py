@@ -1,8 +1,8 @@
-"""Whether the compiled decoder computes what the model says: judged against float32, layer by layer.
+"""Checks the compiled decoder against a float32 evaluation of the model, layer by layer.
 
-Two roundings of a real model may lie further apart than a wrong kernel from a right one, for each layer makes the
-differences before it larger. So each layer is given the same numbers as its own model in float32, and what it adds to
-them is compared. The whole model is judged by how far torch's operations in the dtype of the weights are from float32.
+Layers amplify rounding: two correct decoders of a real model may differ more than a wrong kernel from a right one. So
+each layer gets the same inputs as its float32 reference, and the check compares what it adds to them. The bound for the
+whole model is how far torch's operations in the dtype of the weights are from float32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .compiled_decoder import CompiledDecoder
 from .decoder import Attention, Decoder, advance
 from .kv_cache import LayerSpec
 from .linear import Unfused
-from .packing import Group, Segment, Step, pack
+from .packing import LayerGroup, PackedStep, Segment, pack
 
-_OUTPUTS = 64  # blocks of a weight that are made float32 at a time
-_LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # that rounding may make of one layer; seen were up to 0.007
-_MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # and of all of them, or
+_OUTPUTS = 64  # blocks of a weight converted to float32 at a time
+_LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer's rounding; typical is up to 0.007
+_MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the least bound for the whole model's, or
 _FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
 
 
@@ -39,11 +39,11 @@ class Difference(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a model's layers attend by, and the cache that its probes are written to."""
+    """How a model's layers attend, and the layout of the cache for the probes."""
 
     rules: Sequence[Rules]
     specs: Sequence[LayerSpec]
-    groups: Sequence[Group]
+    groups: Sequence[LayerGroup]
     group_of: Sequence[int]
     block_size: int
     dtype: torch.dtype
@@ -52,13 +52,13 @@ class Setting(NamedTuple):
 @torch.inference_mode()
 def differences(
     decoder: Decoder,
-    native: CompiledDecoder,
+    candidate: CompiledDecoder,
     setting: Setting,
     probes: Sequence[Segment],
-    step: Step,
+    step: PackedStep,
     attend: Attention,
 ) -> list[Difference]:
-    """Of each layer, of the head, and of the whole model. `step` is `probes` packed for `attend`, in the same order."""
+    """Compare each layer, the head and the whole model. `step` is `probes` packed for `attend`, in the same order."""
     dtype, reference, found = setting.dtype, _Reference(decoder, setting, probes), []
 
     def note(part: str, right: Tensor, compiled: Tensor, bound: float) -> None:
@@ -69,28 +69,28 @@ def differences(
     for index in range(len(decoder.layers)):
         given = exact.to(dtype)
         right = reference.advance(index, given.float()) - given.float()
-        _, compiled = native.part(silent, given, range(index, index + 1))
+        _, compiled = candidate.part(silent, given, range(index, index + 1))
         note(f"layer {index}", right, compiled - given.float(), _LAYER[dtype])
         exact = reference.advance(index, exact)
     every = [segment._replace(samples=True) for segment in probes]
     ends = torch.tensor([len(segment.tokens) for segment in probes]).cumsum(0) - 1
     given = exact.to(dtype)
-    compiled, _ = native.part(every, given, range(0))
+    compiled, _ = candidate.part(every, given, range(0))
     note("the head", reference.head(given[ends].float()), compiled, _LAYER[dtype])
     right = reference.head(exact[ends])
     rounding = distance(right, decoder(step.ids, step.positions, ends, attend))
-    note("the model", right, native(every).logits, max(_MODEL[dtype], _FACTOR * rounding))
+    note("the model", right, candidate(every).logits, max(_MODEL[dtype], _FACTOR * rounding))
     return found
 
 
 def distance(right: Tensor, other: Tensor) -> float:
-    """How far apart logits are, as a share of how far they spread."""
+    """The distance of logits, relative to their spread."""
     right, other = right.float(), other.float()
     return float((right - other).norm() / (right - right.mean()).norm().clamp(min=1e-12))
 
 
 class _Exact(Unfused):
-    """The product of a weight's own numbers, in float32."""
+    """A product with the weight's exact numbers, computed in float32."""
 
     def __init__(self, product: Product, dtype: torch.dtype) -> None:
         self.product: Product = product
@@ -107,7 +107,7 @@ class _Exact(Unfused):
 
 
 class _Reference:
-    """The decoder in float32, keys and values included."""
+    """The decoder in float32, including keys and values."""
 
     def __init__(self, decoder: Decoder, setting: Setting, probes: Sequence[Segment]) -> None:
         self._decoder, self._setting = decoder, setting

@@ -1,11 +1,11 @@
-"""Weight-only quantisation, made at load from the same checkpoint: int8 by output row, int4 by groups of 32 weights.
+"""Weight-only quantisation at load, from the same checkpoint: int8 by output row, int4 by groups of 32 weights.
 
-With int4 the output head is int8: what it loses goes straight into the choice of a token.
+With int4 the output head is int8: its errors would directly change which token is chosen.
 
-Kernels for quantised weights, compiled ones or torch's, read less memory, which is all that counts for few rows; for
-many they compute more slowly than a product of whole numbers. From some number of rows on the weight is therefore
-expanded, used and forgotten: with AMX block by block in the cache, else into a buffer that all layers share. All ways
-compute with the numbers of `dequantized`.
+Kernels for quantised weights, compiled ones or torch's, read less memory, which sets the speed for few rows; for many
+they compute more slowly than a product of floats. Above some number of rows the weight is therefore expanded for each
+product: with AMX block by block in the cache, else into a buffer that all layers share. All variants compute with the
+numbers of `dequantized`.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from .linear import CompiledLinear, Linear, PlainLinear, Unfused, make_packed, m
 METHODS = ("int8", "int4")
 
 _GROUP = 32
-_INT8_ROWS, _INT4_ROWS = 32, 112  # above, expanding is faster: measured for [4864, 896] on two AVX-512 cores
+_INT8_ROWS, _INT4_ROWS = 32, 112  # the most rows for which torch's kernels are faster than expanding
 
 
 def linear_maker(
     quantization: str | None, device: torch.device, kernels: Kernels | None = None
 ) -> Callable[[Tensor, Tensor | None], Linear]:
-    """What turns a weight [O, I] and a bias [O] into a product for `device`.
+    """A function that turns a weight [O, I] and a bias [O] into a product for `device`.
 
-    Raises `ConfigurationError` for a quantisation that is not known, or not there on this device.
+    Raises `ConfigurationError` for a quantisation that is unknown or not available on this device.
     """
     if quantization is None:
         return partial(make_packed, kernels=kernels) if device.type == "cpu" else PlainLinear
     if quantization not in METHODS:
         raise ConfigurationError([f"quantization={quantization!r}: must be one of {', '.join(METHODS)}, or left out"])
     if device.type != "cpu":
-        raise ConfigurationError([f"quantization={quantization!r}: runs on a CPU alone, not on {device}"])
+        raise ConfigurationError([f"quantization={quantization!r}: runs only on a CPU, not on {device}; leave it out"])
     buffer = _Buffer()
     return lambda weight, bias: _quantize(weight, bias, quantization, buffer, kernels)
 
 
 def of_head(quantization: str | None) -> str | None:
-    """How the output head is quantised where the other products are quantised so."""
+    """How to quantise the output head if the other products use `quantization`."""
     return "int8" if quantization == "int4" else quantization
 
 
 def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str, nn.Linear, str]]:
-    """The modules whose weights are quantised, all products: name, module and how."""
+    """The modules whose weights are quantised, that is, all products: name, module and method."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
@@ -61,7 +61,7 @@ def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str
 
 
 def dequantized(weight: Tensor, quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a quantised `weight` [O, I] stands for, its scales rounded to `dtype`; float32 of the same shape."""
+    """The numbers that the quantised `weight` [O, I] stands for, with scales rounded to `dtype`: float32 [O, I]."""
     if quantization == "int8" or not _fits_int4(weight):
         rows, scales = _by_row(weight)
         return rows * scales.to(dtype).float()[:, None]
@@ -78,7 +78,7 @@ def _quantize(weight: Tensor, bias: Tensor | None, method: str, buffer: _Buffer,
 
 
 def _fits_int4(weight: Tensor) -> bool:
-    """Whether torch's int4 kernel takes the shape; int8 stands in for it where not."""
+    """Whether torch's int4 kernel supports the shape; if not, int8 replaces it."""
     return weight.shape[0] % 16 == 0 and weight.shape[1] % (2 * _GROUP) == 0
 
 
@@ -106,7 +106,7 @@ def _by_group(weight: Tensor) -> _Groups:
 
 
 class _Buffer:
-    """Room for one expanded weight, shared by all layers of a model."""
+    """Memory for one expanded weight, shared by all layers of a model."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
@@ -127,7 +127,7 @@ class _Buffer:
 
 
 class _Quantized(Unfused):
-    """Computes few rows in `_few`, and many with the expanded weight."""
+    """Multiplies few rows with `_few`, and many with the expanded weight in `_many`."""
 
     most_few: int
     weight: Tensor
@@ -138,7 +138,7 @@ class _Quantized(Unfused):
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if not len(rows):  # a step that only fills the cache asks for no logits
+        if not len(rows):  # a step that only fills the cache needs no logits
             return x.new_empty((*x.shape[:-1], self._size))
         product = self._few(rows) if len(rows) <= self.most_few else self._many(rows)
         if self._bias is not None:
@@ -153,11 +153,11 @@ class _Quantized(Unfused):
 
 
 class _Compiled(CompiledLinear):
-    """One copy of the levels, in the layout of `kernels.c`; without AMX, it is expanded for oneDNN for many rows."""
+    """One copy of the levels, in the layout of `kernels.c`; without AMX, expanded for oneDNN if there are many rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: int, buffer: _Buffer, kernels: Kernels) -> None:
         self._buffer, self._bias = buffer, bias
-        self._scales: Tensor | None = None  # those not in the expanded weight
+        self._scales: Tensor | None = None  # those that the expanded weight does not include
         if kind == INT8:
             rows, row_scales = _by_row(weight)
             self._scales = row_scales.to(weight.dtype)
@@ -176,7 +176,7 @@ class _Compiled(CompiledLinear):
         if self._for_onednn:
             expanded = buffer.take_packed(weight.shape[0], weight.shape[1], weight.dtype)
             self._for_onednn = kernels.agree(product, expanded, weight.dtype, self._expanded)
-            buffer.clear()  # of an output head's size it is large, and rarely needed
+            buffer.clear()  # an output head's is large and rarely needed
 
     def _multiply(self, x: Tensor) -> Tensor:
         return self._expanded(x) if self._for_onednn and len(x) > MOST_ROWS else super()._multiply(x)
@@ -197,7 +197,7 @@ class _Int8Linear(_Quantized):
         super().__init__(len(weight), bias)
         rows, scales = _by_row(weight)
         self.weight, self._scales = rows.to(torch.int8), scales.to(weight.dtype)
-        if weight.dtype == torch.bfloat16 and weight.shape[1] % 16:  # torch's kernel reads on behind the row
+        if weight.dtype == torch.bfloat16 and weight.shape[1] % 16:  # torch's kernel reads past the end of a row
             self.most_few = 0
         self.nbytes = self.weight.nbytes + self._scales.nbytes
         self._buffer = buffer
@@ -213,7 +213,7 @@ class _Int8Linear(_Quantized):
 
 
 class _Int4Linear(_Quantized):
-    """Holds the levels twice: as the kernel wants them, and two to a byte for expanding, the row's halves side by side.
+    """Stores the levels twice: in the kernel's format, and two to a byte for expanding, the row's halves side by side.
 
     Source of the kernel's format: torch's `aten/src/ATen/native/cpu/int4mm_kernel.cpp`.
     """

@@ -1,9 +1,9 @@
-"""Runs a transformers causal language model over packed tokens and our own key-value pools.
+"""Runs a transformers causal language model over packed tokens and block-paged key-value pools.
 
-What a model's layers need is not read from its configuration but seen: a first pass through the real code, with our
-attention function in place, tells each layer's heads, sizes and window. Two checks follow, by result and in float32:
-requests packed into one row must not notice each other, and the plain decoder, where its structure fits, must say what
-the model says.
+The runner does not read what the layers need from the model's configuration: it observes each layer's heads, sizes and
+window in a first pass through the model's own code, with its own attention function. Two checks follow, on results in
+float32: requests packed into one row must not affect each other, and the plain decoder, where the structure fits, must
+compute what the model computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .compiled_decoder import CompiledDecoder
 from .decoder import Decoder
 from .kv_cache import LayerSpec, Pool
 from .linear import Applied, Linear, Unfused, fused_weight, release
-from .packing import Computed, Group, Segment, Step, pack, rank
+from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .precision import in_float32
 from .proof import Setting, differences, distance
 
@@ -42,13 +42,13 @@ _log = logging.getLogger(__name__)
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
-"""Weight [O, I] and bias [O] in, the product in the form that the device likes out."""
+"""Turns a weight [O, I] and a bias [O] into a product in the device's preferred form."""
 
 
 class Runner:
     """A loaded model, checked and repacked. `specs` says what each layer caches, `groups` which layers share tables.
 
-    `allocate` must be called before `forward`.
+    Call `allocate` before `forward`.
     """
 
     def __init__(
@@ -60,27 +60,26 @@ class Runner:
         kernels: Kernels | None = None,
         make_head: MakeLinear | None = None,
     ) -> None:
-        """Takes the model over: its weights move into `make_linear`'s products one by one, the output head's into
-        `make_head`'s, if it is given.
+        """Take over the model: its weights move into products of `make_linear`, the output head's of `make_head`.
 
-        `uncompiled` is why the compiled decoder is not used, empty where it is or where there are no kernels.
+        `uncompiled` says why the compiled decoder is not used; it is empty if it is used, or if there are no kernels.
 
-        Raises `ModelLoadError` with the reason for a model that cannot be run so.
+        Raises `ModelLoadError` with the reason for a model that this backend cannot run.
         """
         self.dtype = model.dtype
         self._device = model.device
         self._model: Any = model
         self._decoder: Decoder | None = None
-        self._native: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
+        self._compiled: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []
         self._graphs: DecodeGraphs | None = None  # set by `record_graphs`
         self._rules: list[Rules] = []  # by layer; set by the first pass
         self.num_weights = 0  # numbers in all products; this and the next two are set by `_fuse`
-        self.num_head_weights = 0  # those of the output head, which not every token passes
-        self.weight_bytes = 0  # what a decoding step reads, keys and values apart
-        self.attention_flops = 0  # for each key that a query sees, all layers together; set by `_look`
+        self.num_head_weights = 0  # those of the output head, which only sampled tokens pass
+        self.weight_bytes = 0  # what a decoding step reads, without keys and values
+        self.attention_flops = 0  # for each key that a query attends to, in all layers; set by `_observe`
         with in_float32(model):
-            self.specs = self._look()
+            self.specs = self._observe()
             self._attention: Any = self._choose_attention(block_size, torch.float32)
             self.block_size = block_size
             self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
@@ -90,7 +89,7 @@ class Runner:
             is_plain = self._is_plain()
         self._attention = self._choose_attention(block_size, self.dtype)
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
-        self._spans: list[tuple[int, int]] = []  # where the weights lie; set by `_fuse`
+        self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
         self._take_over(partial(self._fuse, make_linear, make_head or make_linear), is_plain)
         if self._device.type == "cpu":
             use_large_pages(self._spans)
@@ -98,43 +97,45 @@ class Runner:
 
     @property
     def on_triton(self) -> bool:
-        """Whether attention is Triton's kernels, which CUDA graphs can record."""
+        """Whether attention runs in Triton kernels, which CUDA graphs can record."""
         return self._device.type == "cuda" and find_spec("triton") is not None
 
     @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int]) -> None:
-        """Make the pools, so many blocks for each group; what was cached before is gone.
+        """Create the pools, with `num_blocks` for each group; the contents of earlier pools are lost.
 
-        One more stands behind them: it is never written, so that padding reads numbers whatever others have stored.
+        Each pool gets one more block that is never written, so that padding always reads zeros.
         """
-        self._packed_groups = [Group(*group, count + 1) for group, count in zip(self.groups, num_blocks, strict=True)]
+        self._packed_groups = [
+            LayerGroup(*group, count + 1) for group, count in zip(self.groups, num_blocks, strict=True)
+        ]
         self._pools = [
             self._attention.pool(spec, num_blocks[group] + 1)
             for spec, group in zip(self.specs, self._group_of, strict=True)
         ]
-        if self._native is not None:
-            self._native.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
+        if self._compiled is not None:
+            self._compiled.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
 
     @torch.inference_mode()
     def clear(self, tables: Sequence[Sequence[int]]) -> None:
-        """Zero the blocks of a sequence: what is not a number would spread to whoever is padded with it later."""
+        """Zero the blocks of a sequence: NaN in them would spread to a later row that they pad."""
         for group, table in enumerate(tables):
             for pool in self.pools(group):
                 pool.clear([block for block in table if block >= 0])
 
     @property
     def layout(self) -> str:
-        """Of the pools: blocks of one layout mean nothing in another."""
+        """The layout of the pools: blocks of one layout are meaningless in another."""
         return type(self._pools[0]).__name__
 
     def pools(self, group: int) -> list[Pool]:
-        """The pools of a group's layers, first layer first."""
+        """The pools of a group's layers, in order."""
         return [pool for pool, own in zip(self._pools, self._group_of, strict=True) if own == group]
 
     def forward(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
-        """Compute the segments, for `chosen` see `pack`."""
-        if self._native is not None and self._native.takes(segments):
-            return self._native(segments, chosen)
+        """Compute the segments; see `pack` for `chosen`."""
+        if self._compiled is not None and self._compiled.takes(segments):
+            return self._compiled(segments, chosen)
         return self._compute(segments, chosen)
 
     @torch.inference_mode()
@@ -145,23 +146,23 @@ class Runner:
 
     @torch.inference_mode()
     def record_graphs(self, context_length: int, max_batch_size: int) -> None:
-        """Decode by CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
+        """Decode with CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
         from .graphs import DecodeGraphs
 
         arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self._device
         self._graphs = DecodeGraphs(self._forward, *arguments)
 
-    def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Step:
+    def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> PackedStep:
         make = self._attention.pack_group
         return pack(segments, self._packed_groups, self.block_size, self._device, make, chosen)
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: PackedStep) -> Tensor:
         if self._decoder is not None:
             return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
         return self._run(step.ids, step.positions, step.keep, partial(self._attend_apart, step.groups))
 
     def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor) -> Tensor:
-        """The layer's rules are those of the first pass."""
+        """Attend with the rules that the layer used in the first pass."""
         step, pool = groups[self._group_of[index]], self._pools[index]
         mixed: Tensor = self._attention.attend(step, pool, query, keys_values, self._rules[index])
         return mixed
@@ -169,7 +170,7 @@ class Runner:
     def _attend_apart(
         self, groups: Sequence[Any], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
     ) -> Tensor:
-        """As `_attend`, for keys and values that come apart and may differ in size."""
+        """Like `_attend`, for separate keys and values, which may differ in size."""
         spec = self.specs[index]
         query, key, value = (_widened(tensor, spec.size) for tensor in (query, key, value))
         mixed = self._attend(groups, index, query, torch.cat((key, value)))
@@ -191,14 +192,14 @@ class Runner:
         return logits
 
     @torch.inference_mode()
-    def _look(self) -> list[LayerSpec]:
-        """Run a few tokens and note what each layer asks of its attention function."""
+    def _observe(self) -> list[LayerSpec]:
+        """Run a few tokens and record how each layer calls the attention function."""
         name = type(self._model).__name__
         config = self._model.config.get_text_config()
         if not self._model._supports_attention_backend:
-            raise ModelLoadError(f"{name} does not let its attention be replaced; use --backend hf")
+            raise ModelLoadError(f"{name} does not support another attention function; use --backend hf")
         if self._model._is_stateful or "logits_to_keep" not in inspect.signature(self._model.forward).parameters:
-            raise ModelLoadError(f"{name} keeps a running state beside keys and values; use --backend hf")
+            raise ModelLoadError(f"{name} keeps a recurrent state besides keys and values; use --backend hf")
         types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
         if types:
             raise ModelLoadError(f"{name} has layers of an unknown kind ({', '.join(sorted(types))}); use --backend hf")
@@ -220,14 +221,14 @@ class Runner:
         except ModelLoadError:
             raise
         except Exception as error:
-            raise ModelLoadError(f"{name} cannot be run by the backend 'paged' ({error}); use --backend hf") from error
+            raise ModelLoadError(f"the backend 'paged' cannot run {name} ({error}); use --backend hf") from error
         if sorted(seen) != list(range(config.num_hidden_layers)):
             raise ModelLoadError(
                 f"{name} has {config.num_hidden_layers} layers, and only {len(seen)} of them attend; use --backend hf"
             )
         sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
         if sliding and sliding != [seen[index].window is not None for index in range(len(sliding))]:
-            raise ModelLoadError(f"{name} does not tell its attention function about its windows; use --backend hf")
+            raise ModelLoadError(f"{name} does not pass its windows to the attention function; use --backend hf")
         self._rules = [rules_of[index] for index in range(len(seen))]
         return [seen[index] for index in range(len(seen))]
 
@@ -236,19 +237,19 @@ class Runner:
         return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1, device=self._device) * 7919 % vocabulary
 
     def _probes(self) -> list[Segment]:
-        """Two requests, what follows the second asked for."""
+        """Two requests; the logits of the second are wanted."""
         ids = self._probe().tolist()
         first, second = [[block] * len(self.groups) for block in ([0], [1])]
         return [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
 
     def _probes_apart(self) -> list[Segment]:
-        """One more request, token by token at places far apart, in the blocks behind those of `_probes`."""
+        """One more request, token by token at distant positions, in the blocks after those of `_probes`."""
         tables = [list(range(2, _PROBE_BLOCKS))] * len(self.groups)
         ids = self._probe()[:_PROBE_ALONE].tolist()
-        return [Segment([id], place * _PROBE_STRIDE, tables, True) for place, id in enumerate(ids)]
+        return [Segment([id], index * _PROBE_STRIDE, tables, True) for index, id in enumerate(ids)]
 
-    def _probe_step(self) -> Step:
-        """In one row; places far apart, so that rotations tell."""
+    def _probe_step(self) -> PackedStep:
+        """`_probes` packed into one row, at distant positions, so that wrong rotations show."""
         step = self._pack(self._probes())
         return step._replace(positions=step.positions * _PROBE_STRIDE)
 
@@ -261,17 +262,17 @@ class Runner:
 
     @torch.inference_mode()
     def _is_plain(self) -> bool:
-        """Whether the plain decoder says what the model says."""
+        """Whether the plain decoder computes what the model computes."""
         self._decoder = Decoder.of(self._model, _Views, torch.float32)
         if self._decoder is None:
             return False
         try:
             difference = distance(self._together, self._forward(self._probe_step()))
-        except RuntimeError:  # rotations of another size, say
+        except RuntimeError:  # rotations of another size, for example
             difference = inf
         self._decoder = None
         if difference > _TOLERANCE:
-            _log.info("the plain decoder differs from %s by %.3g", type(self._model).__name__, difference)
+            _log.info("plain decoder differs from %s by %.3g", type(self._model).__name__, difference)
         return difference <= _TOLERANCE
 
     @torch.inference_mode()
@@ -285,29 +286,29 @@ class Runner:
                     setattr(parent, name, Applied(fuse([module])))
 
     def _compile(self, kernels: Kernels | None, context_length: int) -> str:
-        """Use the compiled decoder where it says what the model says; why not."""
+        """Use the compiled decoder if it computes what the model computes; else return the reason why not."""
         if kernels is None:
             return ""
         name = type(self._model).__name__
         if self._decoder is None:
-            return f"{name} is no plain decoder"
-        native = CompiledDecoder.of(self._decoder, kernels, self._rules, self.dtype, context_length)
-        if native is None:
-            return f"the compiled decoder does not know the shapes, dtype or attention of {name}"
-        native.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
+            return f"{name} is not a plain decoder"
+        compiled = CompiledDecoder.of(self._decoder, kernels, self._rules, self.dtype, context_length)
+        if compiled is None:
+            return f"the compiled decoder does not support the shapes, dtype or attention of {name}"
+        compiled.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
         probes = sorted([*self._probes(), *self._probes_apart()], key=rank)
         step = self._pack(probes)
         setting = Setting(self._rules, self.specs, self._packed_groups, self._group_of, self.block_size, self.dtype)
         for part, far, bound in differences(
-            self._decoder, native, setting, probes, step, partial(self._attend, step.groups)
+            self._decoder, compiled, setting, probes, step, partial(self._attend, step.groups)
         ):
             if not far <= bound:
                 return f"the compiled decoder is {far:.3g} from float32 in {part}, more than {bound:.3g}"
-        self._native = native
+        self._compiled = compiled
         return ""
 
     def _fuse(self, make: MakeLinear, make_head: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
-        """One product for modules that share their input; their own memory is freed."""
+        """Make one product of modules that share their input, and free their memory."""
         weight, bias = fused_weight(parts)
         is_head = parts[0] is self._model.get_output_embeddings()
         linear = (make_head if is_head else make)(weight, bias)
@@ -321,16 +322,16 @@ class Runner:
 
 
 _PROBE_SPLIT, _PROBE_ALONE, _PROBE_STRIDE, _PROBE_BLOCKS = 5, 8, 7, 6
-_TOLERANCE = 1e-3  # of what is computed in float32
+_TOLERANCE = 1e-3  # for results in float32
 
 
 def _widened(tensor: Tensor, size: int) -> Tensor:
-    """[…, D] → […, size], zeros behind: they change no score."""
+    """[…, D] → […, size], padded with zeros, which change no score."""
     return tensor if tensor.shape[-1] == size else functional.pad(tensor, (0, size - tensor.shape[-1]))
 
 
 class _Views(Unfused):
-    """The products of modules as they are: nothing is copied or taken over."""
+    """The products of unchanged modules: nothing is copied or taken over."""
 
     weight, nbytes = torch.empty(0), 0
 

@@ -1,8 +1,8 @@
-"""Attention on CUDA: Triton kernels that read keys and values where they lie, by block table.
+"""Attention on CUDA: Triton kernels that read keys and values in the pools, by block table.
 
-One kernel stores a step's keys and values, one attends for rows of one token, each split along its keys so that few
-rows fill the device too (https://pytorch.org/blog/flash-decoding), one for prompts, a tile of queries at a time. Scores
-and sums are float32; torch's own kernel takes neither blocks below 256 tokens nor soft caps, sinks or float32.
+One kernel stores a step's keys and values; one attends for decoding rows, each split along its keys so that even few
+rows fill the device (https://pytorch.org/blog/flash-decoding); one attends for prompts, a tile of queries at a time.
+Scores and sums are float32. torch's own kernel takes neither blocks below 256 tokens nor soft caps, sinks or float32.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from ..transfer import upload
 from . import triton_kernels as kernels
 from .attention import Rules
 from .kv_cache import LayerSpec, PagePool
-from .packing import Group, Ints, Packed
+from .packing import Ints, LayerGroup, PackedSegments
 
-_PROGRAMS = 512  # that a decoding step is split into, about: several for each multiprocessor
+_PROGRAMS = 512  # the approximate number of programs of a decoding step: several for each multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step of N sequences, the first `num_decoding` of one token each. `bounds` [N + 1] are where each one's
-    queries begin in the packed row, `lengths` [N] how many keys it has, `tables` [N, P] its blocks, `tiles` [K, 2]
-    sequence and first query of each tile of a prompt, all int32; `slots` [T] is where the new keys and values go."""
+    """One step of N sequences, the first `num_decoding` of one token each. `bounds` [N + 1] are the indices of each
+    one's first query in the packed row, `lengths` [N] its number of keys, `tables` [N, P] its blocks, `tiles` [K, 2]
+    the sequence and first query of each tile of a prompt, all int32; `slots` [T] are where to store the new keys and
+    values."""
 
     slots: Tensor
     bounds: Tensor
@@ -39,7 +40,7 @@ class PagedStep:
 
 
 class PagedAttention:
-    """Attention of this kind on one device, over pools of one dtype, in which heads have at most `size` numbers."""
+    """Attention by Triton kernels on one device, over pools of one dtype, with heads of at most `size` numbers."""
 
     def __init__(self, block_size: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block_size, self._dtype, self._device = block_size, dtype, device
@@ -60,8 +61,8 @@ class PagedAttention:
         pools, sinks, window = (pool.keys, pool.values), rules.sinks, step.window
         strides, rows = keys_values.stride()[:2], _power_of_2(2 * num_kv_heads)
         kernels.store[(num_tokens,)](keys_values, *strides, step.slots, *pools, num_kv_heads, size, rows, padded)
-        where = (step.lengths, step.tables, step.tables.stride(0))
-        given = (query, *query.stride()[:2], *pools, *where, mixed, sinks)
+        tables = (step.lengths, step.tables, step.tables.stride(0))
+        given = (query, *query.stride()[:2], *pools, *tables, mixed, sinks)
         rule = (rules.scaling * kernels.LOG2_E.value, rules.softcap, window)
         shape = (num_kv_heads, num_q_heads // num_kv_heads, size, padded, self.block_size)
         if count := step.num_decoding:
@@ -77,7 +78,7 @@ class PagedAttention:
             kernels.prefill[(len(step.tiles), num_q_heads)](*given, *rule, *tiles, *shape, *tile, num_warps=self._warps)
         return mixed.flatten(1)
 
-    def pack_group(self, packed: Packed, tables: Ints, slots: Ints, group: Group) -> PagedStep:
+    def pack_group(self, packed: PackedSegments, tables: Ints, slots: Ints, group: LayerGroup) -> PagedStep:
         counts = [len(segment.tokens) for segment in packed.segments]
         bounds = [0, *np.cumsum(counts).tolist()]
         num_decoding = counts.count(1)
@@ -90,7 +91,7 @@ class PagedAttention:
             slots=upload(torch.from_numpy(slots), self._device),
             bounds=self._put(bounds),
             lengths=self._put([segment.end for segment in packed.segments]),
-            tables=self._put(np.maximum(tables, 0)),  # behind a window nothing is read
+            tables=self._put(np.maximum(tables, 0)),  # blocks that a window has passed are never read
             tiles=self._put(np.reshape(tiles, (-1, 2))),
             num_decoding=num_decoding,
             window=group.window,
@@ -101,5 +102,5 @@ class PagedAttention:
 
 
 def _power_of_2(number: int) -> int:
-    """The least that is not below `number`."""
+    """The least power of 2 that is not below `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,20 +1,22 @@
-"""The Triton kernels of `PagedAttention`, which says what their arguments are; scores are kept as exponents of 2."""
+"""The Triton kernels of `PagedAttention`, which documents their arguments; scores are exponents of 2."""
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST_KEYS = tl.constexpr(128)  # of a split
+LEAST_KEYS = tl.constexpr(128)  # the least keys of a split
 
 
 @triton.jit
-def store(given, head_stride, token_stride, slots, pool, values, heads, size, rows: tl.constexpr, padded: tl.constexpr):
-    """One token's keys and values into its slot."""
+def store(
+    given, head_stride, token_stride, slots, pool, values, heads, head_dim, rows: tl.constexpr, padded: tl.constexpr
+):
+    """Store one token's keys and values in its slot."""
     token = tl.program_id(0)
-    row, place = tl.arange(0, rows)[:, None], tl.arange(0, padded)[None, :]
-    inside = (row < 2 * heads) & (place < size)
-    numbers = tl.load(given + row * head_stride + token * token_stride + place, mask=inside)
-    to = tl.load(slots + token) * (heads * size) + (row % heads) * size + place
+    row, dim = tl.arange(0, rows)[:, None], tl.arange(0, padded)[None, :]
+    inside = (row < 2 * heads) & (dim < head_dim)
+    numbers = tl.load(given + row * head_stride + token * token_stride + dim, mask=inside)
+    to = tl.load(slots + token) * (heads * head_dim) + (row % heads) * head_dim + dim
     tl.store(tl.where(row < heads, pool + to, values + to), numbers, mask=inside)
 
 
@@ -24,7 +26,7 @@ def _attend(
     pools,
     slot,
     head,
-    place,
+    dim,
     scaling,
     softcap: tl.constexpr,
     there,
@@ -33,12 +35,12 @@ def _attend(
     total,
     sums,
     heads: tl.constexpr,
-    size: tl.constexpr,
+    head_dim: tl.constexpr,
 ):
-    """Add the keys and values in some slots, those that are `there`, to what queries [R, D] have seen so far: the
-    greatest score [R], the sum of weights [R], that of weighted values [R, D]. `seen` [R, K] may hide some."""
-    at = slot[:, None] * (heads * size) + head * size + place[None, :]
-    inside = (place < size)[None, :] if there is None else there[:, None] & (place < size)[None, :]
+    """Add the keys and values in those slots that are `there` to the running results of queries [R, D]: the largest
+    score [R], the sum of weights [R], the sum of weighted values [R, D]. `seen` [R, K] may mask some keys."""
+    at = slot[:, None] * (heads * head_dim) + head * head_dim + dim[None, :]
+    inside = (dim < head_dim)[None, :] if there is None else there[:, None] & (dim < head_dim)[None, :]
     k = tl.load(pools[0] + at, mask=inside, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
     if softcap is not None:  # softcap · tanh(score / softcap)
@@ -46,7 +48,7 @@ def _attend(
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     greatest = tl.maximum(most, tl.max(scores, 1))
-    base = tl.where(greatest == float("-inf"), 0.0, greatest)  # of a query that has seen nothing yet
+    base = tl.where(greatest == float("-inf"), 0.0, greatest)  # a query may have seen no key yet
     shrink = tl.exp2(most - base)
     weights = tl.exp2(scores - base[:, None])
     v = tl.load(pools[1] + at, mask=inside, other=0.0)
@@ -56,7 +58,7 @@ def _attend(
 
 @triton.jit
 def _split(length, window: tl.constexpr, splits: tl.constexpr):
-    """The first key that a decoding row sees, and how many keys each of its splits has."""
+    """The first key that a decoding row attends to, and the number of keys in each of its splits."""
     first = length * 0 if window is None else tl.maximum(length - window, 0)
     return first, tl.maximum(tl.cdiv(length - first, splits), LEAST_KEYS)
 
@@ -79,23 +81,24 @@ def decode(
     parts,
     heads: tl.constexpr,
     group: tl.constexpr,
-    size: tl.constexpr,
+    head_dim: tl.constexpr,
     padded: tl.constexpr,
     block: tl.constexpr,
     splits: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """The queries of one token that share a head's keys, over one split of these; its result, or its part of it."""
+    """Attend with the queries of one token that share a head's keys, over one split of them; stores the result, or with
+    several splits a part of it."""
     token, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + token)
     first, count = _split(length, window, splits)
     start = first + split * count
     stop = tl.minimum(start + count, length)
-    row, place = tl.arange(0, rows), tl.arange(0, padded)
-    of_query = (row < group)[:, None] & (place < size)[None, :]
+    row, dim = tl.arange(0, rows), tl.arange(0, padded)
+    of_query = (row < group)[:, None] & (dim < head_dim)[None, :]
     number = head * group + row
-    q = tl.load(query + number[:, None] * head_stride + token * token_stride + place[None, :], mask=of_query, other=0.0)
+    q = tl.load(query + number[:, None] * head_stride + token * token_stride + dim[None, :], mask=of_query, other=0.0)
     most = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     sums = tl.zeros((rows, padded), tl.float32)
@@ -109,7 +112,7 @@ def decode(
             (keys, values),
             slot,
             head,
-            place,
+            dim,
             scaling,
             softcap,
             there,
@@ -118,29 +121,36 @@ def decode(
             total,
             sums,
             heads,
-            size,
+            head_dim,
         )
     if splits == 1:
         if sinks is not None:
             total += tl.exp2(tl.load(sinks + number, mask=row < group, other=0.0).to(tl.float32) * LOG2_E - most)
-        to = mixed + (token * heads * group + number[:, None]) * size + place[None, :]
+        to = mixed + (token * heads * group + number[:, None]) * head_dim + dim[None, :]
         tl.store(to, (sums / total[:, None]).to(mixed.dtype.element_ty), mask=of_query)
     elif start < length:
         to = parts + ((token * heads * group + number) * splits + split) * (padded + 2)
-        tl.store(to[:, None] + place[None, :], sums, mask=of_query)
+        tl.store(to[:, None] + dim[None, :], sums, mask=of_query)
         tl.store(to + padded, most, mask=row < group)
         tl.store(to + padded + 1, total, mask=row < group)
 
 
 @triton.jit
 def combine(
-    parts, lengths, mixed, sinks, window: tl.constexpr, size: tl.constexpr, padded: tl.constexpr, splits: tl.constexpr
+    parts,
+    lengths,
+    mixed,
+    sinks,
+    window: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded: tl.constexpr,
+    splits: tl.constexpr,
 ):
-    """One query's result from those of its splits."""
+    """Combine the splits of one query."""
     token, number = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + token)
     first, count = _split(length, window, splits)
-    split, place = tl.arange(0, splits), tl.arange(0, padded)
+    split, dim = tl.arange(0, splits), tl.arange(0, padded)
     used = first + split * count < length
     query = token * tl.num_programs(1) + number
     begin = parts + (query * splits + split) * (padded + 2)
@@ -148,11 +158,11 @@ def combine(
     greatest = tl.max(most, 0)
     shares = tl.exp2(most - greatest)
     total = tl.sum(tl.load(begin + padded + 1, mask=used, other=0.0) * shares, 0)
-    inside = used[:, None] & (place < size)[None, :]
-    sums = tl.sum(tl.load(begin[:, None] + place[None, :], mask=inside, other=0.0) * shares[:, None], 0)
+    inside = used[:, None] & (dim < head_dim)[None, :]
+    sums = tl.sum(tl.load(begin[:, None] + dim[None, :], mask=inside, other=0.0) * shares[:, None], 0)
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + number).to(tl.float32) * LOG2_E - greatest)
-    tl.store(mixed + query * size + place, (sums / total).to(mixed.dtype.element_ty), mask=place < size)
+    tl.store(mixed + query * head_dim + dim, (sums / total).to(mixed.dtype.element_ty), mask=dim < head_dim)
 
 
 @triton.jit(do_not_specialize=["width"])  # else a longer table might be compiled for
@@ -174,20 +184,20 @@ def prefill(
     tiles,
     heads: tl.constexpr,
     group: tl.constexpr,
-    size: tl.constexpr,
+    head_dim: tl.constexpr,
     padded: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """A tile of one sequence's queries, of one head. Only the tiles of keys on the diagonal are masked."""
+    """Attend with a tile of one sequence's queries, for one head. Only tiles of keys on the diagonal are masked."""
     tile, number = tl.program_id(0), tl.program_id(1)
     head = number // group
     sequence, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     end, length = tl.load(bounds + sequence + 1), tl.load(lengths + sequence)
-    token, place = begin + tl.arange(0, rows), tl.arange(0, padded)
-    of_query = (token < end)[:, None] & (place < size)[None, :]
-    at = query + number * head_stride + token.to(tl.int64)[:, None] * token_stride + place[None, :]
+    token, dim = begin + tl.arange(0, rows), tl.arange(0, padded)
+    of_query = (token < end)[:, None] & (dim < head_dim)[None, :]
+    at = query + number * head_stride + token.to(tl.int64)[:, None] * token_stride + dim[None, :]
     q = tl.load(at, mask=of_query, other=0.0)
     position = length - end + token
     earliest = length - end + begin
@@ -201,7 +211,7 @@ def prefill(
         key = at + tl.arange(0, columns)
         slot = tl.load(tables + sequence * width + key // block).to(tl.int64) * block + key % block
         most, total, sums = _attend(
-            q, (keys, values), slot, head, place, scaling, softcap, None, None, most, total, sums, heads, size
+            q, (keys, values), slot, head, dim, scaling, softcap, None, None, most, total, sums, heads, head_dim
         )
     for at in range(plain, stop, columns):
         key = at + tl.arange(0, columns)
@@ -211,10 +221,10 @@ def prefill(
         if window is not None:
             seen = seen & (key[None, :] > position[:, None] - window)
         most, total, sums = _attend(
-            q, (keys, values), slot, head, place, scaling, softcap, key < stop, seen, most, total, sums, heads, size
+            q, (keys, values), slot, head, dim, scaling, softcap, key < stop, seen, most, total, sums, heads, head_dim
         )
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + number).to(tl.float32) * LOG2_E - most)
-    total = tl.where(token < end, total, 1)  # what lies behind the tile may have seen nothing
-    to = mixed + (token.to(tl.int64)[:, None] * heads * group + number) * size + place[None, :]
+    total = tl.where(token < end, total, 1)  # rows past the tile's end may have seen no key
+    to = mixed + (token.to(tl.int64)[:, None] * heads * group + number) * head_dim + dim[None, :]
     tl.store(to, (sums / total[:, None]).to(mixed.dtype.element_ty), mask=of_query)

@@ -148,10 +148,10 @@ def test_a_broken_tokenizer(copy: Path, content: str) -> None:
         ({"backend": "echo", "device": "cuda:0"}, "device='cuda:0': the backend 'echo' runs only on a CPU"),
         ({"backend": "echo", "quantization": "int8"}, "the backend 'echo' does not support this setting"),
         ({"backend": "hf", "attention": "guess"}, "attention='guess': must be one of auto, eager"),
-        ({"attention": "sdpa"}, "attention='sdpa': the backend 'paged' brings its own"),
+        ({"attention": "sdpa"}, "attention='sdpa': the backend 'paged' has its own"),
         ({"quantization": "int3"}, "quantization='int3': must be one of int8, int4"),
         ({"echo_rate": 1.0}, "echo_rate=1.0: the backend 'paged' does not"),
-        ({"kv_cache_memory": 1 << 50}, "kv_cache_memory=1125899906842624: this machine has .* ask for at most"),
+        ({"kv_cache_memory": 1 << 50}, "kv_cache_memory=1125899906842624: this machine has .* set at most"),
         ({"kv_cache_memory": 100}, r"kv_cache_memory=100: one block of 16 tokens takes 16384 bytes"),
         (
             {"kv_cache_memory": 1 << 20, "max_sequence_length": 2048},

@@ -170,6 +170,6 @@ def test_a_system_that_says_nothing_has_half_of_its_memory_free(tmp_path: Path) 
 
 def test_more_than_there_is_is_refused() -> None:
     total = memory_of_machine().total
-    with pytest.raises(ConfigurationError, match="ask for at most"):
+    with pytest.raises(ConfigurationError, match="set at most"):
         check_memory(total, 1, torch.device("cpu"))
     check_memory(total - 1, 1, torch.device("cpu"))

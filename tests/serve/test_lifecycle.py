@@ -105,7 +105,7 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
 
 def test_readiness_and_the_log_name_the_fast_paths_that_are_not_taken(serve: Serve, tiny_model: Path) -> None:
     served = serve(str(tiny_model), "--dtype", "float32", "--compile-kernels", "false")
-    reason = "decoding is not compiled: switched off"
+    reason = "decoding is not compiled: compile_kernels is false"
     assert httpx2.get(f"{served.url}/health/ready").json()["slow_paths"] == {"w0": [reason]}
     served.process.wait_for(f"worker ready.*{reason}")
 

@@ -206,7 +206,7 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
         runner = Runner(
             make_model(config, dtype), BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered
         )
-        assert (runner._native is not None) is (offered is not None)
+        assert (runner._compiled is not None) is (offered is not None)
         runner.allocate([12 * len(lengths)])
         steps = rounds([n for n, _ in lengths], [n for _, n in lengths])
         logits = [of_segments(runner.forward(step)) for step in steps]
@@ -225,11 +225,11 @@ def test_long_prompts_are_left_to_products_of_many_rows() -> None:
         runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
         runner.allocate([100])
         prompts = [Segment([i % 170 for i in range(n)], 0, [list(range(at, at + 80))], True) for n, at in ((300, 0),)]
-        if runner._native is not None:
-            assert not runner._native.takes(prompts)
-            assert not runner._native.takes([Segment([1, 2], 1023, [[]], True)])
-            assert runner._native.takes([Segment([1], 5000, [[]], True)] * 256)
-            assert not runner._native.takes([Segment([1], 5000, [[]], True)] * 257)
+        if runner._compiled is not None:
+            assert not runner._compiled.takes(prompts)
+            assert not runner._compiled.takes([Segment([1, 2], 1023, [[]], True)])
+            assert runner._compiled.takes([Segment([1], 5000, [[]], True)] * 256)
+            assert not runner._compiled.takes([Segment([1], 5000, [[]], True)] * 257)
         runner.forward(prompts)
         found.append(runner.forward([Segment([9], 300, [list(range(80))], True)])[0])
     assert distance(*found) < 1e-4
@@ -247,7 +247,7 @@ def test_a_token_without_an_embedding_or_a_block_is_an_error_and_no_reading_else
             with pytest.raises(IndexError):
                 runner.forward([Segment([3, token], 0, [[0]], True)])
         assert runner.forward([Segment([vocabulary - 1], 0, [[0]], True)])[0].isfinite().all()
-        if runner._native is not None:
+        if runner._compiled is not None:
             with pytest.raises(IndexError):
                 runner.forward([Segment([3] * (BLOCK + 1), 0, [[0]], True)])  # it has one
 
@@ -265,8 +265,8 @@ def test_the_best_token_is_the_first_of_equals_and_none_where_logits_are_no_numb
         runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
         runner.allocate([4])
         model.get_input_embeddings().weight.data[11] = torch.nan
-        assert runner._native is not None
-        logits, sampled, best = runner._native(segments)
+        assert runner._compiled is not None
+        logits, sampled, best = runner._compiled(segments)
         assert list(sampled) == [0, 2] and best is not None
         assert best[0] == logits[0].numpy().argmax() and logits[0].isfinite().all()
         assert best[1] == -1 and logits[1].isnan().all()
@@ -364,7 +364,9 @@ def test_the_switch(shape: str, quantization: str | None, model_directory: Calla
         )
         with InferenceEngine(config) as engine:
             backend: Any = engine._driver.backend
-            assert (backend._runner._native is not None) is compiled
-            assert engine.model_info().slow_paths == (() if compiled else ("decoding is not compiled: switched off",))
+            assert (backend._runner._compiled is not None) is compiled
+            assert engine.model_info().slow_paths == (
+                () if compiled else ("decoding is not compiled: compile_kernels is false",)
+            )
             found.append([output.token_ids for output in engine.generate(prompts, params)])
     assert found[0] == found[1]

@@ -236,10 +236,10 @@ class TestPrefixes:
             again = engine.generate(prompt, GREEDY)
             assert again.token_ids == expected.token_ids and again.stats.cached_tokens == 48
         with InferenceEngine(config(model_directory("qwen2"))) as engine:
-            with pytest.raises(ConfigurationError, match="is of another model"):
+            with pytest.raises(ConfigurationError, match="is for another model"):
                 engine.load_prefixes(tmp_path / "file")
             (tmp_path / "file").write_bytes(b"nothing")
-            with pytest.raises(ConfigurationError, match="holds no prefixes that can be restored"):
+            with pytest.raises(ConfigurationError, match="cannot load prefixes from"):
                 engine.load_prefixes(tmp_path / "file")
             with pytest.raises(OSError):
                 engine.save_prefixes(tmp_path / "missing" / "file")

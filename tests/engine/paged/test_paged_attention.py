@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.paged import triton_attention as paged_attention
 from penstock.engine.paged.attention import Rules
 from penstock.engine.paged.kv_cache import LayerSpec
-from penstock.engine.paged.packing import Group, Segment, pack
+from penstock.engine.paged.packing import LayerGroup, Segment, pack
 from penstock.engine.paged.triton_attention import PagedAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +71,7 @@ def test_attention_by_block_table(
             table = [-1 if (at + 1) * BLOCK <= cached - window else block for at, block in enumerate(table)]
         segments.append(Segment(range(count), cached, [table], True))
         known.append(keys_values)
-    step = pack(segments, [Group(window, HEADS, num_blocks)], BLOCK, DEVICE, attention.pack_group)
+    step = pack(segments, [LayerGroup(window, HEADS, num_blocks)], BLOCK, DEVICE, attention.pack_group)
     query, new, want = [], [], []
     for index in step.sampled:
         cached, count = SEQUENCES[index]

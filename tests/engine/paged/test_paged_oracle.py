@@ -283,7 +283,7 @@ def test_rotations_that_follow_the_longest_request_are_left_to_hf(
         assert engine.model_info().context_length == 48
         with pytest.raises(InvalidRequest, match="48"):
             engine.generate(made_up(48), GREEDY)
-    with pytest.raises(ConfigurationError, match="ask for at most 48, or use --backend hf"):
+    with pytest.raises(ConfigurationError, match="set at most 48, or use --backend hf"):
         load_backend(own.model_copy(update={"max_sequence_length": 100}))
 
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from penstock.engine.cpu import library as kernels_module
 from penstock.engine.cpu.library import _NEEDED, Kernels, _cpu_flags, load_kernels
-from penstock.engine.paged import compiled_decoder as native
-from penstock.engine.paged import runner
+from penstock.engine.paged import compiled_decoder, runner
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.compiled_decoder import CompiledDecoder
 from penstock.engine.paged.precision import in_float32
@@ -45,7 +44,7 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
 def test_a_model_that_makes_roundings_larger_is_compiled(method: str | None) -> None:
     made = run(make_model(spread=0.6), load_kernels(), method)
-    assert made.uncompiled == "" and made._native is not None
+    assert made.uncompiled == "" and made._compiled is not None
 
 
 def scale(name: str, factor: float) -> Callable[[CompiledDecoder], None]:
@@ -88,14 +87,14 @@ def mistake_last_norm(decoder: CompiledDecoder) -> None:
 def test_what_is_wrong_in_one_part_is_refused_and_named(
     break_: Callable[[CompiledDecoder], None], part: str, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(native.CompiledDecoder):
+    class Broken(compiled_decoder.CompiledDecoder):
         def attach(self, *arguments: Any) -> None:
             super().attach(*arguments)
             break_(self)
 
     monkeypatch.setattr(runner, "CompiledDecoder", Broken)
     made = run(make_model(spread=spread, kind=Qwen3Config), load_kernels())
-    assert made._native is None
+    assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
 
 
@@ -109,7 +108,7 @@ def test_a_wrong_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sources[-1].write_text(text)
     monkeypatch.setattr(kernels_module, "_SOURCES", tuple(sources))
     made = run(make_model(), load_kernels(cache=tmp_path))
-    assert made._native is None and "from float32 in layer 0" in made.uncompiled
+    assert made._compiled is None and "from float32 in layer 0" in made.uncompiled
 
 
 @pytest.mark.parametrize("tied", [False, True])
