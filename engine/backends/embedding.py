@@ -71,7 +71,7 @@ def check_input(ids: Row[int], path: str, *, context_length: int, vocabulary_siz
         raise InvalidRequest(f"{path} is empty; send some text.", code="empty_prompt", param=path)
     if len(ids) > context_length:
         raise InvalidRequest(
-            f"{path} has {len(ids)} tokens, but the model's context length is {context_length} tokens; shorten it.",
+            f"{path} has {len(ids)} tokens, but the context length of this model is {context_length} tokens.",
             code="context_length_exceeded",
             param=path,
         )

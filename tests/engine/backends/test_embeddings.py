@@ -251,7 +251,7 @@ def test_the_model_s_own_prompt_and_case_are_kept(tmp_path: Path) -> None:
 def test_what_is_no_such_model_is_refused_at_load(tmp_path: Path, model_directory: Callable[[str], Path]) -> None:
     with pytest.raises(ModelLoadError, match=r"has no modules\.json"):
         InferenceEngine(config(bert(tmp_path)))
-    with pytest.raises(ModelLoadError, match="served by the backend sentence_transformers"):
+    with pytest.raises(ModelLoadError, match="with --backend sentence_transformers"):
         InferenceEngine(config(MINILM, backend="hf"))
     with pytest.raises(ModelLoadError, match="embeds chat messages"):
         InferenceEngine(config(pooled(model_directory("llama"), tmp_path / "chat", "mean", chat=True)))

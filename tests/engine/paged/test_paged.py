@@ -246,7 +246,7 @@ class TestPrefixes:
             assert engine.generate(prompt, GREEDY).finish_reason == "length", "the engine goes on"
 
     def test_other_backends_say_that_they_have_none(self, echo: InferenceEngine, tmp_path: Path) -> None:
-        with pytest.raises(InvalidRequest, match="no cache of prefixes"):
+        with pytest.raises(InvalidRequest, match="no prefix cache"):
             echo.save_prefixes(tmp_path / "file")
 
     def test_tenants_do_not_share(self, load: Load) -> None:
