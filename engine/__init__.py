@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities
-from .backends.embedding import Embedding, EmbeddingBackend, EmbeddingInput
+from .backends.embedding import EmbeddingBackend
 from .backends.registry import BACKENDS
 from .config import EngineConfig
 from .engine import InferenceEngine
 from .handle import RequestHandle
 from .models import ModelInfo, resolve_model
-from .output import CacheStats, Choice, EngineStats, GenerationOutput, GenerationStats
-from .request import EngineRequest, check_request, resolve_seed
+from .output import CacheStats, Choice, Embedding, EngineStats, GenerationOutput, GenerationStats
+from .request import EmbeddingInput, EngineRequest, check_request, resolve_seed
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike
 

@@ -17,16 +17,16 @@ from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities, ProgressCallback
-from .backends.embedding import Embedding, EmbeddingBackend, EmbeddingInput, check_input
+from .backends.embedding import EmbeddingBackend
 from .backends.registry import load_backend
 from .config import EngineConfig
 from .driver import Driver
 from .grammar.matcher import GrammarCompiler
 from .handle import RequestHandle
 from .models import ModelInfo
-from .output import EngineStats, GenerationOutput, OutputBuilder
+from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .progress import loading_bar
-from .request import EngineRequest, check_request, resolve_seed
+from .request import EmbeddingInput, EngineRequest, check_input, check_request, resolve_seed
 from .sequence import Sequence as Choice
 from .text.tokenizer_port import TokenizerLike
 

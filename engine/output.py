@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
 from .request import EngineRequest
 from .text.tokenizer_port import TokenizerLike
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,13 @@ class GenerationOutput:
     @property
     def error(self) -> ErrorBody | None:
         return self.choices[0].error
+
+
+class Embedding(NamedTuple):
+    """One input's vector, float32 [D], and its number of tokens."""
+
+    vector: NDArray[np.float32]
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""From an OpenAI request to what the engine runs: the prompt in tokens, the parameters, and how to read the answer.
+"""Turns an OpenAI request into what the engine runs: prompts in tokens, parameters, and how to read the answer.
 
-One `Preparer` a model. What the model's chat template cannot express, and what its tokenizer does not know, is refused
-here, before anything runs.
+There is one `Preparer` for each model. It refuses what the model's chat template cannot express and what its tokenizer
+does not know, before anything runs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..schemas.bounds import load_json, shortened
@@ -15,16 +15,16 @@ from ..schemas.errors import InvalidRequest
 from ..schemas.jobs import Form
 from ..schemas.openai.chat import ChatMessage, NamedTool, Tool
 from ..schemas.openai.completions import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
-from ..schemas.openai.embeddings import EmbeddingRequest
+from ..schemas.openai.embeddings import MAX_INPUTS, MAX_TOKENS, EmbeddingRequest
 from ..schemas.params import MAX_CHOICES, GenerationParams, Grammar
-from .backends.embedding import prepare_inputs
 from .grammar.json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar, regex_grammar
 from .grammar.tool_grammar import answer_grammar
+from .request import check_ids, check_input
 from .text.forms import choose_form, ends_in_thought, markers
 from .text.tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike, encode_within
 
-# Variables that a client may not set: they would replace the model's template or mean something else to its renderer.
+# Template variables that a client may not set: they would replace the template, or are options of its renderer.
 _NOT_FOR_TEMPLATES = frozenset(
     {
         *("self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs"),
@@ -32,22 +32,22 @@ _NOT_FOR_TEMPLATES = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
-MAX_SCORED = 20_000  # tokens of prompts whose log-probabilities are told: 300 bytes each of a message and an answer
-_THINKING = ("enable_thinking", "thinking")  # what templates call the switch
+MAX_SCORED = 20_000  # prompt tokens with log-probabilities in one request: each takes 300 bytes of an answer
+_THINKING = ("enable_thinking", "thinking")  # names of the switch in templates
 
 
 class Prepared(NamedTuple):
-    """`prompts` holds token ids; choice `c` belongs to prompt `c // params.n`."""
+    """A request for the engine. `prompts` holds token ids; choice `c` belongs to prompt `c // params.n`."""
 
     prompts: list[list[int]]
     params: GenerationParams
     form: Form | None = None
     dimensions: int | None = None
-    grammar_param: str = ""  # what the client calls the grammar
+    grammar_param: str = ""  # the request parameter that the grammar comes from
 
 
 def load_preparer(source: str, backend: str, tool_format: str, reasoning_format: str) -> Preparer:
-    """The preparer of a model as its card describes it. Raises `ModelLoadError` and `ConfigurationError`."""
+    """Load the preparer of a model, as its card describes it. Raises `ModelLoadError` and `ConfigurationError`."""
     tokenizer = load_tokenizer(source, backend)
     return Preparer(tokenizer, tool_format=tool_format, reasoning_format=reasoning_format)
 
@@ -68,7 +68,7 @@ class Preparer:
     def prepare(
         self, request: ChatRequest | CompletionRequest | EmbeddingRequest, *, context_length: int, name: str, seed: int
     ) -> Prepared:
-        """`name` is the model's, for messages; `seed` stands where the client gives none.
+        """Prepare a request; `name` is the model's, for error messages; `seed` is for a request without one.
 
         Raises `InvalidRequest`.
         """
@@ -77,7 +77,7 @@ class Preparer:
             return Prepared(inputs, GenerationParams(max_tokens=1), dimensions=request.dimensions)
         if isinstance(self.tokenizer, EmbeddingTokenizer):
             raise InvalidRequest(
-                f"{name} serves embeddings alone; send texts to /v1/embeddings.", code="unsupported_capability"
+                f"{name} serves only embeddings; send texts to /v1/embeddings.", code="unsupported_capability"
             )
         form: Form | None
         grammar, param = _response_grammar(request)
@@ -85,33 +85,48 @@ class Preparer:
             case ChatRequest():
                 tools, named = _tools(request)
                 text, form = self._chat(request, tools, named)
-                prompt = encode_within(self.tokenizer, text, context_length, "messages", add_special_tokens=False)
-                grammar = _with_tools(request, form, tools, named, grammar)
+                prompts = [encode_within(self.tokenizer, text, context_length, "messages", add_special_tokens=False)]
+                if form is not None:
+                    choice = (
+                        request.tool_choice if isinstance(request.tool_choice, str) else "named" if named else "auto"
+                    )
+                    grammar = answer_grammar(
+                        form,
+                        tool_choice=choice if tools else "none",
+                        named=named,
+                        parallel=request.parallel_tool_calls is not False,
+                        schemas=_schemas(tools),
+                        response=grammar,
+                    )
                 param = param or "tools"
-                prompts = [prompt]
             case CompletionRequest():
                 if len(request.prompts) * (request.n or 1) > MAX_CHOICES:
-                    raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}.", param="n")
-                special = request.add_special_tokens is not False
-                prompts = [self._completion(prompt, context_length, special) for prompt in request.prompts]
+                    raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}; ask for fewer.", param="n")
+                adds = request.add_special_tokens is not False
+                prompts = [self._completion(prompt, context_length, adds) for prompt in request.prompts]
                 form = self._echo(request, prompts) if request.echo else None
         longest = max(map(len, prompts))
         if longest >= context_length:
             raise InvalidRequest(
                 f"The prompt has {longest} tokens and needs room for an answer, but the context length of "
-                f"{name} is {context_length} tokens.",
+                f"{name} is {context_length} tokens; shorten it.",
                 code="context_length_exceeded",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
             )
         params = generation_params(request, room=context_length - longest, seed=seed)
-        check_vocabulary("logit_bias", params.logit_bias, self.tokenizer)
-        check_vocabulary("stop_token_ids", params.stop_token_ids, self.tokenizer)
+        check_ids(params.logit_bias, "logit_bias", self.tokenizer.vocabulary_size)
+        check_ids(params.stop_token_ids, "stop_token_ids", self.tokenizer.vocabulary_size)
         if grammar is not None and not isinstance(self.tokenizer, Tokenizer):
             raise InvalidRequest(
-                f"{param} needs a model with a vocabulary; {name} has none.", code="unsupported_parameter", param=param
+                f"{param} needs a model with a vocabulary; {name} has none, so leave it out.",
+                code="unsupported_parameter",
+                param=param,
             )
-        every = request.skip_special_tokens is False
-        visible = tuple(sorted(self.tokenizer.special_token_ids)) if every else self._visible(form)
+        shown = self.tokenizer.special_token_ids
+        if request.skip_special_tokens is not False:  # only those that the form's parser looks for
+            marks = markers(form) if form else ()
+            shown = shown.intersection([self.tokenizer.vocabulary.get(mark, -1) for mark in marks])
+        visible = tuple(sorted(shown))
         if grammar is not None or visible:
             params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
         return Prepared(prompts, params, form, grammar_param=param)
@@ -120,8 +135,8 @@ class Preparer:
         _check_messages(request.messages)
         if tools and self._form.tool_format is None:
             raise InvalidRequest(
-                "This model's chat template takes no tools, or in no format that is known; leave them out, or name one "
-                "with --tool-format.",
+                "This model's chat template takes no tools, or uses an unknown format; leave them out, or name the "
+                "format with --tool-format.",
                 code="unsupported_parameter",
                 param="tools",
             )
@@ -139,11 +154,13 @@ class Preparer:
         return text, form if read else None
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
-        """The template's variables."""
+        """The chat template's variables."""
         template = self.tokenizer.chat_template
         options = dict(request.chat_template_kwargs or {})
         if taken := sorted(options.keys() & _NOT_FOR_TEMPLATES):
-            raise InvalidRequest(f"{', '.join(taken)}: not for the chat template.", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"{', '.join(taken)}: not for the chat template; leave it out.", param="chat_template_kwargs"
+            )
         if (effort := request.reasoning_effort) is not None:
             switch = next((name for name in _THINKING if name in template), None)
             if effort == "none":
@@ -166,7 +183,7 @@ class Preparer:
         if request.continue_final_message is not None:
             if request.continue_final_message and not continues:
                 raise InvalidRequest(
-                    "Only a last message of the assistant, with text, can be continued, and no new turn be begun.",
+                    "Only a last message of the assistant, with text, can be continued; send one.",
                     param="continue_final_message",
                 )
             continues = request.continue_final_message
@@ -176,54 +193,62 @@ class Preparer:
 
     def _completion(self, prompt: str | list[int], context_length: int, add_special_tokens: bool) -> list[int]:
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            raise InvalidRequest("The prompt is blank.", code="empty_prompt", param="prompt")
+            raise InvalidRequest("The prompt is blank; send some text.", code="empty_prompt", param="prompt")
         if isinstance(prompt, str):
             return encode_within(
                 self.tokenizer, prompt, context_length, "prompt", add_special_tokens=add_special_tokens
             )
-        check_vocabulary("prompt", prompt, self.tokenizer)
+        check_ids(prompt, "prompt", self.tokenizer.vocabulary_size)
         return prompt
 
     def _echo(self, request: CompletionRequest, prompts: list[list[int]]) -> Form:
-        """The answer begins with the prompt, and with its log-probabilities where they are asked for."""
+        """The form of an answer that begins with the prompt, and its log-probabilities if asked for."""
         if request.logprobs is not None and sum(map(len, prompts)) * (request.n or 1) > MAX_SCORED:
             raise InvalidRequest(
-                f"The log-probabilities of a prompt are told for {MAX_SCORED:,} tokens at most, all choices together; "
+                f"With echo and logprobs the prompts may have {MAX_SCORED:,} tokens, all choices together; "
                 "send fewer, or leave out echo or logprobs.",
                 param="echo",
             )
         return Form(echo=tuple(map(self.tokenizer.decode, prompts)), prompt_alone=request.max_tokens == 0)
 
-    def _visible(self, form: Form | None) -> tuple[int, ...]:
-        """The special tokens among the marks that the form's parser looks for."""
-        ids = (self.tokenizer.vocabulary.get(mark) for mark in (markers(form) if form else ()))
-        return tuple(token for token in ids if token is not None and token in self.tokenizer.special_token_ids)
 
-
-def check_vocabulary(param: str, ids: Iterable[int], tokenizer: TokenizerLike) -> None:
-    """Raise `InvalidRequest` for a token id that the model does not have."""
-    if (highest := max(ids, default=0)) >= tokenizer.vocabulary_size:
+def prepare_inputs(
+    request: EmbeddingRequest, tokenizer: TokenizerLike, *, context_length: int, name: str
+) -> list[list[int]]:
+    """The token ids of every input; `name` is the model's, for error messages. Raises `InvalidRequest`."""
+    inputs = request.prompts
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {len(inputs)} entries; send at most {MAX_INPUTS} a request.", param="input")
+    prompts = []
+    for index, text in enumerate(inputs):
+        path = "input" if len(inputs) == 1 else f"input[{index}]"
+        if not text or (isinstance(text, str) and not text.strip()):
+            raise InvalidRequest(f"{path} is blank; send some text.", code="empty_prompt", param=path)
+        prompts.append(encode_within(tokenizer, text, context_length, path) if isinstance(text, str) else text)
+        check_input(prompts[-1], path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
+    if (total := sum(map(len, prompts))) > MAX_TOKENS:
         raise InvalidRequest(
-            f"{param}: token id {highest} is outside the vocabulary of {tokenizer.vocabulary_size}.", param=param
+            f"The inputs have {total} tokens together; send {name} at most {MAX_TOKENS} a request.", param="input"
         )
+    return prompts
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:
     called: set[str] = set()
-    for place, message in enumerate(messages):
-        path = f"messages[{place}]"
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            raise InvalidRequest(f"{path}.content is missing.", param=f"{path}.content")
+            raise InvalidRequest(f"{path}.content is missing; send it.", param=f"{path}.content")
         if message.role == "tool" and message.tool_call_id is None:
-            raise InvalidRequest(f"{path}.tool_call_id is missing.", param=f"{path}.tool_call_id")
+            raise InvalidRequest(f"{path}.tool_call_id is missing; send the call's id.", param=f"{path}.tool_call_id")
         if message.role == "tool" and message.tool_call_id not in called:
-            fault = f"{path}.tool_call_id: no call before it has the id {shortened(str(message.tool_call_id), 100)!r}."
+            fault = f"{path}.tool_call_id: no earlier call has the id {shortened(str(message.tool_call_id), 100)!r}."
             raise InvalidRequest(fault, param=f"{path}.tool_call_id")
         if message.tool_calls and message.role != "assistant":
-            raise InvalidRequest("Only the assistant calls tools.", param=f"{path}.tool_calls")
+            raise InvalidRequest("Only assistant messages may have tool_calls.", param=f"{path}.tool_calls")
         called.update(call.id for call in message.tool_calls or ())
     if not any(message.text.strip() or message.tool_calls for message in messages):
-        raise InvalidRequest("Every message is blank.", code="empty_prompt", param="messages")
+        raise InvalidRequest("Every message is blank; send some text.", code="empty_prompt", param="messages")
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
@@ -234,49 +259,33 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
 
 
 def _tools(request: ChatRequest) -> tuple[Sequence[Tool], str | None]:
-    """The tools that may be called, and the one that must be."""
+    """The tools that the model may call, and the name of the one that it must call, if any."""
     tools, choice = request.tools or [], request.tool_choice
     names = [tool.function.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InvalidRequest(f"tools: {', '.join(twice)} is defined twice.", param="tools")
+        raise InvalidRequest(f"tools: {', '.join(twice)} is defined twice; define it once.", param="tools")
     if not tools and choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
+        raise InvalidRequest("tool_choice needs tools; send some, or leave it out.", param="tool_choice")
     if choice == "none":
         return [], None
     if not isinstance(choice, NamedTool):
         return tools, None
     if choice.function.name not in names:
-        raise InvalidRequest(f"tool_choice: there is no tool {choice.function.name!r}.", param="tool_choice")
+        raise InvalidRequest(f"tool_choice: {choice.function.name!r} is not in tools.", param="tool_choice")
     return tools, choice.function.name
 
 
-def _with_tools(
-    request: ChatRequest, form: Form | None, tools: Sequence[Tool], named: str | None, response: Grammar | None
-) -> Grammar | None:
-    if form is None:
-        return response
-    choice = request.tool_choice if isinstance(request.tool_choice, str) else "named" if named else "auto"
-    return answer_grammar(
-        form,
-        tool_choice=choice if tools else "none",
-        named=named,
-        parallel=request.parallel_tool_calls is not False,
-        schemas=_schemas(tools),
-        response=response,
-    )
-
-
 def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
-    """What the arguments of each tool are held to; of one that is not strict, only if all of it can be enforced.
+    """The schemas that the grammar enforces on arguments; one that is not strict only if all of it can be enforced.
 
-    Raises `InvalidRequest` for a schema that is none, and for a strict one that asks for too much.
+    Raises `InvalidRequest` for an invalid schema, and for a strict one that cannot be enforced.
     """
     schemas = {}
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool.function
         if function.parameters is None:
             continue
-        path = f"tools[{place}].function.parameters"
+        path = f"tools[{index}].function.parameters"
         try:
             schemas[function.name] = json.loads(
                 json_schema_grammar(function.parameters, path=path, strict=bool(function.strict)).text
@@ -288,7 +297,7 @@ def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
 
 
 def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar | None, str]:
-    """What `response_format` or one of the `guided_` parameters asks for, and its name."""
+    """The grammar that `response_format` or a `guided_` parameter asks for, and the parameter's name."""
     own = request.structured_outputs or StructuredOutputs()
     asked: dict[str, Any] = {
         "response_format": request.response_format,
@@ -327,7 +336,7 @@ def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar
 
 
 def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:
-    """A JSON Schema, which vLLM takes as text too."""
+    """A JSON Schema; like vLLM's, the parameter takes an object or JSON text."""
     if isinstance(value, dict):
         return value
     try:
@@ -335,5 +344,5 @@ def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"{path} {error}", param=path) from None
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{path}: a JSON Schema is an object.", param=path)
+        raise InvalidRequest(f"{path}: a JSON Schema must be an object.", param=path)
     return schema

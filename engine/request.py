@@ -1,9 +1,9 @@
-"""What the engine is asked: one prompt, `n` choices, everything random already decided."""
+"""A request to the engine: one prompt, `n` choices, the seed already decided."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..schemas.errors import InvalidRequest
@@ -16,13 +16,13 @@ class EngineRequest:
     """One prompt to be continued `params.n` times.
 
     `id` and `epoch` go into every delta. Choices are numbered from `first_choice`, so that several prompts can make up
-    one request. `seed` is decided before the engine sees it (`resolve_seed`): together with a choice's number and a
-    token's index it fixes the draw, whoever makes it.
+    one request. The caller decides `seed` (`resolve_seed`): with a choice's number and a token's index it determines
+    the draw, on any worker.
 
-    `generated` holds, for each choice, token ids that an earlier holder of the request has already delivered (none at
-    all: nothing was). They count as sent: the engine goes on with the next index, and only what is new appears.
+    `generated` holds, for each choice, the token ids that an earlier worker has delivered; it is empty if there are
+    none. The engine resumes at the next index and returns only new tokens.
 
-    Cached prefixes are shared only between requests with the same `cache_salt`: a tenant's name, say. `priority` 0 is
+    Requests share cached prefixes only if they have the same `cache_salt`, such as a tenant's name. `priority` 0 is
     served first, then 1, and so on.
     """
 
@@ -37,43 +37,69 @@ class EngineRequest:
     priority: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingInput(EngineRequest):
+    """One text to embed; the text of its only delta is the vector, base64 of little-endian float32.
+
+    Inputs with the same id form one request and share its turns. `dimensions` shortens the vector; None keeps it whole.
+    """
+
+    dimensions: int | None = None
+
+
 def resolve_seed(params: GenerationParams) -> int:
-    """The request's own seed, or a random one of 63 bits; the caller keeps it for as long as the request lives."""
+    """The request's seed, or a random one of 63 bits; the caller must keep it as long as the request lives."""
     return secrets.randbits(63) if params.seed is None else params.seed
 
 
 def check_request(request: EngineRequest, info: ModelInfo) -> None:
-    """Raise `InvalidRequest` for what the model can never serve; nothing has run yet."""
+    """Raise `InvalidRequest` for a request that the model can never serve."""
     params = request.params
     if not request.prompt:
-        raise InvalidRequest("the prompt is empty", param="prompt")
+        raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
     if len(request.prompt) >= info.context_length:
         raise InvalidRequest(
             f"the prompt has {len(request.prompt)} tokens, and the context of this model holds {info.context_length}, "
-            "answer included",
+            "answer included; shorten it",
             code="context_length_exceeded",
             param="prompt",
         )
     if not -(2**63) <= request.seed < 2**63:
-        raise InvalidRequest(f"the seed {request.seed} does not fit into 64 bits", param="seed")
-    _check_ids(request.prompt, "prompt", info)
-    _check_ids(params.stop_token_ids, "stop_token_ids", info)
-    _check_ids(params.logit_bias, "logit_bias", info)
-    _check_ids(params.visible_token_ids, "visible_token_ids", info)
+        raise InvalidRequest(f"the seed {request.seed} does not fit into 64 bits; choose a smaller one", param="seed")
+    check_ids(request.prompt, "prompt", info.vocabulary_size)
+    check_ids(params.stop_token_ids, "stop_token_ids", info.vocabulary_size)
+    check_ids(params.logit_bias, "logit_bias", info.vocabulary_size)
+    check_ids(params.visible_token_ids, "visible_token_ids", info.vocabulary_size)
     for name in ("min_tokens", "ignore_eos", "stop_token_ids"):
         if params.grammar is not None and getattr(params, name):
             raise InvalidRequest(
-                f"{name} cannot be combined with a grammar, which says itself where the answer ends", param=name
+                f"{name} cannot be combined with a grammar, which decides where the answer ends; leave it out",
+                param=name,
             )
     if request.generated and len(request.generated) != params.n:
-        raise InvalidRequest(f"generated speaks of {len(request.generated)} choices, n={params.n}", param="generated")
-    for tokens in request.generated:
-        _check_ids(tokens, "generated", info)
-
-
-def _check_ids(ids: Iterable[int], name: str, info: ModelInfo) -> None:
-    outside = next((token for token in ids if not 0 <= token < info.vocabulary_size), None)
-    if outside is not None:
         raise InvalidRequest(
-            f"{name}: token id {outside} is outside the model's vocabulary of {info.vocabulary_size}", param=name
+            f"generated has {len(request.generated)} choices, but n is {params.n}; give one for each", param="generated"
         )
+    for tokens in request.generated:
+        check_ids(tokens, "generated", info.vocabulary_size)
+
+
+def check_ids(ids: Collection[int], name: str, vocabulary_size: int) -> None:
+    """Raise `InvalidRequest`, with the param `name`, for token ids outside the vocabulary."""
+    if outside := [token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < vocabulary_size]:
+        raise InvalidRequest(
+            f"{name}: token id {outside[0]} is outside the vocabulary of {vocabulary_size}.", param=name
+        )
+
+
+def check_input(ids: Sequence[int], path: str, *, context_length: int, vocabulary_size: int) -> None:
+    """Raise `InvalidRequest` for an input that the model can never embed."""
+    if not ids:
+        raise InvalidRequest(f"{path} is empty; send some text.", code="empty_prompt", param=path)
+    if len(ids) > context_length:
+        raise InvalidRequest(
+            f"{path} has {len(ids)} tokens, but the context length of this model is {context_length} tokens.",
+            code="context_length_exceeded",
+            param=path,
+        )
+    check_ids(ids, path, vocabulary_size)

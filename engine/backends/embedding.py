@@ -1,84 +1,24 @@
-"""What embedding backends share: checking inputs, and batching those of all requests into common passes.
-
-Knows no torch: the validate stage checks inputs here too.
-"""
+"""What embedding backends share: batching the inputs of all requests into common passes."""
 
 from __future__ import annotations
 
 import base64
 from bisect import insort
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ...schemas.errors import InvalidRequest
 from ...schemas.events import Delta
-from ...schemas.openai.embeddings import MAX_INPUTS, MAX_TOKENS, EmbeddingRequest
 from ..backend import NoPrefixes
-from ..request import EngineRequest
+from ..request import EmbeddingInput
 from ..sequence import Sequence
-from ..text.tokenizer_port import TokenizerLike, encode_within
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Vectors = NDArray[np.float32]  # [N, D]
-
-
-class Embedding(NamedTuple):
-    """One input's vector, float32 [D], and its number of tokens."""
-
-    vector: NDArray[np.float32]
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingInput(EngineRequest):
-    """One text to embed; the text of its only delta is the vector, base64 of little-endian float32.
-
-    Inputs with the same id form one request and share its turns. `dimensions` shortens the vector; None keeps it whole.
-    """
-
-    dimensions: int | None = None
-
-
-def prepare_inputs(
-    request: EmbeddingRequest, tokenizer: TokenizerLike, *, context_length: int, name: str
-) -> list[list[int]]:
-    """The token ids of every input; `name` is the model's, for error messages. Raises `InvalidRequest`."""
-    inputs = request.prompts
-    if len(inputs) > MAX_INPUTS:
-        raise InvalidRequest(f"input has {len(inputs)} entries; send at most {MAX_INPUTS} a request.", param="input")
-    prompts = []
-    for index, text in enumerate(inputs):
-        path = "input" if len(inputs) == 1 else f"input[{index}]"
-        if not text or (isinstance(text, str) and not text.strip()):
-            raise InvalidRequest(f"{path} is blank; send some text.", code="empty_prompt", param=path)
-        prompts.append(encode_within(tokenizer, text, context_length, path) if isinstance(text, str) else text)
-        check_input(prompts[-1], path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
-    if (total := sum(map(len, prompts))) > MAX_TOKENS:
-        raise InvalidRequest(
-            f"The inputs have {total} tokens together; send {name} at most {MAX_TOKENS} a request.", param="input"
-        )
-    return prompts
-
-
-def check_input(ids: Row[int], path: str, *, context_length: int, vocabulary_size: int) -> None:
-    """Raise `InvalidRequest` for an input that the model can never embed."""
-    if not ids:
-        raise InvalidRequest(f"{path} is empty; send some text.", code="empty_prompt", param=path)
-    if len(ids) > context_length:
-        raise InvalidRequest(
-            f"{path} has {len(ids)} tokens, but the context length of this model is {context_length} tokens.",
-            code="context_length_exceeded",
-            param=path,
-        )
-    if outside := [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary_size]:
-        raise InvalidRequest(
-            f"{path}: token id {outside[0]} is outside the model's vocabulary of {vocabulary_size}.", param=path
-        )
 
 
 class EmbeddingBackend(NoPrefixes):

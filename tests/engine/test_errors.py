@@ -193,7 +193,7 @@ def test_a_shorter_context_is_kept(model_directory: Callable[[str], Path]) -> No
     [
         ("", GenerationParams(), "the prompt is empty"),
         ([5] * 3000, GenerationParams(), "the prompt has 3000 tokens, and the context of this model holds 2048"),
-        ([512], GenerationParams(), "prompt: token id 512 is outside the model's vocabulary of 512"),
+        ([512], GenerationParams(), "prompt: token id 512 is outside the vocabulary of 512"),
         ([-1], GenerationParams(), "prompt: token id -1 is outside"),
         ([5], GenerationParams(logit_bias={512: 1.0}), "logit_bias: token id 512 is outside"),
         ([5], GenerationParams(stop_token_ids=(600,)), "stop_token_ids: token id 600 is outside"),
@@ -214,7 +214,7 @@ def test_requests_that_can_never_be_served(
     ("change", "message"),
     [
         ({"seed": 2**63}, "does not fit into 64 bits"),
-        ({"generated": ((5,), (6,))}, "generated speaks of 2 choices, n=1"),
+        ({"generated": ((5,), (6,))}, "generated has 2 choices; n is 1"),
         ({"generated": ((512,),)}, "generated: token id 512 is outside"),
     ],
 )

@@ -189,7 +189,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "hermes",
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",
-        "no tool 'x'",
+        "'x' is not in tools",
     ),
     ("hermes", {"reasoning_effort": "high"}, "reasoning_effort", "does not reason"),
     ("hermes", {"continue_final_message": True}, "continue_final_message", "last message"),
@@ -204,12 +204,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ]
         },
         "messages[1].tool_call_id",
-        "no call before it has the id 'd'",
+        "no earlier call has the id 'd'",
     ),
     ("hermes", {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
     ("hermes", {"structured_outputs": {"json": '{"a":' * 5_000}}, "structured_outputs.json", "not valid JSON"),
     ("hermes", {"structured_outputs": {"json": "[" * 500 + "]" * 500}}, "structured_outputs.json", "nested deeper"),
-    ("hermes", {"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "is an object"),
+    ("hermes", {"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be an object"),
     (
         "hermes",
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
@@ -220,7 +220,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "hermes",
         {"prompt": [1] * 200, "n": 128, "echo": True, "logprobs": 0, "context_length": 20_000},
         "echo",
-        "20,000 tokens at most",
+        "may have 20,000 tokens",
     ),
     (
         "hermes",

@@ -21,8 +21,9 @@ from transformers import BertConfig, BertModel
 
 from penstock.engine import Capabilities, EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.backends.echo import EchoBackend
-from penstock.engine.backends.embedding import EmbeddingBackend, EmbeddingInput
+from penstock.engine.backends.embedding import EmbeddingBackend
 from penstock.engine.backends.sentence_transformer import SentenceTransformerBackend
+from penstock.engine.request import EmbeddingInput
 from penstock.engine.sequence import Sequence
 from penstock.schemas.errors import ConfigurationError, GenerationFailed, InvalidRequest, ModelLoadError
 
