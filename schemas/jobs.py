@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from .base import Record
 from .params import GenerationParams
 
 TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # what may stand as one token of a subject
@@ -20,11 +21,7 @@ Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 JobEndpoint = Endpoint | Literal["/v1/responses"]
 
 
-class _Wire(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class Form(_Wire):
+class Form(Record):
     """How a model's text is to be read: where its thoughts and its tool calls are. Without either, all is content.
 
     `tool_format` and `reasoning_format` are names in the engine's tables. `tools` maps the names that may be called to
@@ -42,7 +39,7 @@ class Form(_Wire):
     prompt_alone: bool = False
 
 
-class Job(_Wire):
+class Job(Record):
     """A request as published on `jobs.<priority>.<tenant>`.
 
     `id` names the request, and its events arrive on `events.<tenant>.<bridge>.<id>`; the same id is the same request,
@@ -65,7 +62,7 @@ def most_together(capacity: int) -> int:
     return capacity - capacity // 4
 
 
-class ValidatedJob(_Wire):
+class ValidatedJob(Record):
     """A job that can be served: checked, its prompt rendered and tokenised. What custom stages see and may change.
 
     `prompts` holds token ids: one list for chat, one or several for completions; choice `c` belongs to prompt
@@ -102,7 +99,7 @@ class ValidatedJob(_Wire):
         return sum(len(prompt) for prompt in self.prompts)
 
 
-class InferenceBatch(_Wire):
+class InferenceBatch(Record):
     """Jobs that one worker is asked to run together. Each travels in a message of its own, under the batch's `id`, so
     that each is acknowledged when it has ended, whatever becomes of the others.
 

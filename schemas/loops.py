@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
+from .base import Record
 from .events import FinishReason
 from .jobs import Priority, SubjectToken
 
@@ -19,10 +20,6 @@ Items = list[dict[str, Any]]
 
 is_response = re.compile(r"resp_[0-9a-f]{32}").fullmatch
 _turn = re.compile(r"(resp_[0-9a-f]{32})-([0-9]{1,4})(?:-([0-9]{1,4}))?").fullmatch
-
-
-class _Kept(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class TurnId(NamedTuple):
@@ -48,7 +45,7 @@ def root_of(request: str) -> str:
     return request if turn is None else turn.response
 
 
-class LoopJob(_Kept):
+class LoopJob(Record):
     """A response to begin, as validate sends it to the stage `tools`. `body` is the request, `created` and `deadline`
     are Unix seconds."""
 
@@ -61,7 +58,7 @@ class LoopJob(_Kept):
     body: dict[str, Any]
 
 
-class Step(_Kept):
+class Step(Record):
     """The request `turn` of the response `id` has ended: whoever ended it says so."""
 
     id: SubjectToken
@@ -70,7 +67,7 @@ class Step(_Kept):
     bridge: SubjectToken
 
 
-class Source(_Kept):
+class Source(Record):
     """Where a response's tools come from: an MCP server, by its URL or by the name that the configuration gives it
     (`label`, where `url` is None), or the functions of this installation (label `functions`).
 
@@ -93,7 +90,7 @@ class Source(_Kept):
         return self.approval == "always" and tool not in self.spared
 
 
-class LoopTool(_Kept):
+class LoopTool(Record):
     """A tool of a source: `name` is what the model calls it, `tool` what the source does. `parameters` is a JSON
     Schema of an object. `repeatable`: to call it twice is as good as once."""
 
@@ -113,12 +110,12 @@ class ToolResult(NamedTuple):
     is_error: bool = False
 
 
-class Origin(_Kept):
+class Origin(Record):
     """What came before a response's own input. First `history`, which was copied into it, or what the first `parts` of
     its conversation hold; then, where it `follows` other responses, what came before the first of those, and the items
     of each. `since` is when the oldest response was made that it refers to, in Unix seconds."""
 
-    history: Items = []
+    history: Items = Field(default_factory=list)
     parts: int = 0
     follows: tuple[SubjectToken, ...] = ()
     since: float = 0.0
@@ -141,7 +138,7 @@ class Begun(Origin):
         return {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in self.tools}
 
 
-class Turned(_Kept):
+class Turned(Record):
     """A turn that has ended, its tools' results included. `reason` and `usage` are its request's, `index` is the
     number of events told by then."""
 
@@ -152,7 +149,7 @@ class Turned(_Kept):
     index: int
 
 
-class Ended(_Kept):
+class Ended(Record):
     """How a response ended; `error` (an `ErrorBody`, as JSON) goes with "failed", `at` is in Unix seconds."""
 
     status: Literal["completed", "failed", "incomplete", "cancelled"]

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
+
+from .base import Strict
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 
 
-class Grammar(BaseModel):
+class Grammar(Strict):
     """What an answer must look like, as xgrammar reads it.
 
     `text` is a JSON Schema, a regular expression, a grammar in GBNF with the rule `root`, or a structural tag, which
     mixes free text with any of these (https://xgrammar.mlc.ai/docs), as JSON.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     text: Annotated[str, Field(min_length=1)]
 
 
-class GenerationParams(BaseModel):
+class GenerationParams(Strict):
     """Sampling parameters of one request.
 
     Defaults are the library's; over HTTP `max_tokens` defaults to what is left of the context instead.
@@ -34,8 +34,6 @@ class GenerationParams(BaseModel):
     `visible_token_ids` are special tokens that the text shows like any other; without `spaces_between_special_tokens`
     it shows nothing between two of them.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     max_tokens: Annotated[int, Field(ge=1)] = 256
     min_tokens: Annotated[int, Field(ge=0)] = 0

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from .base import Record
 from .jobs import Priority, SubjectToken, ValidatedJob, most_together
 
 
-class _Card(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-
-class ModelCard(_Card):
+class ModelCard(Record):
     """A model that can be asked for: `source` is where its tokenizer loads from, `created` Unix seconds. The formats
     say how its tool calls and its thoughts are read: names, or "auto" for what its chat template suggests."""
 
@@ -31,7 +28,7 @@ def reserve_of(capacity: int) -> int:
     return max(1, capacity // 4)
 
 
-class WorkerCard(_Card):
+class WorkerCard(Record):
     """A worker process that takes batches for its model now; it runs at most `capacity` requests together.
 
     `incarnation` is a name that no other process has, `host` where `pid` counts. `slow_paths` says of each
@@ -51,7 +48,7 @@ class WorkerCard(_Card):
         return min(job.seats, most_together(self.capacity))
 
 
-class Room(_Card):
+class Room(Record):
     """How much more a worker takes, told whenever it changes, in seats: a request for n answers has n.
 
     `free_high` is for requests of high priority, `free` for the others. `received` holds the numbers of the messages
@@ -73,7 +70,7 @@ class Room(_Card):
     tenants: dict[str, int] = Field(default_factory=dict)
 
 
-class InFlight(_Card):
+class InFlight(Record):
     """The seats, by worker, that a copy of the batch stage has given to requests of which the worker has not told that
     they arrived: 0 for each when all is idle."""
 
@@ -81,7 +78,7 @@ class InFlight(_Card):
     seats: dict[str, int]
 
 
-class Admission(_Card):
+class Admission(Record):
     """What the queue takes now, by priority: told several times a second, and kept under the key `admission`.
 
     `retry_after` is in seconds, from the measured rate at which the queue drains; `depth` in requests that wait.
@@ -92,7 +89,7 @@ class Admission(_Card):
     depth: dict[Priority, int]
 
 
-class StageCard(_Card):
+class StageCard(Record):
     """A live copy of a stage."""
 
     stage: SubjectToken

@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 import httpx2
 
 from ...engine import InferenceEngine
+from ...schemas.base import tool_name
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.loops import LoopTool, Source, ToolResult
 from ..tools.functions import Function
@@ -127,7 +128,8 @@ class ResponsesSession:
             found = [tool for tools in lists for tool in tools]
             names = [tool.name for tool in found]
             self._tools = {
-                tool.name if names.count(tool.name) == 1 else f"{tool.label}__{tool.name}": tool for tool in found
+                tool.name if names.count(tool.name) == 1 else tool_name(f"{tool.label}__{tool.name}"): tool
+                for tool in found
             }
         return self._tools
 

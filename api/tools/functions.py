@@ -27,6 +27,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
 from ...config.loading import load_named
+from ...schemas.base import MAX_TOOL_NAME, TOOL_NAME_PATTERN
 from ...schemas.errors import ConfigurationError
 from ...schemas.loops import ToolResult
 from .mcp_config import TIMEOUT
@@ -34,7 +35,7 @@ from .text import cut
 
 GROUP = "penstock.tools"
 
-_is_name = re.compile(r"[A-Za-z0-9_-]{1,64}").fullmatch
+_is_name = re.compile(TOOL_NAME_PATTERN).fullmatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +109,9 @@ def tool(
     def made(function: Callable[..., Any]) -> Function:
         called = name or function.__name__
         if not _is_name(called):
-            raise TypeError(f"{called}: a tool's name has up to 64 letters, digits, - and _")
+            raise TypeError(
+                f"{called}: a tool's name has up to {MAX_TOOL_NAME} letters, digits, -, _ and .; set `name`"
+            )
 
         @functools.wraps(function)
         def bind(**arguments: Any) -> dict[str, Any]:

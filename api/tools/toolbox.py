@@ -16,6 +16,7 @@ from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 
 from ...config.settings import Settings
+from ...schemas.base import tool_name
 from ...schemas.errors import InvalidRequest, ToolFailed
 from ...schemas.loops import LoopTool, Source, ToolResult
 from .functions import Function, find_functions
@@ -97,7 +98,7 @@ class Toolbox:
                 hints = tool.annotations
                 found.append(
                     LoopTool(
-                        name=re.sub(r"[^A-Za-z0-9_.-]", "_", tool.name)[:128] or "_",
+                        name=tool_name(tool.name),
                         label=source.label,
                         tool=tool.name,
                         description=tool.description or "",

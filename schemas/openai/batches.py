@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ..base import Record, Strict
 from ..jobs import Endpoint, SubjectToken
 from .chat import Body
 
@@ -26,13 +27,7 @@ Metadata = Annotated[
 ]
 
 
-class _Wire(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-
-class ExpiresAfter(_Wire):
-    model_config = ConfigDict(extra="forbid")
-
+class ExpiresAfter(Strict):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
 
@@ -45,7 +40,7 @@ class BatchRequest(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-class Counts(_Wire):
+class Counts(Record):
     """`failed` counts every line that ended in the error file; of these, some were `cancelled` or `expired`, which is
     known at the end and told where Anthropic's clients look."""
 
@@ -56,7 +51,7 @@ class Counts(_Wire):
     expired: int = 0
 
 
-class Fault(_Wire):
+class Fault(Record):
     """What is wrong with the input file; `line` counts from 1."""
 
     code: str | None
@@ -65,12 +60,12 @@ class Fault(_Wire):
     line: int | None = None
 
 
-class Faults(_Wire):
+class Faults(Record):
     object: Literal["list"] = "list"
     data: list[Fault]
 
 
-class Batch(_Wire):
+class Batch(Record):
     """Times are Unix seconds. `tenant` and `output_ttl` (seconds that its files live) are not the client's to see."""
 
     id: SubjectToken

@@ -7,9 +7,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from ..base import Strict, ToolName
 from ..bounds import bounded
 from ..errors import InvalidRequest
 
@@ -32,10 +33,8 @@ class Unsupported(NamedTuple):
     advice: str = "leave it out"
 
 
-class Body(BaseModel):
+class Body(Strict):
     """A request or a part of one. Checking it costs little, whatever a client has put into it."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType({})
 
@@ -138,7 +137,7 @@ class ChatMessage(OpenBody):
 class Function(OpenBody):
     """`parameters` is a JSON Schema of an object; without it the function takes nothing."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from ..base import ToolName, tool_name
 from ..errors import InvalidRequest
 from ..jobs import TOKEN_PATTERN
 from ..loops import LoopTool, Source
 from .chat import Body, Function, OpenBody
 from .items import by_type, type_tag
-
-LONGEST_NAME = 128  # characters, as for every function
 
 
 class _Direct(Body):
@@ -36,7 +35,7 @@ class NamespaceTool(_Direct):
     """Functions under a common name. `description` is accepted and not shown to the model: they describe themselves."""
 
     type: Literal["namespace"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     tools: list[FunctionTool]
 
@@ -66,7 +65,7 @@ def namespaced(tools: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]
     own = [tool["name"] for tool in known if tool["type"] == "function"]
     inside = [(tool["name"], each["name"]) for tool in known if tool["type"] == "namespace" for each in tool["tools"]]
     times = Counter([*own, *(name for _, name in inside)])
-    return {name if times[name] == 1 else f"{space}__{name}"[:LONGEST_NAME]: (space, name) for space, name in inside}
+    return {name if times[name] == 1 else tool_name(f"{space}__{name}"): (space, name) for space, name in inside}
 
 
 class ToolNames(Body):

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from ...schemas.base import tool_name
 from ...schemas.errors import InvalidRequest, ToolFailed, Transient
 from ...schemas.events import Event, ItemEvent
 from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
@@ -34,8 +35,6 @@ UNKNOWN = ToolResult(
 )
 LONGEST = 8192  # characters of a result for a model whose context is not known
 TOO_MANY = ToolResult("No more tools may be called in this response; answer with what is known.", True)
-
-LONGEST_NAME = 64  # characters, of a tool that a model is told of
 
 Item = dict[str, Any]
 Made = TypeVar("Made")
@@ -96,7 +95,7 @@ def for_model(tools: Sequence[LoopTool], taken: Sequence[str]) -> tuple[LoopTool
     def named(tool: LoopTool) -> LoopTool:
         if times[tool.name] == 1:
             return tool
-        return tool.model_copy(update={"name": f"{tool.label}__{tool.name}"[:LONGEST_NAME]})
+        return tool.model_copy(update={"name": tool_name(f"{tool.label}__{tool.name}")})
 
     return tuple(map(named, tools))
 

@@ -1,0 +1,30 @@
+"""The bases of all that is checked: what a client sends, and what Penstock publishes and stores."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_TOOL_NAME = 128  # characters
+TOOL_NAME_PATTERN = rf"^[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}$"
+
+ToolName = Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]
+
+
+class Strict(BaseModel):
+    """Immutable; pydantic converts no types and refuses unknown fields, NaN and infinity."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Record(Strict):
+    """What one part of Penstock publishes or stores for another: fields that a newer version has added are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def tool_name(text: str) -> str:
+    """`text` as a `ToolName`: other characters become underscores, and what is too long is cut."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:MAX_TOOL_NAME] or "_"
