@@ -1,4 +1,4 @@
-"""validate: the door of the pipeline. A job is checked, its prompt rendered and tokenised, or refused with why."""
+"""The stage `validate`: checks each job, renders and tokenises its prompt, or refuses it with the reason."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_imports_follow_the_table(name: str) -> None:
         ("api/a.py", "from ..stages.endings import refuse", "stages.endings"),
         ("api/a.py", "from .. import __main__", "__main__"),
         ("api/batches/a.py", "from ..http.files import page", "api.http.files"),
-        ("api/render/a.py", "from ..http.requests import Door", "api.http.requests"),
+        ("api/render/a.py", "from ..http.requests import Gateway", "api.http.requests"),
         ("__init__.py", "from .streams import Broker", "streams.Broker"),
     ],
 )

@@ -35,7 +35,7 @@ from .ignored import HEADER, Ignored
 from .keys import Authentication, Keys
 from .messages import add_messages
 from .openapi import complete, refusals
-from .requests import Door
+from .requests import Gateway
 from .responses import add_responses
 from .streams import add_streams
 from .tokens import Preparers, add_tokens
@@ -57,17 +57,17 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
     _add_errors(app)
     _add_edges(app, settings)
-    door = Door(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota))
-    add_generation(app, door)
-    add_embeddings(app, door)
+    gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota))
+    add_generation(app, gateway)
+    add_embeddings(app, gateway)
     preparers = Preparers(registry)
-    add_generate(app, door, preparers)
-    add_tokens(app, door, preparers)
-    add_files(app, door)
-    add_batches(app, door)
-    add_responses(app, door)
-    add_conversations(app, door)
-    add_messages(app, door, preparers)
+    add_generate(app, gateway, preparers)
+    add_tokens(app, gateway, preparers)
+    add_files(app, gateway)
+    add_batches(app, gateway)
+    add_responses(app, gateway)
+    add_conversations(app, gateway)
+    add_messages(app, gateway, preparers)
 
     @app.get("/models", tags=["openai"])
     @app.get("/v1/models", tags=["openai"])
@@ -106,7 +106,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
         answer |= ({"unseen": unseen} if unseen else {}) | ({"slow_paths": slow} if slow else {})
         return JSONResponse(answer, 503 if missing else 200)
 
-    add_streams(app, door)
+    add_streams(app, gateway)
     return app
 
 

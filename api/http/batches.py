@@ -15,11 +15,11 @@ from ...streams.stores.files import find_file
 from ...streams.topology import BATCH_STATES
 from .files import page
 from .openapi import body_of, refusals
-from .requests import Door, read_parsed, tenant_of
+from .requests import Gateway, read_parsed, tenant_of
 
 
-def add_batches(app: FastAPI, door: Door) -> None:
-    broker = door.broker
+def add_batches(app: FastAPI, gateway: Gateway) -> None:
+    broker = gateway.broker
 
     @app.post(
         "/v1/batches",
@@ -29,8 +29,8 @@ def add_batches(app: FastAPI, door: Door) -> None:
     )
     async def create(request: Request) -> Any:
         """Run the requests of a file, within a day and behind everybody else's."""
-        asked = await read_parsed(BatchRequest, request, door.settings)
-        tenant, now, lifetime = tenant_of(request), int(time.time()), door.settings.files_ttl
+        asked = await read_parsed(BatchRequest, request, gateway.settings)
+        tenant, now, lifetime = tenant_of(request), int(time.time()), gateway.settings.files_ttl
         if (expires := asked.output_expires_after) is not None:
             if expires.seconds > lifetime:
                 message = f"Files are kept {int(lifetime)} seconds here, and no longer."
@@ -49,7 +49,7 @@ def add_batches(app: FastAPI, door: Door) -> None:
             tenant=tenant,
             output_ttl=lifetime,
         )
-        await publish(door, batch)
+        await publish(gateway, batch)
         return batch.shown()
 
     @app.get("/v1/batches", tags=["openai"], responses=refusals(400, 503))
@@ -76,15 +76,15 @@ def add_batches(app: FastAPI, door: Door) -> None:
         return batch.shown()
 
 
-async def publish(door: Door, batch: Batch) -> None:
+async def publish(gateway: Gateway, batch: Batch) -> None:
     """Have a new batch run. Raises `QuotaExceeded`, `Overloaded`, and `StreamFull` where there is no space."""
     data = batch.model_dump_json().encode()
-    await door.quotas.check(batch.tenant, len(data))
+    await gateway.quotas.check(batch.tenant, len(data))
     try:
         # First, so that no batch can be seen that nobody would run.
-        await door.broker.publish(door.bridge.subjects.batches(batch.tenant), data, message_id=batch.id)
+        await gateway.broker.publish(gateway.bridge.subjects.batches(batch.tenant), data, message_id=batch.id)
     except StreamFull as error:
         if error.storage:
             raise
         raise Overloaded("Too many batches are waiting.", retry_after=60.0) from None
-    await (await door.broker.bucket(BATCH_STATES)).create(batch.key, data)
+    await (await gateway.broker.bucket(BATCH_STATES)).create(batch.key, data)

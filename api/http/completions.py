@@ -14,21 +14,21 @@ from ...schemas.openai.completions import KINDS
 from ..render.openai import PREFIX, Extras, Renderer
 from .answers import Answer
 from .openapi import documented
-from .requests import Door, open_request, read_object
+from .requests import Gateway, open_request, read_object
 
 ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
 
 
-def add_generation(app: FastAPI, door: Door) -> None:
+def add_generation(app: FastAPI, gateway: Gateway) -> None:
     for endpoint in ENDPOINTS:
         extra = documented(KINDS[endpoint])
-        app.post(endpoint, tags=["openai"], name=endpoint, openapi_extra=extra)(_generation(endpoint, door))
+        app.post(endpoint, tags=["openai"], name=endpoint, openapi_extra=extra)(_generation(endpoint, gateway))
 
 
-def _generation(endpoint: Endpoint, door: Door) -> Any:
+def _generation(endpoint: Endpoint, gateway: Gateway) -> Any:
     async def generate(request: Request) -> Response:
-        body = await read_object(request, door.settings, KINDS[endpoint])
-        reading, progress, status = await open_request(request, door, endpoint, body, PREFIX[endpoint])
+        body = await read_object(request, gateway.settings, KINDS[endpoint])
+        reading, progress, status = await open_request(request, gateway, endpoint, body, PREFIX[endpoint])
         streaming = body.get("stream") is True
         renderer = Renderer(
             endpoint,
@@ -39,7 +39,7 @@ def _generation(endpoint: Endpoint, door: Door) -> Any:
             extras=Extras.of(body),
             service_tier=body.get("service_tier"),
         )
-        keepalive = door.settings.keepalive_interval
+        keepalive = gateway.settings.keepalive_interval
         return Answer(reading, renderer, streaming=streaming, keepalive=keepalive, progress=progress, status=status)
 
     generate.__doc__ = f"OpenAI's `{endpoint}`; Penstock's own parameters are in the schema too."

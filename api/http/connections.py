@@ -1,7 +1,7 @@
 """HTTP connections within limits: how many there are, how long a request's head may be and take, and how long a client
 may leave an answer unread.
 
-uvicorn has none of these. The body's size and time are `door.read_body`'s.
+uvicorn has none of these. The body's size and time are `requests.read_body`'s.
 """
 
 from __future__ import annotations

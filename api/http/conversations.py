@@ -16,7 +16,7 @@ from ...schemas.openai.items import InputItem, input_items
 from ...streams.stores.conversations import Conversation, Conversations
 from .files import page
 from .openapi import body_of, refusals
-from .requests import Door, read_parsed, tenant_of
+from .requests import Gateway, read_parsed, tenant_of
 
 MOST_ITEMS = 20  # that one request adds
 
@@ -37,16 +37,16 @@ class ItemsBody(Body):
     items: Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS)]
 
 
-def add_conversations(app: FastAPI, door: Door) -> None:
+def add_conversations(app: FastAPI, gateway: Gateway) -> None:
     path = "/v1/conversations/{id}"
 
     @app.post("/v1/conversations", tags=["openai"], openapi_extra=body_of(ConversationBody), responses=_FAULTS)
     async def create(request: Request) -> Any:
         """Begin a conversation."""
-        asked = await read_parsed(ConversationBody, request, door.settings)
-        await door.quotas.check(tenant_of(request), _length(request))
+        asked = await read_parsed(ConversationBody, request, gateway.settings)
+        await gateway.quotas.check(tenant_of(request), _length(request))
         made = Conversation(id=f"conv_{uuid.uuid4().hex}", created_at=int(time.time()), metadata=asked.metadata or {})
-        store, tenant = await Conversations.of(door.broker), tenant_of(request)
+        store, tenant = await Conversations.of(gateway.broker), tenant_of(request)
         await store.create(tenant, made)
         if asked.items:
             await _add(store, tenant, made.id, asked.items)
@@ -60,7 +60,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
     @app.post(path, tags=["openai"], openapi_extra=body_of(MetadataBody), responses=_FAULTS)
     async def update(id: str, request: Request) -> Any:
         """Give it other metadata."""
-        asked = await read_parsed(MetadataBody, request, door.settings)
+        asked = await read_parsed(MetadataBody, request, gateway.settings)
         store, _ = await _find(id, request)
         new = {"metadata": asked.metadata or {}}
         return _shown(_there(id, await store.change(tenant_of(request), id, lambda one: one.model_copy(update=new))))
@@ -75,9 +75,9 @@ def add_conversations(app: FastAPI, door: Door) -> None:
     @app.post(f"{path}/items", tags=["openai"], openapi_extra=body_of(ItemsBody), responses=_FAULTS)
     async def add(id: str, request: Request) -> Any:
         """Add items at the end."""
-        asked = await read_parsed(ItemsBody, request, door.settings)
+        asked = await read_parsed(ItemsBody, request, gateway.settings)
         store, _ = await _find(id, request)
-        await door.quotas.check(tenant_of(request), _length(request))
+        await gateway.quotas.check(tenant_of(request), _length(request))
         items = await _add(store, tenant_of(request), id, asked.items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
         return {"object": "list", "data": items, **ends}
@@ -106,7 +106,7 @@ def add_conversations(app: FastAPI, door: Door) -> None:
         return _shown(_there(id, await store.change(tenant_of(request), id, without)))
 
     async def _find(id: str, request: Request) -> tuple[Conversations, Conversation]:
-        store = await Conversations.of(door.broker)
+        store = await Conversations.of(gateway.broker)
         known = re.fullmatch("conv_[0-9a-f]{32}", id)
         return store, _there(id, await store.read(tenant_of(request), id) if known else None)
 

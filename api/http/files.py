@@ -19,7 +19,7 @@ from ...streams.stores.files import files_in_use, find_file, list_files, put_fil
 from ...streams.stores.objects import ObjectInfo, Objects
 from ...streams.topology import FILES
 from .openapi import refusals
-from .requests import Door, tenant_of
+from .requests import Gateway, tenant_of
 
 PURPOSES = ("batch", "user_data")
 SLOWEST = 16 << 10  # bytes a second of an upload, after which it is given up
@@ -44,8 +44,8 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 
 
-def add_files(app: FastAPI, door: Door) -> None:
-    settings = door.settings
+def add_files(app: FastAPI, gateway: Gateway) -> None:
+    settings = gateway.settings
 
     @app.post("/v1/files", tags=["openai"], openapi_extra=_UPLOAD, responses=refusals(400, 408, 413, 429, 503, 507))
     async def upload(request: Request) -> Any:
@@ -60,8 +60,8 @@ def add_files(app: FastAPI, door: Door) -> None:
             if purpose not in PURPOSES:
                 raise InvalidRequest(f"purpose is one of {', '.join(PURPOSES)}.", param="purpose")
             name, lifetime = f"{tenant_of(request)}.file-{uuid.uuid4().hex}", _lifetime(form, settings.files_ttl)
-            objects = await Objects.of(door.broker, FILES)
-            await door.quotas.check(tenant_of(request), file.size or 0)
+            objects = await Objects.of(gateway.broker, FILES)
+            await gateway.quotas.check(tenant_of(request), file.size or 0)
             info = await put_file(objects, name, _chunks(file), file.filename or "file", str(purpose), lifetime)
             assert info is not None, "nobody else has the name"
         finally:
@@ -72,30 +72,30 @@ def add_files(app: FastAPI, door: Door) -> None:
     async def files(request: Request) -> Any:
         """The files there are, newest first; `purpose`, `order`, `limit` and `after` choose."""
         purpose = request.query_params.get("purpose")
-        infos = await list_files(door.broker, tenant_of(request))
+        infos = await list_files(gateway.broker, tenant_of(request))
         found = [_shown(info) for info in infos if purpose in (None, info.about["purpose"])]
         return page(request, found, default=10_000, most=10_000)
 
     @app.get("/v1/files/{id}", tags=["openai"], responses=refusals(404, 503))
     async def file(id: str, request: Request) -> Any:
         """What is known of a file."""
-        return _shown(await find_file(door.broker, tenant_of(request), id))
+        return _shown(await find_file(gateway.broker, tenant_of(request), id))
 
     @app.get("/v1/files/{id}/content", tags=["openai"], response_class=Response, responses=_BYTES | refusals(404, 503))
     async def content(id: str, request: Request) -> Response:
         """The file itself."""
-        info = await find_file(door.broker, tenant_of(request), id)
-        data = (await Objects.of(door.broker, FILES)).read(info)
+        info = await find_file(gateway.broker, tenant_of(request), id)
+        data = (await Objects.of(gateway.broker, FILES)).read(info)
         headers = {"content-length": str(info.size), "content-disposition": "attachment"}
         return StreamingResponse(data, media_type="application/octet-stream", headers=headers)
 
     @app.delete("/v1/files/{id}", tags=["openai"], responses=refusals(400, 404, 503))
     async def delete(id: str, request: Request) -> Any:
         """Delete a file, unless a batch that runs needs it."""
-        info = await find_file(door.broker, tenant_of(request), id)
-        if info.name in await files_in_use(door.broker):
+        info = await find_file(gateway.broker, tenant_of(request), id)
+        if info.name in await files_in_use(gateway.broker):
             raise InvalidRequest("A batch that has not ended needs this file.", code="file_in_use", param="file_id")
-        await (await Objects.of(door.broker, FILES)).delete(info)
+        await (await Objects.of(gateway.broker, FILES)).delete(info)
         return {"id": id, "object": "file", "deleted": True}
 
 

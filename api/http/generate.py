@@ -18,7 +18,7 @@ from ..render.openai import Renderer, join_calls
 from .answers import Answer
 from .ignored import known_alone
 from .openapi import documented
-from .requests import Door, Opened, open_request, read_object
+from .requests import Gateway, Opened, open_request, read_object
 from .streams import Feed
 from .tokens import Preparers
 
@@ -72,25 +72,25 @@ class _Text(_Own, CompletionRequest):
     pass
 
 
-def add_generate(app: FastAPI, door: Door, preparers: Preparers) -> None:
+def add_generate(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
     @app.post("/generate", tags=["native"], openapi_extra=documented(_Chat, _Text))
     async def generate(request: Request) -> Response:
         """The body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`; an only model needs no name.
 
         With `stream` the answer is the request's events, as `/v1/streams/{id}` gives them.
         """
-        body = await read_object(request, door.settings)
+        body = await read_object(request, gateway.settings)
         endpoint: Endpoint = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         kind = _Chat if "messages" in body else _Text
-        body = {**known_alone(body, kind, request=request, settings=door.settings)}
+        body = {**known_alone(body, kind, request=request, settings=gateway.settings)}
         if (stops := body.pop("stop_sequences", None)) is not None:
             if body.get("stop") not in (None, stops):
                 raise InvalidRequest("stop and stop_sequences differ; give one.", param="stop_sequences")
             body["stop"] = stops
         if body.get("model") is None:
             body["model"] = preparers.card(None).name
-        opened = await open_request(request, door, endpoint, body, "gen-")
-        keepalive = door.settings.keepalive_interval
+        opened = await open_request(request, gateway, endpoint, body, "gen-")
+        keepalive = gateway.settings.keepalive_interval
         if body.get("stream") is True:
             return _Events(opened, keepalive)
         reading = opened.reading

@@ -27,22 +27,22 @@ from ..render.anthropic import error_payload
 from .batches import publish
 from .ignored import known_alone
 from .openapi import body_of
-from .requests import Door, read_as, tenant_of
+from .requests import Gateway, read_as, tenant_of
 
 PATH = "/v1/messages/batches"
 MOST_LISTED = 1000
 _LINES: dict[int | str, Any] = {"200": {"content": {"application/x-jsonl": {"schema": {"type": "string"}}}}}
 
 
-def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any]) -> None:
+def add_message_batches(app: FastAPI, gateway: Gateway, responses: dict[int | str, Any]) -> None:
     """`responses` is how refusals are documented."""
-    broker = door.broker
+    broker = gateway.broker
 
     @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessageBatchRequest), responses=responses)
     async def create(request: Request) -> Any:
         """Answer these messages within a day and behind everybody else's; each is checked when its turn comes."""
-        lines = await read_as(partial(_lines, request, door), request, door.settings)
-        tenant, now, lifetime = tenant_of(request), int(time.time()), door.settings.files_ttl
+        lines = await read_as(partial(_lines, request, gateway), request, gateway.settings)
+        tenant, now, lifetime = tenant_of(request), int(time.time()), gateway.settings.files_ttl
         file = f"file-{uuid.uuid4().hex}"
         batch = Batch(
             id=f"msgbatch_{uuid.uuid4().hex}",
@@ -56,11 +56,11 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
             tenant=tenant,
             output_ttl=lifetime,
         )
-        await door.quotas.check(tenant, sum(map(len, lines)))
+        await gateway.quotas.check(tenant, sum(map(len, lines)))
         files = await Objects.of(broker, FILES)
         info = await put_file(files, f"{tenant}.{file}", _each(lines), f"{batch.id}_input.jsonl", "batch", lifetime)
         try:
-            await publish(door, batch)
+            await publish(gateway, batch)
         except Refusal:  # nobody will ever want it
             if info is not None:
                 await files.delete(info)
@@ -90,7 +90,7 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
 
         async def lines() -> AsyncIterator[bytes]:
             for info in infos:
-                async for _, line in read_lines(files.read(info), door.settings.file_limit):
+                async for _, line in read_lines(files.read(info), gateway.settings.file_limit):
                     yield orjson.dumps(_result(orjson.loads(line)), option=orjson.OPT_APPEND_NEWLINE)
 
         return StreamingResponse(lines(), media_type="application/x-jsonl")
@@ -126,16 +126,16 @@ def add_message_batches(app: FastAPI, door: Door, responses: dict[int | str, Any
         return batch
 
 
-def _lines(request: Request, door: Door, body: dict[str, Any]) -> list[bytes]:
+def _lines(request: Request, gateway: Gateway, body: dict[str, Any]) -> list[bytes]:
     """The lines of the input file. Raises `InvalidRequest`."""
-    known = known_alone(body, MessageBatchRequest, request=request, settings=door.settings)
+    known = known_alone(body, MessageBatchRequest, request=request, settings=gateway.settings)
     asked = parse_body(MessageBatchRequest, known).requests
     if len({one.custom_id for one in asked}) < len(asked):
         raise InvalidRequest("Each custom_id must be another.", code="duplicate_custom_id", param="requests")
     lines = [one.line for one in asked]
     for place, line in enumerate(lines):
-        if len(line) > door.settings.max_body_size:  # whoever reads the file stops there
-            fault = f"requests[{place}] has more than {door.settings.max_body_size} bytes as a line of a file."
+        if len(line) > gateway.settings.max_body_size:  # whoever reads the file stops there
+            fault = f"requests[{place}] has more than {gateway.settings.max_body_size} bytes as a line of a file."
             raise InvalidRequest(fault, code="line_too_long", param=f"requests[{place}]")
         try:
             read_line(line, MESSAGES)

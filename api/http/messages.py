@@ -22,7 +22,7 @@ from .answers import Answer
 from .ignored import known_alone, name_ignored
 from .message_batches import add_message_batches
 from .openapi import STREAMED, body_of
-from .requests import Door, open_request, read_as
+from .requests import Gateway, open_request, read_as
 from .tokens import Preparers
 
 Asked = TypeVar("Asked", bound=CountRequest)
@@ -48,32 +48,32 @@ class MessageAnswer(Answer):
         return super()._chunks(event)
 
 
-def add_messages(app: FastAPI, door: Door, preparers: Preparers) -> None:
+def add_messages(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
     """Call it after the other middleware is there: what that refuses is to have Anthropic's form too."""
     app.add_middleware(AnthropicErrors)
 
     @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessagesRequest), responses=STREAMED | _REFUSED)
     async def messages(request: Request) -> Response:
         """Anthropic's `/v1/messages`, and Penstock's `priority` and `timeout`."""
-        asked, body = await read_as(partial(_translated, request, door.settings), request, door.settings)
+        asked, body = await read_as(partial(_translated, request, gateway.settings), request, gateway.settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "with Idempotency-Key a repetition gets the same answer"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
-        reading = (await open_request(request, door, CHAT, body, "msg-")).reading
+        reading = (await open_request(request, gateway, CHAT, body, "msg-")).reading
         return MessageAnswer(
             reading,
             MessageRenderer(reading.request, asked.model),
             streaming=asked.stream is True,
-            keepalive=door.settings.keepalive_interval,
+            keepalive=gateway.settings.keepalive_interval,
         )
 
-    add_message_batches(app, door, _REFUSED)
+    add_message_batches(app, gateway, _REFUSED)
 
     @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)
     async def count(request: Request) -> dict[str, int]:
         """How many tokens the prompt of such a request has."""
-        chat = await read_as(partial(_counted, request, door.settings), request, door.settings)
+        chat = await read_as(partial(_counted, request, gateway.settings), request, gateway.settings)
         return {"input_tokens": len(await preparers.prompt(preparers.card(chat.model), chat))}
 
 

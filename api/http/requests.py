@@ -38,8 +38,8 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """The pipeline, as seen from HTTP."""
+class Gateway:
+    """What routes need to reach the pipeline and its stores."""
 
     bridge: Bridge
     broker: Broker
@@ -128,7 +128,7 @@ async def read_body(request: Request, limit: int, patience: float) -> bytes:
 
 
 async def open_request(
-    request: Request, door: Door, endpoint: JobEndpoint, body: dict[str, Any], prefix: str, *, kept: bool = False
+    request: Request, gateway: Gateway, endpoint: JobEndpoint, body: dict[str, Any], prefix: str, *, kept: bool = False
 ) -> Opened:
     """Publish what `body` asks for, or find the request that the headers speak of; ids begin with `prefix`.
 
@@ -137,11 +137,11 @@ async def open_request(
     Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, `InvalidRequest` for a header, and `Forbidden` for
     a priority.
     """
-    headers, bridge, tenant = request.headers, door.bridge, tenant_of(request)
+    headers, bridge, tenant = request.headers, gateway.bridge, tenant_of(request)
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
     streaming = body.get("stream") is True
-    deadline = time.time() + _timeout(body, headers, door.settings)
-    priority = _priority(request, body, door.settings)
+    deadline = time.time() + _timeout(body, headers, gateway.settings)
+    priority = _priority(request, body, gateway.settings)
     job = Job(id=f"{prefix}{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
     progress = None
     if (last := headers.get("last-event-id")) is not None:
@@ -153,12 +153,12 @@ async def open_request(
         reading = await open_once(
             key,
             bridge,
-            door.broker,
+            gateway.broker,
             job,
             priority=priority,
             tenant=tenant,
             deadline=deadline,
-            events_ttl=door.settings.events_ttl,
+            events_ttl=gateway.settings.events_ttl,
         )
     else:
         kept = kept or (resumable and streaming)

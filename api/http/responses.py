@@ -33,7 +33,7 @@ from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page
 from .ignored import known_alone, name_ignored
 from .openapi import STREAMED, documented, refusals
-from .requests import Door, open_request, read_as, tenant_of
+from .requests import Gateway, open_request, read_as, tenant_of
 
 PREFIX = "resp_"
 LOOK = 0.1  # seconds between two looks whether a response has stopped
@@ -99,8 +99,8 @@ class ResponseAnswer(EventStream):
         return self._reading.is_cut and self._reading.kept and isinstance(event, Failed)
 
 
-def add_responses(app: FastAPI, door: Door) -> None:
-    settings = door.settings
+def add_responses(app: FastAPI, gateway: Gateway) -> None:
+    settings = gateway.settings
     path = "/v1/responses/{id}"
 
     @app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))
@@ -111,12 +111,12 @@ def add_responses(app: FastAPI, door: Door) -> None:
             if header in request.headers:
                 advice = "retrieve the response with stream=true and starting_after"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
-        if door.registry.missing(["tools"]):
+        if gateway.registry.missing(["tools"]):
             raise Overloaded("No copy of the stage tools is running.", code="no_tools_stage", retry_after=2.0)
         background = body.get("background") is True
         kept = background or body.get("store") is not False
-        opened = await open_request(request, door, "/v1/responses", body, PREFIX, kept=kept)
-        reading = ResponseReading(door.bridge, opened.reading)
+        opened = await open_request(request, gateway, "/v1/responses", body, PREFIX, kept=kept)
+        reading = ResponseReading(gateway.bridge, opened.reading)
         renderer = ResponseRenderer(reading.request, body, int(time.time()), model=model_of(body))
         mode: Mode = "stream" if body.get("stream") is True else "background" if background else "whole"
         return ResponseAnswer(reading, renderer, mode, keepalive=settings.keepalive_interval)
@@ -139,20 +139,20 @@ def add_responses(app: FastAPI, door: Door) -> None:
             raise InvalidRequest("starting_after is the number of an event.", param="starting_after")
         job = stored.begun.job
         try:
-            reading = await door.bridge.follow(id, job.tenant, deadline=job.deadline + LOST)
+            reading = await gateway.bridge.follow(id, job.tenant, deadline=job.deadline + LOST)
         except StreamNotFound:
             raise StreamNotFound(
                 "The events of this response are kept no more; retrieve it without stream.", code="events_not_found"
             ) from None
         renderer = ResponseRenderer(id, job.body, int(job.created), model=job.body["model"], starting_after=int(after))
-        response = ResponseReading(door.bridge, reading)
+        response = ResponseReading(gateway.bridge, reading)
         return ResponseAnswer(response, renderer, "stream", keepalive=settings.keepalive_interval, begun=True)
 
     @app.delete(path, tags=["openai"], responses=refusals(404, 503))
     async def delete(id: str, request: Request) -> Any:
         """Forget a response; one that runs is cancelled."""
         stored = await _stopped(await _find(id, request))
-        await (await ResponseLog.of(door.broker)).delete(stored.begun.job.tenant, stored)
+        await (await ResponseLog.of(gateway.broker)).delete(stored.begun.job.tenant, stored)
         return {"id": id, "object": "response", "deleted": True}
 
     @app.post(f"{path}/cancel", tags=["openai"], responses=refusals(400, 404, 503))
@@ -170,7 +170,7 @@ def add_responses(app: FastAPI, door: Door) -> None:
         return page(request, (await _find(id, request)).begun.input, default=20, most=100)
 
     async def _find(id: str, request: Request) -> Stored:
-        log, tenant = await ResponseLog.of(door.broker), tenant_of(request)
+        log, tenant = await ResponseLog.of(gateway.broker), tenant_of(request)
         if is_response(id):
             # What has left the queue between two looks is in the log.
             for look in (log.read, _preparing, log.read):
@@ -180,12 +180,12 @@ def add_responses(app: FastAPI, door: Door) -> None:
 
     async def _preparing(tenant: str, id: str) -> Stored | None:
         """A response that was accepted and whose tools are still being listed: no log has it, but the stage's queue."""
-        subjects = door.bridge.subjects
-        if not await door.broker.replay(EVENTS, subjects.events_at(tenant, id)):
+        subjects = gateway.bridge.subjects
+        if not await gateway.broker.replay(EVENTS, subjects.events_at(tenant, id)):
             return None
         for priority in PRIORITIES:
             lane = lane_stream(TOOLS, priority)
-            for message in await door.broker.replay(lane, subjects.tools(priority, tenant)):
+            for message in await gateway.broker.replay(lane, subjects.tools(priority, tenant)):
                 if message.headers.get(MESSAGE_ID) == f"{tenant}.{id}":
                     job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
                     input = items_of(parse_responses(job.body).input, id)
@@ -194,13 +194,13 @@ def add_responses(app: FastAPI, door: Door) -> None:
 
     async def _stopped(stored: Stored) -> Stored:
         """Have it end. Whoever goes on with it sees the wish, now or later."""
-        job, log = stored.begun.job, await ResponseLog.of(door.broker)
+        job, log = stored.begun.job, await ResponseLog.of(gateway.broker)
         if stored.ended is not None or stored.is_lost(time.time()):
             return stored
         await log.ask_to_stop(job.tenant, job.id)
         for attempt in range(STOPPING):
             if attempt % 10 == 0:
-                await door.broker.notify(door.bridge.subjects.cancel(job.tenant, job.id), b"")
+                await gateway.broker.notify(gateway.bridge.subjects.cancel(job.tenant, job.id), b"")
             await asyncio.sleep(LOOK)
             stored = await log.read(job.tenant, job.id) or stored
             if stored.ended is not None:

@@ -15,7 +15,7 @@ from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
 from .answers import EventStream
 from .openapi import STREAMED, refusals
-from .requests import Door, tenant_of
+from .requests import Gateway, tenant_of
 
 
 class Feed(EventStream):
@@ -38,7 +38,7 @@ class Feed(EventStream):
         return [self._identified(b"data: " + codec.encode(event) + b"\n\n")]
 
 
-def add_streams(app: FastAPI, door: Door) -> None:
+def add_streams(app: FastAPI, gateway: Gateway) -> None:
     @app.get(
         "/v1/streams/{id}", tags=["streams"], response_class=Response, responses=STREAMED | refusals(400, 404, 503)
     )
@@ -55,13 +55,13 @@ def add_streams(app: FastAPI, door: Door) -> None:
             progress, after = Progress.parse(last), "0"
             if progress.request != id:
                 raise invalid_event_id("Last-Event-ID is not that of this stream.")
-        reading = await door.bridge.follow(id, tenant_of(request))
-        return Feed(reading, keepalive=door.settings.keepalive_interval, progress=progress, after=int(after))
+        reading = await gateway.bridge.follow(id, tenant_of(request))
+        return Feed(reading, keepalive=gateway.settings.keepalive_interval, progress=progress, after=int(after))
 
     @app.delete("/v1/streams/{id}", tags=["streams"], responses=refusals(404, 503))
     async def cancel(id: str, request: Request) -> Any:
         """Cancel a request; `cancelled` is false where it had ended before."""
-        reading = await door.bridge.follow(id, tenant_of(request))
+        reading = await gateway.bridge.follow(id, tenant_of(request))
         try:
             running = reading.final is None
             if running:

@@ -17,7 +17,7 @@ from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.registry import ModelCard
 from ...streams.stores.registry import Registry
 from .openapi import body_of, refusals
-from .requests import Door, read_parsed
+from .requests import Gateway, read_parsed
 
 if TYPE_CHECKING:
     from ...engine.prepare import Preparer
@@ -101,11 +101,11 @@ class Preparers:
         return found.prompts[0]
 
 
-def add_tokens(app: FastAPI, door: Door, preparers: Preparers) -> None:
+def add_tokens(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
     @app.post("/tokenize", tags=["native"], openapi_extra=body_of(TokenizeRequest), responses=_FAULTS)
     async def tokenize(request: Request) -> TokenizeResponse:
         """The tokens of a prompt, or of messages as the model's chat template writes them."""
-        asked = await read_parsed(TokenizeRequest, request, door.settings)
+        asked = await read_parsed(TokenizeRequest, request, gateway.settings)
         card = preparers.card(asked.model)
         tokenizer = (await preparers.of(card)).tokenizer
         options = asked.model_dump(include=set(_OF_MESSAGES), exclude_none=True)
@@ -128,7 +128,7 @@ def add_tokens(app: FastAPI, door: Door, preparers: Preparers) -> None:
     @app.post("/detokenize", tags=["native"], openapi_extra=body_of(DetokenizeRequest), responses=_FAULTS)
     async def detokenize(request: Request) -> DetokenizeResponse:
         """The text of tokens, special ones included."""
-        asked = await read_parsed(DetokenizeRequest, request, door.settings)
+        asked = await read_parsed(DetokenizeRequest, request, gateway.settings)
         tokenizer = (await preparers.of(preparers.card(asked.model))).tokenizer
         if (highest := max(asked.tokens, default=0)) >= tokenizer.vocabulary_size:
             raise InvalidRequest(

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from applications import Doors
+from applications import Applications
 from desk import Desk
 
 
 @pytest.fixture(scope="module")
-def doors() -> Iterator[Doors]:
+def applications() -> Iterator[Applications]:
     with asyncio.Runner() as runner:
-        doors = Doors.start(runner)
-        yield doors
-        runner.run(doors.pipeline.stop())
+        applications = Applications.start(runner)
+        yield applications
+        runner.run(applications.pipeline.stop())
 
 
 @pytest.fixture(scope="module")

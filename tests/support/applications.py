@@ -23,7 +23,7 @@ from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
 
-class Doors:
+class Applications:
     """The same pipeline behind two HTTP applications; `run` drives the loop for plain tests."""
 
     def __init__(self, pipeline: Pipeline, runner: asyncio.Runner, bridges: list[Bridge]) -> None:
@@ -36,7 +36,7 @@ class Doors:
         ]
 
     @classmethod
-    def start(cls, runner: asyncio.Runner) -> Doors:
+    def start(cls, runner: asyncio.Runner) -> Applications:
         pipeline = runner.run(Pipeline.start(relay_interval=0.0))
         pipeline.backend._rate = 1000.0  # tokens a second: slow enough for a message each
         other = Bridge(pipeline.pipe.broker, pipeline.pipe.subjects, "other")

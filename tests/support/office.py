@@ -123,13 +123,13 @@ class Office:
 
         return [add, wait, look]
 
-    def ask(self, method: str, path: str, body: Any = None, *, door: int = 0, **options: Any) -> Response:
-        return self.run(ask(self.apps[door], method, path, body, **options))
+    def ask(self, method: str, path: str, body: Any = None, *, app: int = 0, **options: Any) -> Response:
+        return self.run(ask(self.apps[app], method, path, body, **options))
 
-    def create(self, *texts: str, door: int = 0, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
+    def create(self, *texts: str, app: int = 0, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
         """The response to a request, whose turns are answered with these texts; a stream is judged first."""
         self.model.texts = list(texts)
-        answer = self.ask("POST", "/v1/responses", {"model": "echo", **body}, door=door, headers=headers or {})
+        answer = self.ask("POST", "/v1/responses", {"model": "echo", **body}, app=app, headers=headers or {})
         assert answer.status == 200, answer.body
         return check_responses(answer.body) if body.get("stream") else orjson.loads(answer.body)
 
@@ -144,7 +144,7 @@ class Office:
         return {entry.key for entry in self.run(bucket.entries()) if not entry.key.endswith(".ended")}
 
     def stored(self, id: str) -> dict[str, Any]:
-        answer = self.ask("GET", f"/v1/responses/{id}", door=1)
+        answer = self.ask("GET", f"/v1/responses/{id}", app=1)
         assert answer.status == 200, answer.body
         found: dict[str, Any] = orjson.loads(answer.body)
         return found

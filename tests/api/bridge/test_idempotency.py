@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import ask, messages
 
 from penstock.schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token, Usage
@@ -28,28 +28,30 @@ def key(request: pytest.FixtureRequest) -> dict[str, str]:
     return {"Idempotency-Key": request.node.name}
 
 
-def test_a_repeat_on_another_bridge_gets_the_same_answer(doors: Doors, request: pytest.FixtureRequest) -> None:
-    first, second = (doors.run(ask(app, "POST", COMPLETIONS, BODY, key(request))) for app in doors.apps)
+def test_a_repeat_on_another_bridge_gets_the_same_answer(
+    applications: Applications, request: pytest.FixtureRequest
+) -> None:
+    first, second = (applications.run(ask(app, "POST", COMPLETIONS, BODY, key(request))) for app in applications.apps)
     assert first.status == 200
     assert second == first
-    other = doors.run(ask(doors.apps[1], "POST", COMPLETIONS, BODY, {"Idempotency-Key": "another"}))
+    other = applications.run(ask(applications.apps[1], "POST", COMPLETIONS, BODY, {"Idempotency-Key": "another"}))
     assert other.headers["x-request-id"] != first.headers["x-request-id"]
 
 
-def test_repeats_at_the_same_time_are_one_request(doors: Doors, request: pytest.FixtureRequest) -> None:
+def test_repeats_at_the_same_time_are_one_request(applications: Applications, request: pytest.FixtureRequest) -> None:
     async def together() -> list[Any]:
-        asked = [ask(app, "POST", COMPLETIONS, BODY, key(request)) for app in doors.apps * 4]
+        asked = [ask(app, "POST", COMPLETIONS, BODY, key(request)) for app in applications.apps * 4]
         return await asyncio.gather(*asked)
 
-    answers = doors.run(together())
+    answers = applications.run(together())
     assert answers == [answers[0]] * 8
     assert answers[0].status == 200
 
 
-def test_a_client_that_left_finds_its_answer(doors: Doors, request: pytest.FixtureRequest) -> None:
+def test_a_client_that_left_finds_its_answer(applications: Applications, request: pytest.FixtureRequest) -> None:
     body = BODY | {"stream": True}
-    left = doors.run(ask(doors.apps[0], "POST", COMPLETIONS, body, key(request), leave_after=2))
-    again = doors.run(ask(doors.apps[1], "POST", COMPLETIONS, body, key(request)))
+    left = applications.run(ask(applications.apps[0], "POST", COMPLETIONS, body, key(request), leave_after=2))
+    again = applications.run(ask(applications.apps[1], "POST", COMPLETIONS, body, key(request)))
     assert again.headers["x-request-id"] == left.headers["x-request-id"]
     chunks = [sent.data["choices"][0] for sent in messages(again.body) if sent.data != "[DONE]"]
     assert "".join(chunk["text"] for chunk in chunks) == ("one two three" * 4)[:50]
@@ -61,17 +63,21 @@ def test_a_client_that_left_finds_its_answer(doors: Doors, request: pytest.Fixtu
     [(COMPLETIONS, {"prompt": "four"}), (COMPLETIONS, {"stream": True}), ("/v1/chat/completions", {})],
 )
 def test_a_key_of_another_request_is_409(
-    doors: Doors, request: pytest.FixtureRequest, target: str, change: dict[str, Any]
+    applications: Applications, request: pytest.FixtureRequest, target: str, change: dict[str, Any]
 ) -> None:
-    doors.run(ask(doors.apps[0], "POST", COMPLETIONS, BODY, key(request)))
-    response = doors.run(ask(doors.apps[1], "POST", target, BODY | change, key(request)))
+    applications.run(ask(applications.apps[0], "POST", COMPLETIONS, BODY, key(request)))
+    response = applications.run(ask(applications.apps[1], "POST", target, BODY | change, key(request)))
     assert (response.status, response.error["code"]) == (409, "idempotency_key_reused")
     assert "used for another request" in response.error["message"]
 
 
-def test_the_order_of_a_bodys_fields_does_not_matter(doors: Doors, request: pytest.FixtureRequest) -> None:
+def test_the_order_of_a_bodys_fields_does_not_matter(
+    applications: Applications, request: pytest.FixtureRequest
+) -> None:
     turned = dict(reversed(BODY.items()))
-    first, second = (doors.run(ask(doors.apps[0], "POST", COMPLETIONS, body, key(request))) for body in (BODY, turned))
+    first, second = (
+        applications.run(ask(applications.apps[0], "POST", COMPLETIONS, body, key(request))) for body in (BODY, turned)
+    )
     assert second == first
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import Response, Sent, ask, messages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -91,7 +91,7 @@ async def test_a_stream_cut_at_any_byte_is_completed_by_another_bridge(choices: 
 @LIVE
 @given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans())
 def test_a_running_stream_cut_again_and_again_loses_and_repeats_nothing(
-    doors: Doors, choices: int, cuts: list[int], logprobs: bool
+    applications: Applications, choices: int, cuts: list[int], logprobs: bool
 ) -> None:
     more = {} if logprobs else {"logprobs": False, "top_logprobs": None}
     asked = body(choices, max_tokens=20, ignore_eos=True, **more)
@@ -100,7 +100,7 @@ def test_a_running_stream_cut_again_and_again_loses_and_repeats_nothing(
         sent: list[Sent] = []
         headers = dict(RESUMABLE)
         for place, cut in enumerate(cuts):
-            response = await ask(doors.apps[place % 2], "POST", CHAT, asked, headers, leave_after=cut)
+            response = await ask(applications.apps[place % 2], "POST", CHAT, asked, headers, leave_after=cut)
             assert response.status == 200
             sent += messages(response.body)
             headers["Last-Event-ID"] = last_id(sent, response)
@@ -108,8 +108,8 @@ def test_a_running_stream_cut_again_and_again_loses_and_repeats_nothing(
                 break
         return sent
 
-    expected = put_together(doors.run(read([None])))
-    assert put_together(doors.run(read([*cuts, None]))) == expected
+    expected = put_together(applications.run(read([None])))
+    assert put_together(applications.run(read([*cuts, None]))) == expected
 
 
 @st.composite
@@ -187,5 +187,5 @@ async def test_completions_go_on_counting_their_offsets() -> None:
     assert messages(rest.body) == whole[6:]
 
 
-def test_without_the_header_no_id_is_sent(doors: Doors) -> None:
-    assert b"\nid:" not in b"\n" + doors.run(ask(doors.apps[0], "POST", CHAT, body())).body
+def test_without_the_header_no_id_is_sent(applications: Applications) -> None:
+    assert b"\nid:" not in b"\n" + applications.run(ask(applications.apps[0], "POST", CHAT, body())).body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from applications import Doors
+from applications import Applications
 from asgi import ask, messages
 
 COMPLETIONS = "/v1/completions"
@@ -42,9 +42,9 @@ FAULTS: list[tuple[dict[str, Any], dict[str, str], int, str, str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def request_id(doors: Doors) -> str:
+def request_id(applications: Applications) -> str:
     """A request of three tokens, `abc`, that has ended."""
-    response = doors.run(ask(doors.apps[0], "POST", COMPLETIONS, BODY, {"Penstock-Resumable": "true"}))
+    response = applications.run(ask(applications.apps[0], "POST", COMPLETIONS, BODY, {"Penstock-Resumable": "true"}))
     sent = messages(response.body)
     assert str(sent[-2].id).endswith("/4:3f")  # the end token is counted
     return response.headers["x-request-id"]
@@ -52,7 +52,7 @@ def request_id(doors: Doors) -> str:
 
 @pytest.mark.parametrize(("body", "headers", "status", "code", "param", "message"), FAULTS)
 def test_a_fault_of_a_header_is_named(
-    doors: Doors,
+    applications: Applications,
     request_id: str,
     body: dict[str, Any],
     headers: dict[str, str],
@@ -62,7 +62,7 @@ def test_a_fault_of_a_header_is_named(
     message: str,
 ) -> None:
     given = {name: value.replace("REQUEST", request_id) for name, value in headers.items()}
-    response = doors.run(ask(doors.apps[1], "POST", COMPLETIONS, BODY | body, given))
+    response = applications.run(ask(applications.apps[1], "POST", COMPLETIONS, BODY | body, given))
     error = response.error
     assert (response.status, error["code"], error["param"] or "") == (status, code, param)
     assert message in error["message"]
@@ -81,14 +81,16 @@ def test_a_fault_of_a_header_is_named(
     ],
 )
 def test_a_fault_of_a_native_stream_is_named(
-    doors: Doors, request_id: str, target: str, headers: dict[str, str], param: str
+    applications: Applications, request_id: str, target: str, headers: dict[str, str], param: str
 ) -> None:
     given = {name: value.replace("REQUEST", request_id) for name, value in headers.items()}
-    response = doors.run(ask(doors.apps[1], "GET", f"/v1/streams/{target.replace('REQUEST', request_id)}", None, given))
+    response = applications.run(
+        ask(applications.apps[1], "GET", f"/v1/streams/{target.replace('REQUEST', request_id)}", None, given)
+    )
     assert (response.status, response.error["param"]) == (400, param)
 
 
-def test_a_place_of_the_other_endpoint_is_refused(doors: Doors, request_id: str) -> None:
+def test_a_place_of_the_other_endpoint_is_refused(applications: Applications, request_id: str) -> None:
     body = {"model": "echo", "messages": [{"role": "user", "content": "abc"}], "stream": True}
-    response = doors.run(ask(doors.apps[1], "POST", CHAT, body, {"Last-Event-ID": f"{request_id}/1:1"}))
+    response = applications.run(ask(applications.apps[1], "POST", CHAT, body, {"Last-Event-ID": f"{request_id}/1:1"}))
     assert (response.status, response.error["code"]) == (400, "invalid_event_id")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import HEADERS, Response, ask
 from starlette.types import ASGIApp, Message
 
@@ -36,37 +36,39 @@ PREFLIGHT = {
         ("POST", "/v1/completions", BODY | {"stream": True}, 200),
     ],
 )
-def test_every_answer_has_an_id_of_our_own(doors: Doors, method: str, target: str, body: Any, status: int) -> None:
+def test_every_answer_has_an_id_of_our_own(
+    applications: Applications, method: str, target: str, body: Any, status: int
+) -> None:
     ids = set()
     for _ in range(2):
-        response = doors.run(ask(doors.apps[0], method, target, body, {"x-request-id": "req-theirs"}))
+        response = applications.run(ask(applications.apps[0], method, target, body, {"x-request-id": "req-theirs"}))
         assert response.status == status
         ids.add(response.headers["x-request-id"])
     assert len(ids) == 2
     assert all(re.fullmatch("(req|cmpl)-[0-9a-f]{32}", id) for id in ids)
 
 
-def test_a_method_that_is_not_taken_comes_with_those_that_are(doors: Doors) -> None:
-    response = doors.run(ask(doors.apps[0], "PUT", "/generate"))
+def test_a_method_that_is_not_taken_comes_with_those_that_are(applications: Applications) -> None:
+    response = applications.run(ask(applications.apps[0], "PUT", "/generate"))
     assert (response.status, response.headers["allow"], response.error["code"]) == (405, "POST", "method_not_allowed")
     for path, methods in (("/v1/streams/x", "DELETE, GET"), ("/v1/files", "GET, POST"), ("/v1/models", "GET")):
-        response = doors.run(ask(doors.apps[0], "PATCH", path))
+        response = applications.run(ask(applications.apps[0], "PATCH", path))
         assert (response.status, response.headers["allow"]) == (405, methods)
         assert methods in response.error["message"]
 
 
-def test_paths_have_the_names_that_others_give_them(doors: Doors) -> None:
+def test_paths_have_the_names_that_others_give_them(applications: Applications) -> None:
     for path, other in (("/models", "/v1/models"), ("/health", "/health/ready")):
-        found, expected = (doors.run(ask(doors.apps[0], "GET", name)) for name in (path, other))
+        found, expected = (applications.run(ask(applications.apps[0], "GET", name)) for name in (path, other))
         assert (found.status, found.body) == (expected.status, expected.body)
 
 
-def test_a_conflict_is_not_tried_again(doors: Doors) -> None:
+def test_a_conflict_is_not_tried_again(applications: Applications) -> None:
     key = {"Idempotency-Key": "one"}
-    assert doors.run(ask(doors.apps[0], "POST", "/v1/completions", BODY, key)).status == 200
-    response = doors.run(ask(doors.apps[0], "POST", "/v1/completions", BODY | {"n": 2}, key))
+    assert applications.run(ask(applications.apps[0], "POST", "/v1/completions", BODY, key)).status == 200
+    response = applications.run(ask(applications.apps[0], "POST", "/v1/completions", BODY | {"n": 2}, key))
     assert (response.status, response.headers["x-should-retry"]) == (409, "false")
-    assert "x-should-retry" not in doors.run(ask(doors.apps[0], "GET", "/nothing")).headers
+    assert "x-should-retry" not in applications.run(ask(applications.apps[0], "GET", "/nothing")).headers
 
 
 class Trickle:
@@ -160,19 +162,19 @@ async def test_an_origin_that_no_browser_sends_is_refused(origins: str) -> None:
         await Script.start(cors_origins=origins)
 
 
-def test_the_documentation_needs_no_other_server(doors: Doors) -> None:
-    page = doors.run(ask(doors.apps[0], "GET", "/docs")).body.decode()
+def test_the_documentation_needs_no_other_server(applications: Applications) -> None:
+    page = applications.run(ask(applications.apps[0], "GET", "/docs")).body.decode()
     links = re.findall(r'(?:src|href)="([^"]+)"', page)
     assert len(links) >= 2
     for link in links:
         assert link.startswith("/")
-        assert doors.run(ask(doors.apps[0], "GET", link)).status == 200
+        assert applications.run(ask(applications.apps[0], "GET", link)).status == 200
     assert "//" not in re.sub(r"/\*.*?\*/", "", page, flags=re.DOTALL).replace("<!--", "")
 
 
-def test_deep_json_is_taken_to_where_it_can_be_written_again(doors: Doors) -> None:
+def test_deep_json_is_taken_to_where_it_can_be_written_again(applications: Applications) -> None:
     def post(body: dict[str, Any]) -> Response:
-        return doors.run(ask(doors.apps[0], "POST", "/v1/chat/completions", {"model": "other"} | body))
+        return applications.run(ask(applications.apps[0], "POST", "/v1/chat/completions", {"model": "other"} | body))
 
     def nested(levels: int) -> dict[str, Any]:
         inner: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import Response, ask, messages
 
 from penstock.schemas.errors import Overloaded
@@ -30,15 +30,15 @@ CHAT: dict[str, Any] = {"model": "echo", "messages": MESSAGES}
 STREAM = {"stream": True}
 
 
-def post(doors: Doors, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return doors.run(ask(doors.apps[0], "POST", "/generate", body, headers or {}))
+def post(applications: Applications, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return applications.run(ask(applications.apps[0], "POST", "/generate", body, headers or {}))
 
 
 @pytest.mark.parametrize("body", [TEXT, CHAT, TEXT | {"prompt": [97, 98, 99]}, TEXT | {"n": 2, "logprobs": 1}])
-def test_the_answer_is_that_of_the_openai_paths(doors: Doors, body: dict[str, Any]) -> None:
+def test_the_answer_is_that_of_the_openai_paths(applications: Applications, body: dict[str, Any]) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    theirs = orjson.loads(doors.run(ask(doors.apps[0], "POST", path, body)).body)
-    response = post(doors, body)
+    theirs = orjson.loads(applications.run(ask(applications.apps[0], "POST", path, body)).body)
+    response = post(applications, body)
     ours = orjson.loads(response.body)
     assert response.status == 200
     assert ours.keys() == {"id", "object", "created", "model", "choices", "usage"}
@@ -78,47 +78,51 @@ async def test_thoughts_calls_and_logprobs_are_told() -> None:
 
 
 @pytest.mark.parametrize("body", [TEXT | STREAM, CHAT | STREAM | {"n": 2}])
-def test_a_stream_is_the_requests_events(doors: Doors, body: dict[str, Any]) -> None:
-    response = post(doors, body)
+def test_a_stream_is_the_requests_events(applications: Applications, body: dict[str, Any]) -> None:
+    response = post(applications, body)
     sent = messages(response.body)
     assert response.headers["content-type"] == "text/event-stream"
     assert b"[DONE]" not in response.body and {message.id for message in sent} == {None}
     types = [message.data["type"] for message in sent if message.data["type"] != "queued"]
     assert (types[0], types[-1], set(types[1:-1])) == ("accepted", "done", {"token"})
     request = response.headers["x-request-id"]
-    stored = doors.run(ask(doors.apps[1], "GET", f"/v1/streams/{request}"))
+    stored = applications.run(ask(applications.apps[1], "GET", f"/v1/streams/{request}"))
     assert [message.data for message in messages(stored.body)] == [
         message.data for message in sent if message.data["type"] != "queued"
     ]
 
 
-def test_a_stream_goes_on_where_it_broke(doors: Doors) -> None:
+def test_a_stream_goes_on_where_it_broke(applications: Applications) -> None:
     resumable = {"Penstock-Resumable": "true"}
     body = TEXT | STREAM | {"max_tokens": 30, "ignore_eos": True}
-    first = messages(doors.run(ask(doors.apps[0], "POST", "/generate", body, resumable, leave_after=2)).body)
+    first = messages(
+        applications.run(ask(applications.apps[0], "POST", "/generate", body, resumable, leave_after=2)).body
+    )
     last = str(first[-1].id)
     assert last.startswith("gen-")
-    rest = messages(doors.run(ask(doors.apps[1], "POST", "/generate", body, resumable | {"Last-Event-ID": last})).body)
+    rest = messages(
+        applications.run(ask(applications.apps[1], "POST", "/generate", body, resumable | {"Last-Event-ID": last})).body
+    )
     tokens = [message.data for message in [*first, *rest] if message.data["type"] == "token"]
     assert sum(len(token["token_ids"]) for token in tokens) == 30
     assert "accepted" not in [message.data["type"] for message in rest]
     assert rest[-1].data["type"] == "done"
 
 
-def test_the_same_key_is_the_same_request(doors: Doors) -> None:
+def test_the_same_key_is_the_same_request(applications: Applications) -> None:
     key = {"Idempotency-Key": "generate-once"}
-    assert post(doors, TEXT, key).body == post(doors, TEXT, key).body
-    assert post(doors, CHAT, key).status == 409
+    assert post(applications, TEXT, key).body == post(applications, TEXT, key).body
+    assert post(applications, CHAT, key).status == 409
 
 
 @pytest.mark.parametrize("stream", [{}, STREAM])
-def test_a_refusal_has_its_status(doors: Doors, stream: dict[str, Any]) -> None:
+def test_a_refusal_has_its_status(applications: Applications, stream: dict[str, Any]) -> None:
     for fault, status, code in (
         ({"temperature": 9}, 400, "invalid_value"),
         ({"model": "other"}, 404, "model_not_found"),
         ({"messages": MESSAGES}, 400, "unsupported_parameter"),
     ):
-        response = post(doors, TEXT | stream | fault)
+        response = post(applications, TEXT | stream | fault)
         assert (response.status, response.error["code"]) == (status, code)
 
 

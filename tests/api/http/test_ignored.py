@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import structlog
-from applications import Doors
+from applications import Applications
 from asgi import Response, ask
 
 from penstock.api.http.app import create_app
@@ -29,45 +29,47 @@ BODIES: dict[str, dict[str, Any]] = {
 STREAMED = [path for path, body in BODIES.items() if body.keys() & {"max_tokens", "max_output_tokens"}]
 
 
-def post(doors: Doors, path: str, body: dict[str, Any], **settings: Any) -> Response:
-    pipe = doors.pipeline.pipe
-    app = create_app(doors.bridges[0], pipe.broker, pipe.registry, pipe.settings.model_copy(update=settings), "0")
-    return doors.run(ask(app, "POST", path, body))
+def post(applications: Applications, path: str, body: dict[str, Any], **settings: Any) -> Response:
+    pipe = applications.pipeline.pipe
+    app = create_app(
+        applications.bridges[0], pipe.broker, pipe.registry, pipe.settings.model_copy(update=settings), "0"
+    )
+    return applications.run(ask(app, "POST", path, body))
 
 
 @pytest.mark.parametrize(
     ("path", "stream"), [*((path, {}) for path in BODIES), *((path, {"stream": True}) for path in STREAMED)]
 )
-def test_unknown_fields_are_ignored_and_named(doors: Doors, path: str, stream: dict[str, Any]) -> None:
+def test_unknown_fields_are_ignored_and_named(applications: Applications, path: str, stream: dict[str, Any]) -> None:
     body = BODIES[path] | stream
     with structlog.testing.capture_logs() as logs:
-        response = post(doors, path, body | {"client_hints": {"a": "secret"}, "repeat_last_n": 64})
+        response = post(applications, path, body | {"client_hints": {"a": "secret"}, "repeat_last_n": 64})
     assert response.status == 200
     assert response.headers["penstock-ignored"] == "client_hints, repeat_last_n"
     (line,) = [line for line in logs if line["event"] == "fields ignored"]
     assert (line["path"], line["fields"], line["count"]) == (path, ["client_hints", "repeat_last_n"], 2)
     assert line["request"] == response.headers["x-request-id"] and "secret" not in str(logs)
-    assert "penstock-ignored" not in post(doors, path, body).headers
+    assert "penstock-ignored" not in post(applications, path, body).headers
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_strict_server_refuses_them(doors: Doors, path: str) -> None:
-    response = post(doors, path, BODIES[path] | {"client_hints": {}}, strict=True)
+def test_a_strict_server_refuses_them(applications: Applications, path: str) -> None:
+    response = post(applications, path, BODIES[path] | {"client_hints": {}}, strict=True)
     assert response.status == 400
     assert b"client_hints is not a known parameter" in response.body
     assert "penstock-ignored" not in response.headers
 
 
-def test_what_is_ignored_is_told_beside_an_error(doors: Doors) -> None:
-    response = post(doors, "/v1/completions", BODIES["/v1/completions"] | {"temperature": 9, "mirostat": 2})
+def test_what_is_ignored_is_told_beside_an_error(applications: Applications) -> None:
+    response = post(applications, "/v1/completions", BODIES["/v1/completions"] | {"temperature": 9, "mirostat": 2})
     assert (response.status, response.error["param"]) == (400, "temperature")
     assert response.headers["penstock-ignored"] == "mirostat"
 
 
-def test_strange_names_are_told_in_bounds(doors: Doors) -> None:
+def test_strange_names_are_told_in_bounds(applications: Applications) -> None:
     names = ["a,b", "c\r\nset-cookie: x", "", "grüß", "k" * 1000, *(f"key{place}" for place in range(100))]
     with structlog.testing.capture_logs() as logs:
-        response = post(doors, "/v1/completions", BODIES["/v1/completions"] | dict.fromkeys(names, 0))
+        response = post(applications, "/v1/completions", BODIES["/v1/completions"] | dict.fromkeys(names, 0))
     assert [line["count"] for line in logs if line["event"] == "fields ignored"] == [len(names)]
     told = response.headers["penstock-ignored"].split(", ")
     assert told[:5] == ["a?b", "c??set-cookie:?x", "?", "gr??", "k" * 64]

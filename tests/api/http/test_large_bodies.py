@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import ask
 
 from penstock.api.batches.input import line_of
@@ -59,20 +59,20 @@ async def test_others_go_on_while_a_large_line_of_a_batch_is_read() -> None:
     assert done == ["other", "line"]
 
 
-def test_what_stands_in_texts_does_not_count(doors: Doors) -> None:
+def test_what_stands_in_texts_does_not_count(applications: Applications) -> None:
     for text in ("[{:,}]" * 100_000, '\\"[{:' * 100_000, '"[' * 100_000):
         body = {"model": "echo", "prompt": "x", "metadata": text}
-        error = doors.run(ask(doors.apps[0], "POST", "/v1/completions", body)).error
+        error = applications.run(ask(applications.apps[0], "POST", "/v1/completions", body)).error
         assert (error["param"], error["code"]) == ("metadata", "invalid_type")
 
 
-def test_a_refusal_names_twenty_faults_and_counts_the_others(doors: Doors) -> None:
-    pipe = doors.pipeline.pipe
+def test_a_refusal_names_twenty_faults_and_counts_the_others(applications: Applications) -> None:
+    pipe = applications.pipeline.pipe
     strict = pipe.settings.model_copy(update={"strict": True})
-    app = create_app(doors.bridges[0], pipe.broker, pipe.registry, strict, "0")
+    app = create_app(applications.bridges[0], pipe.broker, pipe.registry, strict, "0")
 
     def refused(body: dict[str, Any]) -> dict[str, Any]:
-        return doors.run(ask(app, "POST", "/v1/completions", {"model": "echo", "prompt": "x"} | body)).error
+        return applications.run(ask(app, "POST", "/v1/completions", {"model": "echo", "prompt": "x"} | body)).error
 
     error = refused({f"key{place}": 0 for place in range(25)})
     assert error["message"].count("is not a known parameter.") == 20
@@ -87,7 +87,7 @@ def test_a_refusal_names_twenty_faults_and_counts_the_others(doors: Doors) -> No
     assert error["message"] == "The body has 90,000 faults; /docs says what this path takes."
 
 
-def test_the_refusal_of_a_job_with_many_keys_fits_a_message(doors: Doors) -> None:
+def test_the_refusal_of_a_job_with_many_keys_fits_a_message(applications: Applications) -> None:
     async def refused(bridge: Bridge, body: dict[str, Any]) -> ErrorBody:
         job = Job(id="many", endpoint="/v1/completions", bridge=bridge.name, body=body)
         reading = await bridge.open(job, priority="normal", tenant="default")
@@ -96,7 +96,7 @@ def test_the_refusal_of_a_job_with_many_keys_fits_a_message(doors: Doors) -> Non
         assert isinstance(reading.final, Failed)
         return reading.final.error
 
-    error = doors.run(refused(doors.bridges[0], {f"k{key:06}": 0 for key in range(300_000)}))
+    error = applications.run(refused(applications.bridges[0], {f"k{key:06}": 0 for key in range(300_000)}))
     assert (error.status, error.code) == (400, "malformed_job")
     assert error.message.startswith("The job cannot be read: it holds 300,0")
     assert len(error.message) < 200

@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import ask
 
 CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE = (
@@ -218,9 +218,9 @@ OTHER_PATHS = [
 
 
 @pytest.mark.parametrize("row", [*BODIES, *PARAMETERS, *MESSAGE_FAULTS, *OTHER_PATHS])
-def test_a_malformed_request_is_told_what_is_wrong(doors: Doors, row: Row) -> None:
+def test_a_malformed_request_is_told_what_is_wrong(applications: Applications, row: Row) -> None:
     body = row.body if isinstance(row.body, bytes | None) else json.dumps(row.body).encode()
-    response = doors.run(ask(doors.apps[0], row.method, row.target, body))
+    response = applications.run(ask(applications.apps[0], row.method, row.target, body))
     error = response.error
     assert (response.status, error["code"], error["param"]) == (row.status, row.code, row.param)
     assert row.message in error["message"]
@@ -239,13 +239,15 @@ async def test_whatever_is_wrong_a_wrong_key_is_told_first() -> None:
 @pytest.mark.parametrize(
     "content_type", ["application/x-www-form-urlencoded", "text/plain", "nonsense", "", "a" * 5000]
 )
-def test_json_is_read_whatever_it_is_called(doors: Doors, content_type: str) -> None:
-    assert doors.run(ask(doors.apps[0], "POST", TEXT, text(), {"content-type": content_type})).status == 200
+def test_json_is_read_whatever_it_is_called(applications: Applications, content_type: str) -> None:
+    assert (
+        applications.run(ask(applications.apps[0], "POST", TEXT, text(), {"content-type": content_type})).status == 200
+    )
 
 
 @pytest.mark.parametrize(
     "prompt", ["a\x00b", "\u202e\ufeff\ufffe", "\U0001f9d1\u200d\U0001f680", "<|im_end|>", "\x7f\x1b[31m"]
 )
-def test_strange_text_is_text(doors: Doors, prompt: str) -> None:
-    response = doors.run(ask(doors.apps[0], "POST", NATIVE, text(prompt=prompt)))
+def test_strange_text_is_text(applications: Applications, prompt: str) -> None:
+    response = applications.run(ask(applications.apps[0], "POST", NATIVE, text(prompt=prompt)))
     assert response.status == 200

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import Sent, ask, messages
 
 from penstock.api.bridge.bridge import Bridge
@@ -19,25 +19,25 @@ LONG = {"model": "echo", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "
 RESUMABLE = {"Penstock-Resumable": "1"}
 
 
-def follow(doors: Doors, request: str) -> list[Sent]:
-    response = doors.run(ask(doors.apps[1], "GET", f"/v1/streams/{request}"))
+def follow(applications: Applications, request: str) -> list[Sent]:
+    response = applications.run(ask(applications.apps[1], "GET", f"/v1/streams/{request}"))
     assert response.status == 200
     return messages(response.body)
 
 
-def open_and_leave(doors: Doors, headers: dict[str, str]) -> str:
-    response = doors.run(ask(doors.apps[0], "POST", COMPLETIONS, LONG, headers, leave_after=1))
+def open_and_leave(applications: Applications, headers: dict[str, str]) -> str:
+    response = applications.run(ask(applications.apps[0], "POST", COMPLETIONS, LONG, headers, leave_after=1))
     return response.headers["x-request-id"]
 
 
-def test_a_running_request_is_followed_to_its_end(doors: Doors) -> None:
-    request = open_and_leave(doors, RESUMABLE)
-    events = follow(doors, request)
+def test_a_running_request_is_followed_to_its_end(applications: Applications) -> None:
+    request = open_and_leave(applications, RESUMABLE)
+    events = follow(applications, request)
     assert events[-1].data["type"] == "done"
     assert [event.data["type"] for event in events].count("accepted") == 1
     ids = [id for event in events if event.data["type"] == "token" for id in event.data["token_ids"]]
     assert len(ids) == 300
-    assert events == follow(doors, request)
+    assert events == follow(applications, request)
 
 
 async def test_places_and_counts_skip_what_was_read() -> None:
@@ -63,14 +63,14 @@ async def test_places_and_counts_skip_what_was_read() -> None:
 
 
 @pytest.fixture
-def slow(doors: Doors) -> Iterator[Doors]:
+def slow(applications: Applications) -> Iterator[Applications]:
     """It takes half a minute to answer, so that whoever stops it is in time."""
-    rate, doors.pipeline.backend._rate = doors.pipeline.backend._rate, 10.0
-    yield doors
-    doors.pipeline.backend._rate = rate
+    rate, applications.pipeline.backend._rate = applications.pipeline.backend._rate, 10.0
+    yield applications
+    applications.pipeline.backend._rate = rate
 
 
-def test_delete_cancels_once(slow: Doors) -> None:
+def test_delete_cancels_once(slow: Applications) -> None:
     request = open_and_leave(slow, RESUMABLE)
     for expected in (True, False):
         response = slow.run(ask(slow.apps[1], "DELETE", f"/v1/streams/{request}"))
@@ -79,7 +79,7 @@ def test_delete_cancels_once(slow: Doors) -> None:
     assert follow(slow, request)[-1].data["type"] == "cancelled"
 
 
-def test_leaving_cancels(slow: Doors) -> None:
+def test_leaving_cancels(slow: Applications) -> None:
     assert follow(slow, open_and_leave(slow, {}))[-1].data["type"] == "cancelled"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import orjson
 import requests
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import ask
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -42,11 +42,11 @@ async def send(app: Any, case: Case[Any]) -> httpx2.Response:
         return await client.request(str(sent.method), str(sent.url), headers=headers, content=body)
 
 
-def test_every_answer_is_documented(doors: Doors) -> None:
+def test_every_answer_is_documented(applications: Applications) -> None:
     """No failure of ours; no status, media type or error body that the page does not have."""
     *conformance, not_ours = checks.CHECKS.get_by_names(NAMES)
     seen: Counter[int] = Counter()
-    for result in openapi.from_dict(doors.run(page(doors.apps[0]))).get_all_operations():
+    for result in openapi.from_dict(applications.run(page(applications.apps[0]))).get_all_operations():
         assert isinstance(result, Ok)
         operation = result.ok()
 
@@ -56,7 +56,7 @@ def test_every_answer_is_documented(doors: Doors) -> None:
             body: Any = case.body
             if served and isinstance(body, dict):
                 case.body = body | {name: value for name, value in SMALL.items() if name in body}
-            response = doors.run(send(doors.apps[0], case))
+            response = applications.run(send(applications.apps[0], case))
             seen[response.status_code] += 1
             wanted: Any = conformance if response.status_code == 503 else [*conformance, not_ours]
             case.validate_response(response, checks=wanted)
@@ -75,8 +75,8 @@ async def test_a_key_is_documented_where_one_is_asked_for() -> None:
         assert ("securitySchemes" in found["components"]) == needed
 
 
-def test_every_body_and_every_refusal_is_written_out(doors: Doors) -> None:
-    found = doors.run(page(doors.apps[0]))
+def test_every_body_and_every_refusal_is_written_out(applications: Applications) -> None:
+    found = applications.run(page(applications.apps[0]))
     for path, methods in found["paths"].items():
         for method, operation in methods.items():
             assert "422" not in operation["responses"]

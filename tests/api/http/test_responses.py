@@ -110,7 +110,7 @@ def test_a_stream_goes_on_behind_any_event_at_another_bridge(office: Office) -> 
     events = read_events(whole.body)
     id = events[0]["response"]["id"]
     for after in range(-1, len(events)):
-        rest = office.ask("GET", f"/v1/responses/{id}?stream=true&starting_after={after}", door=1)
+        rest = office.ask("GET", f"/v1/responses/{id}?stream=true&starting_after={after}", app=1)
         assert read_events(rest.body) == events[after + 1 :]
 
 
@@ -123,7 +123,7 @@ def test_a_function_of_the_clients_ends_the_response_and_its_output_goes_on(offi
         {"city": "Oslo"},
     )
     output = {"type": "function_call_output", "call_id": item["call_id"], "output": "It snows."}
-    more = office.create("Snow.", input=[output], previous_response_id=made["id"], tools=[WEATHER], door=1)
+    more = office.create("Snow.", input=[output], previous_response_id=made["id"], tools=[WEATHER], app=1)
     assert said(more) == "Snow."
     shown = office.model.asked[-1]
     assert shown.index("Weather?") < shown.index("Oslo") < shown.index("It snows.")
@@ -146,7 +146,7 @@ def test_approval_is_asked_for_and_remembered(office: Office) -> None:
     question = made["output"][1]
     answer = {"type": "mcp_approval_response", "approval_request_id": question["id"], "approve": True}
     after = {"previous_response_id": made["id"], "tools": tools}
-    more = office.create("It is 3.", input=[answer], stream=True, door=1, **after)
+    more = office.create("It is 3.", input=[answer], stream=True, app=1, **after)
     assert kinds(more) == ["mcp_list_tools", "mcp_call", "message"]
     assert (more["output"][1]["output"], more["output"][1]["approval_request_id"]) == ("3", question["id"])
     assert office.done == [("add", 1, 2)]
@@ -251,9 +251,9 @@ def test_a_response_whose_tools_are_still_being_listed(office: Office) -> None:
     id, asking = office.run(create())
     listing = office.stored(id)
     assert (listing["status"], listing["metadata"], listing["output"]) == ("in_progress", {"a": "b"}, [])
-    items = orjson.loads(office.ask("GET", f"/v1/responses/{id}/input_items", door=1).body)
+    items = orjson.loads(office.ask("GET", f"/v1/responses/{id}/input_items", app=1).body)
     assert [item["content"][0]["text"] for item in items["data"]] == ["Go."]
-    cancelled = orjson.loads(office.ask("POST", f"/v1/responses/{id}/cancel", door=1).body)
+    cancelled = orjson.loads(office.ask("POST", f"/v1/responses/{id}/cancel", app=1).body)
     assert cancelled["status"] == office.stored(id)["status"] == "cancelled"
     assert check_responses(office.run(answered(asking)).body)["status"] == "cancelled"
     assert office.model.asked == []
@@ -307,7 +307,7 @@ def test_conversations(office: Office) -> None:
     assert (made["object"], made["metadata"]) == ("conversation", {"topic": "names"})
     id = made["id"]
     office.create("Eva.", input="What is my name?", conversation=id)
-    office.create("I said it.", input="And now?", conversation={"id": id}, door=1)
+    office.create("I said it.", input="And now?", conversation={"id": id}, app=1)
     assert office.model.asked[1].count("My name is Eva.") == office.model.asked[1].count("What is my name?") == 1
     items = orjson.loads(office.ask("GET", f"/v1/conversations/{id}/items?order=asc").body)["data"]
     assert [item["role"] for item in items] == ["user", "user", "assistant", "user", "assistant"]
@@ -430,7 +430,7 @@ def test_a_client_that_leaves_stops_what_is_not_kept(office: Office) -> None:
 def test_the_same_key_is_the_same_response(office: Office) -> None:
     key = {"Idempotency-Key": "once"}
     made = office.create(call("add", a=1, b=1), "2.", input="1 + 1?", tools=functions(), headers=key)
-    again = office.create(input="1 + 1?", tools=functions(), headers=key, door=1)
+    again = office.create(input="1 + 1?", tools=functions(), headers=key, app=1)
     assert again["id"] == made["id"] and again["output"] == made["output"]
     assert office.done == [("add", 1, 1)]
 

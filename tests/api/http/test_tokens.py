@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from applications import Doors, Script
+from applications import Applications, Script
 from asgi import Response, ask
 
 from penstock.api.http.tokens import Preparers
@@ -22,40 +22,40 @@ MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
-def post(doors: Doors, path: str, body: dict[str, Any]) -> Response:
-    return doors.run(ask(doors.apps[0], "POST", path, body))
+def post(applications: Applications, path: str, body: dict[str, Any]) -> Response:
+    return applications.run(ask(applications.apps[0], "POST", path, body))
 
 
-def answer(doors: Doors, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = post(doors, path, body)
+def answer(applications: Applications, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = post(applications, path, body)
     assert response.status == 200, response.body
     found: dict[str, Any] = orjson.loads(response.body)
     return found
 
 
-def test_a_prompt_becomes_tokens_and_text_again(doors: Doors) -> None:
-    found = answer(doors, "/tokenize", {"model": "echo", "prompt": "Grüß dich!"})
+def test_a_prompt_becomes_tokens_and_text_again(applications: Applications) -> None:
+    found = answer(applications, "/tokenize", {"model": "echo", "prompt": "Grüß dich!"})
     assert found == {"tokens": list("Grüß dich!".encode()), "count": 12, "max_model_len": 512, "token_strs": None}
-    assert answer(doors, "/detokenize", {"tokens": found["tokens"]}) == {"prompt": "Grüß dich!"}
+    assert answer(applications, "/detokenize", {"tokens": found["tokens"]}) == {"prompt": "Grüß dich!"}
 
 
-def test_special_tokens_are_shown(doors: Doors) -> None:
-    assert answer(doors, "/detokenize", {"tokens": [97, END_OF_TEXT]}) == {"prompt": "a<|endoftext|>"}
+def test_special_tokens_are_shown(applications: Applications) -> None:
+    assert answer(applications, "/detokenize", {"tokens": [97, END_OF_TEXT]}) == {"prompt": "a<|endoftext|>"}
 
 
-def test_tokens_may_be_had_as_text(doors: Doors) -> None:
-    found = answer(doors, "/tokenize", {"prompt": "ab", "return_token_strs": True})
+def test_tokens_may_be_had_as_text(applications: Applications) -> None:
+    found = answer(applications, "/tokenize", {"prompt": "ab", "return_token_strs": True})
     assert found["token_strs"] == ["a", "b"]
 
 
-def test_nothing_has_no_tokens(doors: Doors) -> None:
-    assert answer(doors, "/tokenize", {"prompt": ""})["tokens"] == []
-    assert answer(doors, "/detokenize", {"tokens": []}) == {"prompt": ""}
+def test_nothing_has_no_tokens(applications: Applications) -> None:
+    assert answer(applications, "/tokenize", {"prompt": ""})["tokens"] == []
+    assert answer(applications, "/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
-def test_a_prompt_above_the_context_is_counted(doors: Doors) -> None:
-    assert answer(doors, "/tokenize", {"prompt": "x" * 1000})["count"] == 1000
-    assert answer(doors, "/tokenize", {"messages": [{"role": "user", "content": "x" * 1000}]})["count"] > 1000
+def test_a_prompt_above_the_context_is_counted(applications: Applications) -> None:
+    assert answer(applications, "/tokenize", {"prompt": "x" * 1000})["count"] == 1000
+    assert answer(applications, "/tokenize", {"messages": [{"role": "user", "content": "x" * 1000}]})["count"] > 1000
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_a_prompt_above_the_context_is_counted(doors: Doors) -> None:
         {"messages": [*MESSAGES, {"role": "assistant", "content": "Gr"}], "continue_final_message": True},
     ],
 )
-def test_messages_count_as_a_request_of_them_does(doors: Doors, more: dict[str, Any]) -> None:
+def test_messages_count_as_a_request_of_them_does(applications: Applications, more: dict[str, Any]) -> None:
     body = {"model": "echo", "messages": MESSAGES} | more
-    counted = post(doors, "/tokenize", body)
-    asked = post(doors, "/v1/chat/completions", body | {"max_tokens": 1})
+    counted = post(applications, "/tokenize", body)
+    asked = post(applications, "/v1/chat/completions", body | {"max_tokens": 1})
     assert counted.status == asked.status
     if asked.status == 200:
         assert orjson.loads(counted.body)["count"] == orjson.loads(asked.body)["usage"]["prompt_tokens"]

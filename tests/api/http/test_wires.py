@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from applications import Doors
+from applications import Applications
 from asgi import ask, messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,17 +22,19 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 class Read:
     """One stream, as its client reads it, whichever wire it came by."""
 
-    def __init__(self, doors: Doors, path: str, **body: Any) -> None:
-        doors.pipeline.backend._rate = 0.0
+    def __init__(self, applications: Applications, path: str, **body: Any) -> None:
+        applications.pipeline.backend._rate = 0.0
         self.is_openai = path == "/v1/completions"
         body = {"model": "echo", "stream": True, **body}
         if self.is_openai:
             body["stream_options"] = {"include_usage": True}
-        response = doors.run(ask(doors.apps[0], "POST", "/v1/completions" if self.is_openai else "/generate", body))
+        response = applications.run(
+            ask(applications.apps[0], "POST", "/v1/completions" if self.is_openai else "/generate", body)
+        )
         self.status = response.status
         if path == "/v1/streams":
             request = response.headers["x-request-id"]
-            response = doors.run(ask(doors.apps[1], "GET", f"{path}/{request}"))
+            response = applications.run(ask(applications.apps[1], "GET", f"{path}/{request}"))
         self.sent = [message.data for message in messages(response.body)]
         self.is_done = self.sent[-1] == "[DONE]" if self.is_openai else self.sent[-1]["type"] == "done"
 
@@ -56,13 +58,13 @@ class Read:
 
 
 @PATHS
-def test_p13_token_events_carry_text_index_and_logprobs(doors: Doors, path: str) -> None:
+def test_p13_token_events_carry_text_index_and_logprobs(applications: Applications, path: str) -> None:
     """P13: a token event carries the token text, its index and, where asked, its logprob."""
 
     @EXAMPLES
     @given(prompt=texts, logprobs=st.none() | st.integers(0, 3), n=st.integers(1, 3))
     def check(prompt: str, logprobs: int | None, n: int) -> None:
-        read = Read(doors, path, prompt=prompt, logprobs=logprobs, n=n)
+        read = Read(applications, path, prompt=prompt, logprobs=logprobs, n=n)
         for choice in range(n):
             pieces = read.pieces(choice)
             assert "".join(piece["text"] for piece in pieces) == prompt
@@ -85,13 +87,13 @@ def test_p13_token_events_carry_text_index_and_logprobs(doors: Doors, path: str)
 
 
 @PATHS
-def test_p14_the_last_event_carries_reasons_and_usage(doors: Doors, path: str) -> None:
+def test_p14_the_last_event_carries_reasons_and_usage(applications: Applications, path: str) -> None:
     """P14: the last event carries the finish reason and the three usage counts."""
 
     @EXAMPLES
     @given(prompt=texts, limit=st.integers(1, 60), n=st.integers(1, 3))
     def check(prompt: str, limit: int, n: int) -> None:
-        read = Read(doors, path, prompt=prompt, max_tokens=limit, n=n)
+        read = Read(applications, path, prompt=prompt, max_tokens=limit, n=n)
         length = len(prompt.encode())
         wanted = "stop" if limit > length else "length"
         for choice in range(n):
@@ -106,17 +108,17 @@ def test_p14_the_last_event_carries_reasons_and_usage(doors: Doors, path: str) -
 
 
 @PATHS
-def test_p15_an_error_during_generation_reaches_the_client(doors: Doors, path: str) -> None:
+def test_p15_an_error_during_generation_reaches_the_client(applications: Applications, path: str) -> None:
     """P15: an error during generation reaches the client as an event with message and code before the stream closes."""
 
     @EXAMPLES
     @given(prompt=texts, after=st.integers(0, 5))
     def check(prompt: str, after: int) -> None:
-        doors.pipeline.backend.fails_after = after
+        applications.pipeline.backend.fails_after = after
         try:
-            read = Read(doors, path, prompt=prompt, ignore_eos=True, max_tokens=50)
+            read = Read(applications, path, prompt=prompt, ignore_eos=True, max_tokens=50)
         finally:
-            doors.pipeline.backend.fails_after = None
+            applications.pipeline.backend.fails_after = None
         assert read.status == 200 or (read.is_openai and read.status == 500)
         if read.status == 200:
             assert read.error["message"] and read.error["code"] == "generation_failed"
