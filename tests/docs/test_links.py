@@ -62,3 +62,15 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) <= 150
     assert [page.name for page in DOCS if f"docs/{page.name}" not in text] == []
+
+
+def test_every_name_is_in_its_file() -> None:
+    """The table of where to find things: a name is in one of the files that stand in its row."""
+    table = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("| to find | read |\n|---|---|\n")[2]
+    rows = table.partition("\n\n")[0].splitlines()
+    assert len(rows) > 4
+    for row in rows:
+        quoted = re.findall(r"`([^`]+)`", row)
+        sources = "\n".join((ROOT / path).read_text("utf-8") for path in quoted if "/" in path)
+        names = [part for name in quoted if "/" not in name for part in name.split(".")]
+        assert [name for name in names if not re.search(rf"\b{name}\b", sources)] == [], row
