@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,15 @@ def commands(page: Path) -> Iterator[str]:
 def resolve(words: list[str]) -> tuple[Any, list[str]]:
     """The command that the words name, and its arguments."""
     command: Any = COMMAND
-    while isinstance(command, TyperGroup) and words and (found := command.commands.get(words[0])) is not None:
+    while isinstance(command, TyperGroup) and words and (found := child(command, words[0])) is not None:
         command, words = found, words[1:]
     return command, words
+
+
+@cache
+def child(group: TyperGroup, name: str) -> Any:
+    """A command of a group; making one with all settings as options takes a while."""
+    return group.get_command(typer.Context(group), name)
 
 
 def fault(line: str) -> str:
