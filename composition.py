@@ -44,6 +44,7 @@ from .stages.stream import Stream
 from .stages.tools.stage import Tools
 from .stages.validate import Validate
 from .streams.nats.deployment import joined
+from .streams.outages import outage_logged
 from .streams.stores.registry import Registry
 from .streams.topology import Subjects
 
@@ -270,11 +271,9 @@ async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
     try:
         while True:
             for stage, card in cards:
-                try:
+                with outage_logged("heartbeat missed", stage=card.stage):
                     if stage.ready:
                         await pipe.registry.announce_stage(card)
-                except Transient as error:
-                    log.warning("heartbeat missed", stage=card.stage, reason=str(error))
             await asyncio.sleep(interval if all(stage.ready for stage in stages) else min(0.1, interval))
     finally:
         for _, card in cards:

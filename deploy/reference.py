@@ -143,8 +143,11 @@ def refusals() -> str:
 
 def log_events() -> str:
     """Every event that a process logs, with its fields."""
-    rows = set()
+    rows: set[tuple[str, str, str]] = set()
     for node in _nodes(ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id == "outage_logged":
+            fields = _coded({"reason", *(str(keyword.arg) for keyword in node.keywords)})
+            rows.update(("warning", text, fields) for text in _texts(node.args[0], {}))
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
         if not (isinstance(node.func, ast.Attribute) and isinstance(of, ast.Name) and of.id in ("log", "_log")):
             continue

@@ -12,19 +12,18 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
-
-import structlog
+from typing import ClassVar, Protocol
 
 from ..config.settings import Settings
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded, GenerationFailed, Superseded, Transient
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Superseded
 from ..schemas.events import FINAL, Accepted, Cancelled, Event, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
+from ..streams.outages import through_outages
 from ..streams.port import (
     DEADLINE,
     NEXT,
@@ -42,11 +41,6 @@ from .cancellations import Cancellations
 from .trail import Trail
 from .transcript import Transcript
 
-Result = TypeVar("Result")
-
-log = structlog.get_logger(__name__)
-
-OUTAGE_PAUSE = 0.2  # seconds between tries while the broker refuses
 MOST_TRAILS = 30_000  # one that is forgotten and needed again is read
 
 
@@ -156,16 +150,6 @@ class Pipe:
         headers = {**(headers or {}), SCHEMA: schema}
         publish = partial(self.broker.publish, subject, data, message_id=message_id, headers=headers, expect=expect)
         return await through_outages(publish, subject)
-
-
-async def through_outages(ask: Callable[[], Awaitable[Result]], subject: str) -> Result:
-    """Ask the broker again and again while it is away, or takes nothing."""
-    while True:
-        try:
-            return await ask()
-        except Transient as error:
-            log.warning("the broker does not answer; a request waits", subject=subject, reason=str(error))
-            await asyncio.sleep(OUTAGE_PAUSE)
 
 
 class Stage(ABC):

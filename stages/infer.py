@@ -15,15 +15,16 @@ import structlog
 
 from ..engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ..schemas import codec
-from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal, Transient
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal
 from ..schemas.events import FINAL
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard, reserve_of
+from ..streams.outages import outage_logged, through_outages
 from ..streams.port import SCHEMA, Delivery
 from ..streams.topology import CONSUMER_IDLE, INFER
 from . import endings
 from .arrivals import Arrivals
-from .contract import Intake, Pipe, Stage, through_outages
+from .contract import Intake, Pipe, Stage
 from .degradation import slots
 from .relay import Voice
 from .transcript import Transcript
@@ -73,10 +74,8 @@ class Infer(Stage):
         while self._engine.healthy:
             if self._leaving:
                 await asyncio.Event().wait()  # what runs is finished; nothing more is asked for
-            try:
+            with outage_logged("heartbeat missed", stage=self.name):
                 await self.pipe.registry.announce_worker(self._card)
-            except Transient as error:
-                log.warning("heartbeat missed", reason=str(error))
             self._has_news.set()
             await asyncio.sleep(self.pipe.settings.heartbeat_interval)
             self._watch()

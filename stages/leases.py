@@ -13,13 +13,9 @@ import uuid
 from collections.abc import Awaitable, Callable
 from math import ceil
 
-import structlog
-
 from ..config.process import has_ended, host
-from ..schemas.errors import Transient
+from ..streams.outages import outage_logged
 from ..streams.port import Bucket
-
-log = structlog.get_logger(__name__)
 
 Callback = Callable[[int], Awaitable[None]]
 
@@ -43,10 +39,8 @@ class Leases:
         """
         try:
             while True:
-                try:
+                with outage_logged("leases are stale", stage=self._stage):
                     await self._renew(gained, lost)
-                except Transient as error:
-                    log.warning("leases are stale", stage=self._stage, reason=str(error))
                 await asyncio.sleep(self._interval)
         finally:
             for share in list(self._held):

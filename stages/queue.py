@@ -15,11 +15,12 @@ from typing import NamedTuple
 import structlog
 
 from ..schemas import codec
-from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull, StreamFull, Transient
+from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull, StreamFull
 from ..schemas.events import Accepted, Cancelled, Queued, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import root_of
 from ..schemas.registry import Admission
+from ..streams.outages import outage_logged
 from ..streams.port import Delivery
 from ..streams.topology import EVENTS, PRIORITIES, batch_stream
 from .admission import Warden
@@ -71,10 +72,8 @@ class Queue(JobStage):
             self.pipe.cancellations.watch(cancelled)
             while True:
                 self._is_due.clear()
-                try:
+                with outage_logged("lanes cannot be read"):
                     await self._look()
-                except Transient as error:
-                    log.warning("the lanes cannot be seen", reason=str(error))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.interval):
                         await self._is_due.wait()
@@ -147,7 +146,7 @@ class Queue(JobStage):
     async def _take_out(self, place: _Place) -> None:
         """End a cancelled job and delete it from its lane, unless a worker has begun with it."""
         subject = self.pipe.subjects.events(place.tenant, place.bridge, place.cancelled.request)
-        try:
+        with outage_logged("cancelled job stays until its turn"):
             newest = await self.pipe.broker.last(EVENTS, subject)
             if newest is None or isinstance(codec.decode_event(newest.data), Accepted | Queued):
                 # Its end is stored first: whoever dies in between leaves nobody waiting.
@@ -155,5 +154,3 @@ class Queue(JobStage):
                     place.cancelled, tenant=place.tenant, bridge=place.bridge, place="end", priority=place.priority
                 )
                 await self.pipe.broker.delete(batch_stream(place.priority), place.sequence)
-        except Transient as error:
-            log.warning("a cancelled job stays until its turn", reason=str(error))

@@ -24,10 +24,11 @@ import structlog
 
 from ..schemas.errors import PenstockError, Refusal, Transient
 from ..schemas.jobs import Priority
+from ..streams.outages import through_outages
 from ..streams.port import Consumer, ConsumerSpec, Delivery
 from ..streams.topology import FAILURES, PRIORITIES, lane_stream
 from . import endings
-from .contract import Pipe, Stage, through_outages
+from .contract import Pipe, Stage
 from .failures import Count
 from .turns import Turns
 

@@ -31,11 +31,12 @@ from ..schemas.loops import LoopJob, is_response
 from ..schemas.openai.completions import parse_request
 from ..schemas.openai.responses import parse_responses
 from ..schemas.registry import ModelCard
+from ..streams.outages import through_outages
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
 from ..streams.stores.quotas import Quotas
 from ..streams.topology import EVENTS, JOBS, PRIORITIES
 from . import endings
-from .contract import Intake, Pipe, Stage, through_outages
+from .contract import Intake, Pipe, Stage
 
 _Key = tuple[str, str, str, str]  # what a model's preparer is made of: source, backend, tool and reasoning format
 

@@ -32,6 +32,7 @@ from ...schemas.errors import (
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
 from ...schemas.jobs import Job
 from ...schemas.openai.batches import FINAL, Batch, Counts, Ending, Fault, Faults, Status
+from ...streams.outages import outage_logged
 from ...streams.port import ConsumerSpec, Delivery
 from ...streams.stores.batches import change_batch
 from ...streams.stores.files import delete_expired_files
@@ -76,11 +77,8 @@ class BatchRunner:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep())
             while True:
-                try:
+                with outage_logged("new batches cannot be read"):
                     held = await self.bridge.broker.held(BATCHES)
-                except Transient as error:
-                    log.warning("new batches cannot be seen", reason=str(error))
-                else:
                     tenants = {subject.rpartition(".")[2] for subject in held.by_subject}
                     for tenant in lanes.keys() - tenants:
                         lanes.pop(tenant).cancel()
@@ -128,10 +126,8 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         while True:
-            try:
+            with outage_logged("expired files cannot be deleted"):
                 await delete_expired_files(self.bridge.broker)
-            except Transient as error:
-                log.warning("old files stay a while longer", reason=str(error))
             await asyncio.sleep(SWEEP)
 
 
@@ -315,14 +311,12 @@ class _Run:
 
         while True:
             await self._delivery.in_progress()
-            try:
+            with outage_logged("progress of a batch cannot be written"):
                 batch = await change_batch(self._bridge.broker, self.batch.tenant, self.batch.id, counted)
                 if batch.status == "cancelling":
                     self._cancelled.set()
                     for reading in tuple(self._open):
                         await reading.ask_to_stop()
-            except Transient as error:
-                log.warning("how far a batch is cannot be told", reason=str(error))
             await asyncio.sleep(self._runner.settings.lease / 3)
 
 

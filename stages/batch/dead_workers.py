@@ -11,8 +11,8 @@ import asyncio
 
 import structlog
 
-from ...schemas.errors import Transient
 from ...schemas.registry import WorkerCard
+from ...streams.outages import outage_logged
 from ...streams.port import Consumer
 from ...streams.topology import CONSUMER_IDLE, INFER, LEASES
 from ..contract import Intake, Pipe
@@ -33,10 +33,8 @@ class Guard:
     async def run(self) -> None:
         while True:
             await self._pause()
-            try:
+            with outage_logged("batches of dead workers cannot be reclaimed"):
                 await self._look()
-            except Transient as error:
-                log.warning("cannot look after dead workers", reason=str(error))
 
     async def _pause(self) -> None:
         """Return after a heartbeat, or as soon as one more worker is known to have died."""

@@ -19,6 +19,7 @@ from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ...schemas.events import Queued
 from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
 from ...schemas.registry import WorkerCard
+from ...streams.outages import outage_logged
 from ...streams.port import SCHEMA, Delivery, Message
 from ...streams.topology import PRIORITIES
 from .. import endings
@@ -245,13 +246,11 @@ class Batch(JobStage):
         while True:
             await asyncio.sleep(TICK)
             self._changed.set()
-            try:
+            with outage_logged("queue positions cannot be published"):
                 await self._choose_strategy()
                 await self._account()
                 for lanes in list(self._lanes.values()):
                     await self._tell(lanes)
-            except Transient as error:
-                log.warning("positions are not told", reason=str(error))
 
     async def _account(self) -> None:
         """Say what is in flight, and free the seats of what went astray."""

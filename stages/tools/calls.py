@@ -10,23 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from math import inf
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-import structlog
-
 from ...schemas.base import tool_name
-from ...schemas.errors import InvalidRequest, ToolFailed, Transient
+from ...schemas.errors import InvalidRequest, ToolFailed
 from ...schemas.events import Event, ItemEvent
 from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
-from ...streams.stores.responses import FREE, Claim, Place, ResponseLog
+from ...streams.outages import through_outages
+from ...streams.stores.responses import FREE, CallKey, Claim, ResponseLog
 from ..contract import Pipe
 from ..endings import Address
-
-log = structlog.get_logger(__name__)
 
 LOOK = 0.2  # seconds between two looks for the result of a call that another copy makes
 LEAVING = 1.0  # seconds that whoever breaks off a call waits until others know
@@ -139,7 +136,7 @@ class Calls:
         self._toolbox = toolbox
         self._log = log
         self._owner = owner
-        self._turns: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # while anybody is at the place
+        self._turns: WeakValueDictionary[CallKey, asyncio.Lock] = WeakValueDictionary()  # of the calls being made here
         self._leaving: set[asyncio.Task[None]] = set()  # calls whose claims are being given back
 
     async def make_all(self, begun: Begun, turn: int, items: Items, index: int, *, made: int = 0) -> Items:
@@ -148,23 +145,25 @@ class Calls:
         most = job.body.get("max_tool_calls") or inf
         card = self._pipe.registry.models.get(job.body["model"])
         longest = card.context_length // 2 if card else LONGEST
-        waiting = [place for place, item in enumerate(items) if waits(item)]
+        waiting = [position for position, item in enumerate(items) if waits(item)]
         sealed = await self._log.sealed(job.tenant, job.id) if waiting else {}
         items = list(items)
         works = (
-            self._call(begun, Place(job.tenant, job.id, turn, place), items[place], sealed, made + number < most)
-            for number, place in enumerate(waiting)
+            self._call(
+                begun, CallKey(job.tenant, job.id, turn, position), items[position], sealed, made + number < most
+            )
+            for number, position in enumerate(waiting)
         )
         async with at_once(works) as calls:
-            for number, (place, call) in enumerate(zip(waiting, calls, strict=True)):
+            for number, (position, call) in enumerate(zip(waiting, calls, strict=True)):
                 result = _cut(await call, longest)
                 said = {"output": None, "error": _error(result.text)} if result.is_error else {"output": result.text}
-                items[place] = {**items[place], **said, "status": "failed" if result.is_error else "completed"}
-                await show(self._pipe, job, index + number, [items[place]])
+                items[position] = {**items[position], **said, "status": "failed" if result.is_error else "completed"}
+                await show(self._pipe, job, index + number, [items[position]])
         return items
 
     async def _call(
-        self, begun: Begun, place: Place, item: Item, sealed: dict[str, str], is_allowed: bool
+        self, begun: Begun, key: CallKey, item: Item, sealed: dict[str, str], is_allowed: bool
     ) -> ToolResult:
         if not is_allowed:
             return TOO_MANY
@@ -174,68 +173,61 @@ class Calls:
         if source is None or tool is None:
             return ToolResult(f"There is no tool {name} of {label} any more.", True)
         source = source.model_copy(update={"sealed": sealed.get(label)})
-        return await self._make(place, source, tool, item["arguments"])
+        return await self._make(key, source, tool, item["arguments"])
 
-    async def _make(self, place: Place, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
-        """What the call at this place comes to, made now, or before by whoever claimed it."""
+    async def _make(self, key: CallKey, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
+        """The result of a call: made now, or earlier by the copy that claimed it."""
         claim: Claim | None = None
         result: ToolResult | None = None
         try:
-            # A delivery whose lease ran out comes again, perhaps while the call is still being made.
-            async with self._lock(place):
-                claim = await self._claim(place, tool.repeatable)
+            # A delivery whose lease has expired comes again, perhaps while the call is still running.
+            async with self._lock(key):
+                claim = await self._claim(key, tool.repeatable)
                 if claim.result is not None:
                     return claim.result
                 result = None if tool.repeatable else UNKNOWN  # should it break off
                 result = await self._toolbox.call(source, tool, arguments)
-                return await patiently(partial(self._log.settle, place, claim, result))
+                return await through_outages(partial(self._log.settle, key, claim, result), key)
         except BaseException:
             if claim is None or claim.result is None:
-                leaving = asyncio.create_task(self._leave(place, claim, result))
+                leaving = asyncio.create_task(self._leave(key, claim, result))
                 self._leaving.add(leaving)
                 leaving.add_done_callback(self._leaving.discard)
                 await asyncio.wait([leaving], timeout=LEAVING)
             raise
 
-    async def _leave(self, place: Place, claim: Claim | None, result: ToolResult | None) -> None:
-        """Let others go on with a call that is made here no more, as soon as the broker is back. Without `claim` it is
-        not known whether the call was claimed."""
-        async with self._lock(place):
-            if claim is None:
-                claim = await patiently(partial(self._log.claim, place, self._owner))
-            if claim.owner == self._owner and claim.result is None:
-                await patiently(partial(self._log.leave, place, claim, result))
+    async def _leave(self, key: CallKey, claim: Claim | None, result: ToolResult | None) -> None:
+        """Release the claim of a call that this copy has abandoned, as soon as the broker is back.
 
-    async def _claim(self, place: Place, repeatable: bool) -> Claim:
-        """A claim of our own, or one with its result. What a copy that is gone has claimed is ours if repeatable."""
+        `claim` is None if it is unknown whether the call was claimed.
+        """
+        async with self._lock(key):
+            if claim is None:
+                claim = await through_outages(partial(self._log.claim, key, self._owner), key)
+            if claim.owner == self._owner and claim.result is None:
+                await through_outages(partial(self._log.leave, key, claim, result), key)
+
+    async def _claim(self, key: CallKey, repeatable: bool) -> Claim:
+        """A claim of our own, or one with its result. If repeatable, we take over the claim of a copy that has died."""
         while True:
-            claim = await patiently(partial(self._log.claim, place, self._owner))
+            claim = await through_outages(partial(self._log.claim, key, self._owner), key)
             if claim.is_new or claim.result is not None:
                 return claim
             if self._lives(claim.owner):
                 await asyncio.sleep(LOOK)
             elif not repeatable and claim.owner != FREE:
-                return claim._replace(result=await patiently(partial(self._log.settle, place, claim, UNKNOWN)))
-            elif (ours := await patiently(partial(self._log.take_over, place, claim, self._owner))) is not None:
+                result = await through_outages(partial(self._log.settle, key, claim, UNKNOWN), key)
+                return claim._replace(result=result)
+            elif ours := await through_outages(partial(self._log.take_over, key, claim, self._owner), key):
                 return ours
 
-    def _lock(self, place: Place) -> asyncio.Lock:
-        return self._turns.setdefault(place, asyncio.Lock())
+    def _lock(self, key: CallKey) -> asyncio.Lock:
+        return self._turns.setdefault(key, asyncio.Lock())
 
     def _lives(self, owner: str) -> bool:
         """Whether another copy is still there, as far as one can see, and so perhaps at its call."""
         cards = self._pipe.registry.stages
         return owner != self._owner and any((card.stage, card.id) == ("tools", owner) for card in cards)
-
-
-async def patiently(ask: Callable[[], Awaitable[Made]]) -> Made:
-    """Ask the broker, however long it is away: what was done must not be forgotten."""
-    while True:
-        try:
-            return await ask()
-        except Transient as error:
-            log.warning("the broker is away; a call waits to be noted", reason=str(error))
-            await asyncio.sleep(LOOK)
 
 
 def waits(item: Item) -> bool:

@@ -1,11 +1,13 @@
 """Reading stored messages without a consumer. A read includes every write that was acknowledged before it began.
 
-A stream's leader, which `STREAM.MSG.GET` asks, has applied whatever it acknowledged. A direct get (NATS ADR-31) gives
-many messages at a time, but any replica answers it, and one that lags knows neither the newest messages nor what was
-removed. So the leader has the last word: a read ends where it has nothing more, and it gives what a replica lacks.
+A stream's leader, which answers `STREAM.MSG.GET`, has applied every write it acknowledged. A direct get (NATS ADR-31)
+returns many messages at a time, but any replica answers it, and a lagging one knows neither the newest messages nor the
+deletions. So a read ends only when the leader has no further message, and the leader supplies those a replica lacks.
 
-The answer to a direct batch is one message each, then a `204`; a `404` says that nothing matches. Servers before 2.11
-know no batches and answer with one message, without the count of those that remain.
+A replica answers a direct batch with the messages, one by one, and a final `204`; a `404` means that nothing matches.
+Servers before 2.11 know no batches and answer with one message, without the count of the remaining ones.
+
+While a restarted server has yet to be given a lost stream again, reads wait for it, up to the link's timeout.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from typing import Any
 
 import orjson
 from nats.aio.msg import Msg
@@ -23,8 +24,7 @@ from .link import Link, status
 from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, call
 
 _BATCH = 512
-_ANSWER_WAIT = 1.0  # seconds for a whole batch, after which the leader is asked for the rest
-_RETRY_WAIT = 0.1
+_ANSWER_WAIT = 1.0  # seconds for a whole batch, then the leader supplies the rest
 _NOTHING = "404"
 _END_OF_BATCH = "204"
 _NO_ANSWER = "no answer"
@@ -40,16 +40,16 @@ async def last_message(link: Link, stream: str, subject: str) -> Message | None:
 async def stored_messages(link: Link, stream: str, subject: str, after: int = 0) -> list[Message]:
     """All messages on `subject` (wildcards allowed) with a sequence above `after`, oldest first.
 
-    A replica that lags may still show some that were removed. Raises `BrokerUnavailable`.
+    May include deleted messages, from a lagging replica. Raises `BrokerUnavailable`.
     """
     batch = _Batch(after)
     following = await _from_leader(link, stream, {"seq": after + 1, "next_by_subj": subject})
-    if following is None:  # as of most requests that are new
+    if following is None:  # true of most new requests
         return []
     batch.add(following)
     inbox = link.new_inbox()
     subscription = await link.subscribe(inbox, batch.arrived)
-    lags = False  # the replica that answers does, or nobody answers
+    lags = False  # the replica that answers lags, or none answers
     try:
         while True:
             before = batch.last
@@ -66,10 +66,12 @@ async def stored_messages(link: Link, stream: str, subject: str, after: int = 0)
 
 
 async def held_subjects(link: Link, stream: str, subject: str) -> Held:
-    """What the stream holds on `subject` (wildcards allowed), as its leader knows it. Raises `BrokerUnavailable`."""
+    """What the stream's leader holds on `subject` (wildcards allowed). Raises `BrokerUnavailable`."""
     found: dict[str, int] = {}
-    while True:  # the server pages, above 100,000 subjects
-        info = await _call(link, f"STREAM.INFO.{stream}", {"subjects_filter": subject, "offset": len(found)})
+    while True:  # the server returns pages of 100,000 subjects
+        info = await call(
+            link, f"STREAM.INFO.{stream}", {"subjects_filter": subject, "offset": len(found)}, retry_on=STREAM_MISSING
+        )
         page: dict[str, int] = info["state"].get("subjects") or {}
         found |= page
         if not page or len(found) >= info.get("total", 0):
@@ -77,7 +79,7 @@ async def held_subjects(link: Link, stream: str, subject: str) -> Held:
 
 
 class _Batch:
-    """What one replay has found so far, and how its current request ended."""
+    """The messages that one replay has found so far, and how its current request ended."""
 
     def __init__(self, after: int) -> None:
         self.found: list[Message] = []
@@ -85,7 +87,7 @@ class _Batch:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def read(self, link: Link, stream: str, subject: str, inbox: str) -> str:
-        """Ask for what comes after `last`; returns the status that ended the batch, or "no answer"."""
+        """Request the messages after `last`; returns the status that ended the batch, or "no answer"."""
         self._ended = asyncio.get_running_loop().create_future()
         request = orjson.dumps({"batch": _BATCH, "seq": self.last + 1, "next_by_subj": subject})
         await link.send(f"$JS.API.DIRECT.GET.{stream}", request, reply=inbox)
@@ -95,7 +97,7 @@ class _Batch:
         return _NO_ANSWER
 
     def add(self, message: Message) -> None:
-        # A request that was given up may still be answered.
+        # The answer to an abandoned request may still arrive.
         if message.sequence > self.last:
             self.found.append(message)
             self.last = message.sequence
@@ -118,7 +120,7 @@ class _Batch:
 
 
 def _direct(answer: Msg) -> Message:
-    """The stored message inside a direct answer, which carries its origin in headers of the server's."""
+    """The stored message in a direct answer, whose subject and sequence are in the server's headers."""
     headers = dict(answer.headers or {})
     subject = headers.pop("Nats-Subject")
     sequence = int(headers.pop(_SEQUENCE))
@@ -128,9 +130,9 @@ def _direct(answer: Msg) -> Message:
 
 
 async def _from_leader(link: Link, stream: str, request: Json) -> Message | None:
-    """One message, or None where there is none."""
+    """One message, or None."""
     try:
-        found: Json = (await _call(link, f"STREAM.MSG.GET.{stream}", request))["message"]
+        found: Json = (await call(link, f"STREAM.MSG.GET.{stream}", request, retry_on=STREAM_MISSING))["message"]
     except ApiError as error:
         if error.code in MESSAGE_MISSING:
             return None
@@ -138,16 +140,3 @@ async def _from_leader(link: Link, stream: str, request: Json) -> Message | None
     _, *lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
     headers = {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
     return Message(found["subject"], base64.b64decode(found.get("data", "")), headers, found["seq"])
-
-
-async def _call(link: Link, method: str, request: dict[str, Any]) -> Json:
-    """Call a stream's leader; a stream that a restarted server has lost may be made again in time."""
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + link.timeout
-    while True:
-        try:
-            return await call(link, method, request)
-        except ApiError as error:
-            if error.code != STREAM_MISSING or clock() >= deadline:
-                raise
-        await asyncio.sleep(_RETRY_WAIT)

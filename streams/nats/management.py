@@ -1,4 +1,4 @@
-"""JetStream's management API: requests in JSON, and the configurations that our specs stand for.
+"""JetStream's management API: requests in JSON, and the configurations of our streams, buckets and consumers.
 
 The JSON is the server's (`nats-server`, `server/jetstream_api.go`); durations there are in nanoseconds.
 """
@@ -18,28 +18,28 @@ from .link import Link
 
 Json = dict[str, Any]
 
-STREAM_EXISTS = 10058  # under this name, with another configuration
+STREAM_EXISTS = 10058  # under the same name, with another configuration
 STREAM_MISSING = 10059
 CONSUMER_MISSING = 10014
 MESSAGE_MISSING = (10037, 10043, 10057)
 CONSUMER_EXISTS = (10105, 10148)
-LIMIT_REACHED = 10077  # one of a stream's own: messages, messages of a subject, bytes
-STREAM_FULL = (LIMIT_REACHED, 10002, 10023, 10047)  # also the account's, the server's memory, the server's disk
+LIMIT_REACHED = 10077  # of a stream: messages, messages per subject, or bytes
+STREAM_FULL = (LIMIT_REACHED, 10002, 10023, 10047)  # also limits of the account, the server's memory and its disk
 WRONG_REVISION = (10071, 10164)
 TOO_LARGE = 10054
 
-EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"  # header of a publish
+EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"  # a header of publishes
 
-BUCKET, KEY_VALUE = "KV_", "$KV."  # begin the names and the subjects of the streams behind buckets
+BUCKET, KEY_VALUE = "KV_", "$KV."  # prefixes of the names and the subjects of the streams behind buckets
 
-_MAX_CONSUMERS = 1_000_000  # the server's own limit is 1,000 a stream: INFER has one a worker, EVENTS one a client
+_MAX_CONSUMERS = 1_000_000  # the server's own limit is 1,000 a stream: INFER has one per worker, EVENTS one per client
 _TRANSIENT = 503  # the class of "no leader", "starting up" and the like
 _IN_PROCESS = 10158  # a repeated message whose first copy is not stored on a majority of servers yet
 _RETRY_WAIT = 0.1
 
 
 class ApiError(BrokerUnavailable):
-    """The server answered with an error. `code` is one of the constants above or another of its `err_code`s."""
+    """The server answered with an error. `code` is its `err_code`: one of the constants above, or another."""
 
     def __init__(self, error: Mapping[str, Any]) -> None:
         super().__init__(error.get("description", "unknown error"))
@@ -49,7 +49,7 @@ class ApiError(BrokerUnavailable):
 
 @contextlib.contextmanager
 def allowed(*codes: int) -> Iterator[None]:
-    """Pass over errors with these codes."""
+    """Suppress `ApiError`s with these codes."""
     try:
         yield
     except ApiError as error:
@@ -61,18 +61,28 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-async def call(link: Link, method: str, body: Mapping[str, Any] | None = None, *, at_once: bool = False) -> Json:
+async def call(
+    link: Link, method: str, body: Mapping[str, Any] | None = None, *, at_once: bool = False, retry_on: int = 0
+) -> Json:
     """Call `$JS.API.<method>` and return its answer; `at_once` as for `Link.exchange`.
 
-    Raises `ApiError`, or `BrokerUnavailable` when the server cannot answer in time.
+    Raises `ApiError`, if its code is `retry_on` only after the link's timeout, and `BrokerUnavailable` if the server
+    does not answer in time.
     """
-    return await ask(link, f"$JS.API.{method}", orjson.dumps(body) if body else b"", at_once=at_once)
+    data = orjson.dumps(body) if body else b""
+    return await ask(link, f"$JS.API.{method}", data, at_once=at_once, retry_on=retry_on)
 
 
 async def ask(
-    link: Link, subject: str, data: bytes, headers: dict[str, str] | None = None, *, at_once: bool = False
+    link: Link,
+    subject: str,
+    data: bytes,
+    headers: dict[str, str] | None = None,
+    *,
+    at_once: bool = False,
+    retry_on: int = 0,
 ) -> Json:
-    """Send what JetStream answers in JSON, be it a call or a message to store, until the answer is a lasting one.
+    """Send a message that JetStream answers in JSON (a call, or a message to store), again while errors are transient.
 
     Raises as `call` does.
     """
@@ -83,9 +93,11 @@ async def ask(
         if "error" not in answer:
             return answer
         error = ApiError(answer["error"])
-        if (error.status != _TRANSIENT and error.code != _IN_PROCESS) or error.code in STREAM_FULL:
+        is_transient = (error.status == _TRANSIENT or error.code == _IN_PROCESS) and error.code not in STREAM_FULL
+        is_late = clock() >= deadline
+        if not is_transient and (error.code != retry_on or is_late):
             raise error
-        if clock() >= deadline:
+        if is_late:
             raise BrokerUnavailable(f"NATS at {link.address}: {error}") from error
         await asyncio.sleep(_RETRY_WAIT)
 
@@ -110,7 +122,7 @@ def stream_config(name: str, spec: StreamSpec, replicas: int) -> Json:
 
 
 def bucket_config(bucket: str, spec: BucketSpec, replicas: int) -> Json:
-    """As other clients make a key-value bucket, so that `nats kv` shows ours."""
+    """A key-value bucket as other clients create it, so that `nats kv` shows ours."""
     return {
         "name": f"{BUCKET}{bucket}",
         "subjects": [f"{KEY_VALUE}{bucket}.>"],
@@ -143,5 +155,5 @@ def consumer_config(spec: ConsumerSpec) -> Json:
 
 
 def _dedup_window(wanted: float, max_age: float) -> float:
-    # The server refuses a window longer than what it keeps.
+    # The server refuses a window longer than the age of its messages.
     return min(wanted, max_age) if max_age else wanted

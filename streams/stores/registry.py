@@ -15,8 +15,9 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
-from ...schemas.errors import StartupError, Transient
+from ...schemas.errors import StartupError
 from ...schemas.registry import ModelCard, StageCard, WorkerCard
+from ..outages import outage_logged
 from ..port import Broker, Entry
 
 log = structlog.get_logger(__name__)
@@ -38,10 +39,8 @@ class Registry:
     async def run(self) -> None:
         """Keep the views fresh until cancelled; quick to notice the first worker, slower once there is one."""
         while True:
-            try:
+            with outage_logged("registry is stale"):
                 await self.refresh()
-            except Transient as error:
-                log.warning("registry is stale", reason=str(error))
             await asyncio.sleep(self._interval if self.workers else min(0.1, self._interval))
 
     async def refresh(self) -> None:

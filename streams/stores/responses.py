@@ -58,7 +58,7 @@ class Stored:
         return self.turns[-1].index if self.turns else self.begun.index
 
 
-class Place(NamedTuple):
+class CallKey(NamedTuple):
     """A call: the item at `number` of a turn, or of what came before the first (`turn` 0)."""
 
     tenant: str
@@ -66,8 +66,7 @@ class Place(NamedTuple):
     turn: int
     number: int
 
-    @property
-    def key(self) -> str:
+    def __str__(self) -> str:
         return f"{self.tenant}.{self.response}.call-{self.turn}-{self.number}"
 
 
@@ -158,7 +157,7 @@ class ResponseLog:
         id = stored.begun.job.id
         for turn in range(len(stored.turns) + 1):
             for number in range(len(stored.turns[turn - 1].items if turn else stored.begun.items)):
-                await self._ledger.delete(Place(tenant, id, turn, number).key)
+                await self._ledger.delete(str(CallKey(tenant, id, turn, number)))
         await self._ledger.delete(f"{tenant}.{id}.sealed")
         if stored.can_be_followed:
             await self._ledger.put(f"{tenant}.{id}.stop", HIDDEN)
@@ -185,33 +184,33 @@ class ResponseLog:
             is_hidden = stop is not None and stop.value == HIDDEN
             stored = await self.read(tenant, follows[-1], hidden=True) if is_hidden else None
 
-    async def claim(self, place: Place, owner: str) -> Claim:
+    async def claim(self, key: CallKey, owner: str) -> Claim:
         """Claim a call; an earlier claim stands."""
         while True:
-            revision = await self._ledger.create(place.key, orjson.dumps([owner]))
+            revision = await self._ledger.create(str(key), orjson.dumps([owner]))
             if revision is not None:
                 return Claim(owner, True, None, revision)
-            if (entry := await self._ledger.get(place.key)) is not None:  # else it has expired in between
+            if (entry := await self._ledger.get(str(key))) is not None:  # else it has expired in between
                 first, *rest = orjson.loads(entry.value)
                 return Claim(first, False, ToolResult(*rest) if rest else None, entry.revision)
 
-    async def take_over(self, place: Place, claim: Claim, owner: str) -> Claim | None:
+    async def take_over(self, key: CallKey, claim: Claim, owner: str) -> Claim | None:
         """Make a call that nobody makes any more `owner`'s; None where somebody else was faster."""
-        revision = await self._ledger.update(place.key, orjson.dumps([owner]), claim.revision)
+        revision = await self._ledger.update(str(key), orjson.dumps([owner]), claim.revision)
         return None if revision is None else Claim(owner, True, None, revision)
 
-    async def settle(self, place: Place, claim: Claim, result: ToolResult) -> ToolResult:
+    async def settle(self, key: CallKey, claim: Claim, result: ToolResult) -> ToolResult:
         """Keep the result of a claimed call; returns the one that stands, which is the first."""
-        while await self._ledger.update(place.key, orjson.dumps([claim.owner, *result]), claim.revision) is None:
-            claim = await self.claim(place, claim.owner)  # it was taken over, or is settled
+        while await self._ledger.update(str(key), orjson.dumps([claim.owner, *result]), claim.revision) is None:
+            claim = await self.claim(key, claim.owner)  # it was taken over, or is settled
             if claim.result is not None:
                 return claim.result
         return result
 
-    async def leave(self, place: Place, claim: Claim, result: ToolResult | None) -> None:
+    async def leave(self, key: CallKey, claim: Claim, result: ToolResult | None) -> None:
         """Give a claim back, or keep the result that is known of its call; harmless where somebody else has it now."""
         kept = [FREE] if result is None else [claim.owner, *result]
-        await self._ledger.update(place.key, orjson.dumps(kept), claim.revision)
+        await self._ledger.update(str(key), orjson.dumps(kept), claim.revision)
 
     async def keep_sealed(self, tenant: str, id: str, sealed: dict[str, str]) -> None:
         """Keep what was sealed for each label, until `drop_sealed`."""

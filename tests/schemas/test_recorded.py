@@ -17,7 +17,7 @@ from penstock.schemas.loops import LoopJob, Step
 from penstock.schemas.openai import batches
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores.conversations import Conversations
-from penstock.streams.stores.responses import Place, ResponseLog
+from penstock.streams.stores.responses import CallKey, ResponseLog
 from penstock.streams.topology import topology
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -117,9 +117,9 @@ async def test_recorded_response_is_read_and_means_the_same(broker: MemoryBroker
 async def test_recorded_calls_are_read_and_mean_the_same(broker: MemoryBroker, version: str) -> None:
     meant = await put(broker, version)
     log = await ResponseLog.of(broker)
-    claimed = await log.claim(Place("acme", RESPONSE, 0, 0), "other")
+    claimed = await log.claim(CallKey("acme", RESPONSE, 0, 0), "other")
     assert (claimed.owner, claimed.is_new, claimed.result) == ("c0ffee00", False, None)
-    settled = await log.claim(Place("acme", RESPONSE, 1, 0), "other")
+    settled = await log.claim(CallKey("acme", RESPONSE, 1, 0), "other")
     assert settled.result is not None and list(settled.result) == meant["result"]
 
 

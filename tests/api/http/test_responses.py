@@ -22,7 +22,7 @@ from penstock.schemas.loops import Source, Step, ToolResult, is_response
 from penstock.schemas.registry import StageCard
 from penstock.stages.tools.calls import UNKNOWN, Calls
 from penstock.streams.port import Message
-from penstock.streams.stores.responses import Place, ResponseLog
+from penstock.streams.stores.responses import CallKey, ResponseLog
 
 SECRET = "Bearer swordfish-1234"
 
@@ -465,7 +465,7 @@ def test_a_call_whose_process_died_is_made_again_only_where_that_is_harmless(
         for card in cards:
             await registry.announce_stage(card)
         await registry.refresh()
-        place = Place("default", name, 1, 0)
+        place = CallKey("default", name, 1, 0)
         await log.claim(place, "elsewhere 999999")
         source = Source(label="functions")
         found = next(one for one in await office.toolbox.tools(source) if one.tool == name)
@@ -484,7 +484,7 @@ def test_a_call_whose_process_died_is_made_again_only_where_that_is_harmless(
 
 def test_the_first_result_of_a_call_that_was_taken_over_stands(office: Office) -> None:
     async def main() -> list[ToolResult]:
-        log, place = await ResponseLog.of(office.broker), Place("default", "taken-over", 1, 0)
+        log, place = await ResponseLog.of(office.broker), CallKey("default", "taken-over", 1, 0)
         theirs = await log.claim(place, "t0")
         ours = await log.take_over(place, theirs, "t1")
         assert ours is not None and await log.take_over(place, theirs, "t2") is None

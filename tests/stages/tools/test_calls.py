@@ -19,7 +19,7 @@ from penstock.stages.tools.calls import UNKNOWN, Calls
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import Bucket, Entry
 from penstock.streams.stores.registry import Registry
-from penstock.streams.stores.responses import Place, ResponseLog
+from penstock.streams.stores.responses import CallKey, ResponseLog
 from penstock.streams.topology import Subjects, topology
 
 PATIENCE = 10.0  # seconds until a wait counts as endless
@@ -97,7 +97,7 @@ class Copies:
         entries = log._entries
         self.first = Calls(pipe, toolbox, ResponseLog(entries, ledger), "t0")
         self.second = Calls(pipe, toolbox, log, "t1")
-        self.place = Place("default", f"resp_{uuid.uuid4().hex}", 1, 0)
+        self.place = CallKey("default", f"resp_{uuid.uuid4().hex}", 1, 0)
 
     def make(self, calls: Calls, *, repeatable: bool) -> asyncio.Task[ToolResult]:
         tool = LoopTool(name="f", label="functions", tool="f", parameters={}, repeatable=repeatable)
