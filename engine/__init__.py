@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities
 from .backends.embedding import EmbeddingBackend
@@ -10,7 +13,7 @@ from .config import EngineConfig
 from .engine import InferenceEngine
 from .handle import RequestHandle
 from .models import ModelInfo, resolve_model
-from .output import CacheStats, Choice, Embedding, EngineStats, GenerationOutput, GenerationStats
+from .output import CacheStats, ChoiceOutput, Embedding, EngineStats, GenerationOutput, GenerationStats
 from .request import EmbeddingInput, EngineRequest, check_request, resolve_seed
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike
@@ -20,7 +23,7 @@ __all__ = [
     "Backend",
     "CacheStats",
     "Capabilities",
-    "Choice",
+    "ChoiceOutput",
     "Embedding",
     "EmbeddingBackend",
     "EmbeddingInput",
@@ -40,3 +43,11 @@ __all__ = [
     "resolve_model",
     "resolve_seed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Choice":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = f"{__name__}.ChoiceOutput"
+    warnings.warn(f"{__name__}.Choice is now {new}; the old name goes with 0.3", DeprecationWarning, stacklevel=2)
+    return ChoiceOutput

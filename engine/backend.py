@@ -10,9 +10,9 @@ from typing import Protocol
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
+from .choice import Choice
 from .models import ModelInfo
 from .output import CacheStats
-from .sequence import Sequence
 from .text.tokenizer_port import TokenizerLike
 
 ProgressCallback = Callable[[int, int], None]
@@ -51,8 +51,8 @@ class NoPrefixes:
 class Backend(Protocol):
     """Runs sequences. The engine calls all methods, but not the properties, from its one thread.
 
-    `step` schedules, runs and commits. It passes tokens to `Sequence.append` and returns the deltas; a failure that it
-    can attribute to some sequences ends only those (`Sequence.fail`). The backend drops a sequence that has finished.
+    `step` schedules, runs and commits. It passes tokens to `Choice.append` and returns the deltas; a failure that it
+    can attribute to some sequences ends only those (`Choice.fail`). The backend drops a sequence that has finished.
     """
 
     @property
@@ -70,11 +70,11 @@ class Backend(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Choice) -> None:
         """Queue an unfinished sequence."""
         ...
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         """Drop a sequence, running or waiting, without affecting others. An unknown one is no error."""
         ...
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
 from .backend import Backend
+from .choice import Choice
 from .handle import RequestHandle
-from .sequence import Sequence
 from .stalls import StallClock
 
 _Key = tuple[str, int, int]  # request, epoch, choice: what a delta is addressed with
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Add(NamedTuple):
-    sequence: Sequence
+    sequence: Choice
 
 
 class _Cancel(NamedTuple):
-    sequences: list[Sequence]
+    sequences: list[Choice]
 
 
 class _Call(NamedTuple):
@@ -38,7 +38,7 @@ class _Call(NamedTuple):
 
 
 class _Running(NamedTuple):
-    sequence: Sequence
+    sequence: Choice
     handle: RequestHandle
 
 
@@ -72,7 +72,7 @@ class Driver:
     def healthy(self) -> bool:
         return self.error is None and not self._closing and self._thread.is_alive()
 
-    def submit(self, sequences: Iterable[Sequence], handle: RequestHandle) -> None:
+    def submit(self, sequences: Iterable[Choice], handle: RequestHandle) -> None:
         """Run the sequences of one request; their deltas go to `handle`.
 
         Raises `InvalidRequest` for choices that are running already, `GenerationFailed` once the thread has ended.
@@ -94,7 +94,7 @@ class Driver:
         self.cancel_sequences(sequences)
         return bool(sequences)
 
-    def cancel_sequences(self, sequences: list[Sequence]) -> None:
+    def cancel_sequences(self, sequences: list[Choice]) -> None:
         """Stop these before their next token; those that have finished stay as they are."""
         with self._changed:
             self._commands.append(_Cancel(sequences))
@@ -221,7 +221,7 @@ class Driver:
                 if isinstance(command, _Call):
                     command.result.set_exception(GenerationFailed("the engine has stopped"))
 
-    def _unfinished(self) -> list[Sequence]:
+    def _unfinished(self) -> list[Choice]:
         """Everything whose last delta has not been delivered."""
         with self._changed:
             return [running.sequence for running in self._running.values()]
@@ -246,7 +246,7 @@ class Driver:
                     handle.cancel()
 
 
-def _key(sequence: Sequence) -> _Key:
+def _key(sequence: Choice) -> _Key:
     return sequence.request.id, sequence.request.epoch, sequence.choice
 
 

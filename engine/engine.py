@@ -19,6 +19,7 @@ from ..schemas.params import GenerationParams
 from .backend import Backend, Capabilities, ProgressCallback
 from .backends.embedding import EmbeddingBackend
 from .backends.registry import load_backend
+from .choice import Choice
 from .config import EngineConfig
 from .driver import Driver
 from .grammar.matcher import GrammarCompiler
@@ -27,7 +28,6 @@ from .models import ModelInfo
 from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .progress import loading_bar
 from .request import EmbeddingInput, EngineRequest, check_input, check_request, resolve_seed
-from .sequence import Sequence as Choice
 from .text.tokenizer_port import TokenizerLike
 
 Prompt = str | Sequence[int]

@@ -34,7 +34,7 @@ class GenerationStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceOutput:
     """One answer. `raw_text` decodes all of `token_ids`; `text` leaves out special tokens and stop strings.
 
     `logprobs` has one entry a token if the request asked for them. `error` is set with finish reason "error".
@@ -52,7 +52,7 @@ class Choice:
 class GenerationOutput:
     """The `params.n` answers to one prompt. The properties are those of the first."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[ChoiceOutput, ...]
     stats: GenerationStats
 
     @property
@@ -150,12 +150,12 @@ class OutputBuilder:
         return GenerationOutput(choices, stats)
 
 
-def _choice(deltas: list[Delta], tokenizer: TokenizerLike) -> Choice:
+def _choice(deltas: list[Delta], tokenizer: TokenizerLike) -> ChoiceOutput:
     last = deltas[-1]
     if last.finish_reason is None:
         raise ValueError(f"choice {last.choice} has not finished; add all its deltas first")
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-    return Choice(
+    return ChoiceOutput(
         token_ids=token_ids,
         text="".join(delta.text for delta in deltas),
         raw_text=tokenizer.decode(token_ids),

@@ -14,7 +14,7 @@ boundary; a nucleus is one token off only where its mass is that close to top_p.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import isfinite
 from typing import NamedTuple
@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ..schemas.errors import GenerationFailed
 from ..schemas.params import MAX_TOP_LOGPROBS, GenerationParams
+from .choice import Choice, ChosenLogprob
 from .cpu.library import DrawParams, Kernels
 from .grammar.matcher import Matcher
-from .sequence import ChosenLogprob, Sequence
 from .transfer import Download, upload
 
 _BLOCK = 64  # columns summed, or searched, as one
@@ -77,7 +77,7 @@ class DeviceTokens:
 class HostTokens:
     """Like `DeviceTokens`, for tokens that are on the host already; saves torch's 0.1 ms a step."""
 
-    def __init__(self, tokens: Rows[int]) -> None:
+    def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
     @property
@@ -97,13 +97,13 @@ def _result(token: int, logprob: ChosenLogprob | None) -> Sampled | GenerationFa
     )
 
 
-def sample(logits: Tensor, rows: Rows[Sequence], kernels: Kernels | None = None) -> list[Sampled | GenerationFailed]:
+def sample(logits: Tensor, rows: Sequence[Choice], kernels: Kernels | None = None) -> list[Sampled | GenerationFailed]:
     """`choose`, then read the result at once."""
     return choose(logits, rows, kernels).read()
 
 
 def choose(
-    logits: Tensor, rows: Rows[Sequence], kernels: Kernels | None = None, best: Rows[int] | None = None
+    logits: Tensor, rows: Sequence[Choice], kernels: Kernels | None = None, best: Sequence[int] | None = None
 ) -> DeviceTokens | HostTokens:
     """Choose each row's token at its `index` without waiting for a device; `logits` [B, V] are not changed.
 
@@ -129,7 +129,7 @@ def choose(
     return DeviceTokens(tokens, counts, _logprobs(logits, tokens, list(counts)) if counts else ())
 
 
-def score(logits: Tensor, tokens: Rows[int], count: int) -> list[ChosenLogprob]:
+def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[ChosenLogprob]:
     """The log-probability of each of `tokens`, one for each row of the logits, and of the `count` best."""
     scores: list[ChosenLogprob] = []
     given = _put(tokens, logits)
@@ -140,12 +140,12 @@ def score(logits: Tensor, tokens: Rows[int], count: int) -> list[ChosenLogprob]:
     return scores
 
 
-def _asks_more(sequence: Sequence) -> bool:
+def _asks_more(sequence: Choice) -> bool:
     """Whether a sequence needs more than an argmax or a draw from the logits as they are."""
     return sequence.request.params.logprobs is not None or _is_edited(sequence)
 
 
-def needs_tokens(sequence: Sequence) -> bool:
+def needs_tokens(sequence: Choice) -> bool:
     """Whether choosing its next token needs the earlier ones, not just the logits: then they must be read first."""
     p = sequence.request.params
     return bool(sequence.matcher or p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
@@ -176,12 +176,12 @@ def _blocks(scores: Tensor, block: int) -> Tensor:
     return (F.pad(scores, (0, rest), value=-torch.inf) if rest else scores).view(len(scores), -1, block)
 
 
-def _is_edited(sequence: Sequence) -> bool:
+def _is_edited(sequence: Choice) -> bool:
     p = sequence.request.params
     return bool(p.logit_bias or sequence.index < p.min_tokens or needs_tokens(sequence))
 
 
-def _scores(logits: Tensor, indices: list[int], rows: Rows[Sequence]) -> Tensor:
+def _scores(logits: Tensor, indices: list[int], rows: Sequence[Choice]) -> Tensor:
     """A float32 copy of the rows `indices`, edited as their requests ask: [R, W], V rounded up to whole blocks."""
     scores = logits[_put(indices, logits)].float() if len(indices) < len(rows) else logits.to(torch.float32, copy=True)
     scores = _blocks(scores, _BLOCK).flatten(1)
@@ -190,12 +190,12 @@ def _scores(logits: Tensor, indices: list[int], rows: Rows[Sequence]) -> Tensor:
     return scores
 
 
-def _edit(scores: Tensor, rows: Rows[Sequence]) -> None:
+def _edit(scores: Tensor, rows: Sequence[Choice]) -> None:
     """Apply bias, grammars, min_tokens and penalties in place, [R, W], with one scatter for each kind."""
     flat, width = scores.view(-1), scores.shape[-1]
     each = [(row * width, s, s.request.params) for row, s in enumerate(rows)]  # (where its row starts in `flat`, …)
 
-    def cells(parts: Rows[tuple[int, Rows[int]]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def cells(parts: Sequence[tuple[int, Sequence[int]]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         # An id without a logit is left out: its index in `flat` would be in the next row.
         ids = [(start, np.fromiter(tokens, np.int64, len(tokens))) for start, tokens in parts]
         return np.concatenate([tokens[tokens < width] + start for start, tokens in ids])
@@ -233,7 +233,7 @@ def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
         fit[_put([*matchers], fit)] += addends
 
 
-def _draw_params(rows: Rows[Sequence], indices: Rows[int]) -> list[DrawParams]:
+def _draw_params(rows: Sequence[Choice], indices: Sequence[int]) -> list[DrawParams]:
     """How to draw for the rows `indices`, each from the row of logits with its own index."""
     params = []
     for index in indices:
@@ -243,7 +243,7 @@ def _draw_params(rows: Rows[Sequence], indices: Rows[int]) -> list[DrawParams]:
     return params
 
 
-def _draw(scores: Tensor, rows: Rows[Sequence], kernels: Kernels | None = None) -> Tensor:
+def _draw(scores: Tensor, rows: Sequence[Choice], kernels: Kernels | None = None) -> Tensor:
     """Draw one token a row after temperature, min_p, top-k and top-p, [R, W] → [R]; -1 where there is none."""
     if kernels is not None and scores.device.type == "cpu":
         return torch.tensor(kernels.draw(scores, _draw_params(rows, range(len(rows)))))

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .sequence import Sequence
+from .choice import Choice
 
 _CHECKS = 8  # in the time that a sequence may stand still
 _LEAST_CHECKS = 3  # without progress: a single step may take longer than that time, and leave a sequence out
 
 
 class Stall(NamedTuple):
-    sequence: Sequence
+    sequence: Choice
     is_first: bool  # the sequence has not stalled before
 
 
@@ -28,7 +28,7 @@ class _Watched:
 class StallClock:
     """A sequence stalls once nothing was computed for it in `limit` seconds, though it is its turn.
 
-    While a sequence waits for its turn or for room (`Sequence.is_waiting`), any other's progress counts as its own.
+    While a sequence waits for its turn or for room (`Choice.is_waiting`), any other's progress counts as its own.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float]) -> None:
@@ -36,13 +36,13 @@ class StallClock:
         self._limit = limit
         self._clock = clock
         self._checked = clock()
-        self._watched: dict[Sequence, _Watched] = {}
+        self._watched: dict[Choice, _Watched] = {}
 
     @property
     def is_due(self) -> bool:
         return self._clock() - self._checked >= self.interval
 
-    def check(self, unfinished: Iterable[Sequence]) -> list[Stall]:
+    def check(self, unfinished: Iterable[Choice]) -> list[Stall]:
         """Those of the unfinished sequences, all of the engine's, that stall; called between two steps.
 
         The clock of a sequence starts anew when it is returned.
@@ -64,5 +64,5 @@ class StallClock:
         return stalls
 
 
-def _progress(sequence: Sequence) -> tuple[int, int]:
+def _progress(sequence: Choice) -> tuple[int, int]:
     return sequence.num_computed, len(sequence.tokens)

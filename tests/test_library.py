@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import penstock
+from penstock import engine
 
 LARGE = "('torch', 'nats', 'transformers', 'fastapi')"
 LIGHT = f"import sys, penstock; print([name for name in {LARGE} if name in sys.modules])"
@@ -43,3 +44,11 @@ def test_the_warning_names_who_imports() -> None:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert told.returncode == 0
     assert "<string>:2: DeprecationWarning: penstock.schemas.chat is now penstock.schemas.openai.chat" in told.stderr
+
+
+def test_a_choice_of_the_first_release_is_a_choice_output() -> None:
+    with pytest.warns(DeprecationWarning, match=r"penstock\.engine\.Choice is now penstock\.engine\.ChoiceOutput;"):
+        choice = engine.Choice
+    assert choice is engine.ChoiceOutput
+    with pytest.raises(AttributeError, match=r"'penstock\.engine' has no attribute 'Sequence'"):
+        _ = engine.Sequence

@@ -23,10 +23,10 @@ from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...engine import Backend, EngineConfig, EngineRequest, GenerationParams
 from ...engine.backends.registry import load_backend
+from ...engine.choice import Choice
 from ...engine.cpu.process import prepare_process, worker_threads
 from ...engine.models import resolve_model
 from ...engine.progress import loading_bar
-from ...engine.sequence import Sequence
 from ...schemas.errors import StartupError
 from ..terminal.options import with_settings
 from . import report as bench_report
@@ -185,12 +185,12 @@ class Bench:
     def _prefill(self, length: int) -> None:
         self._leave(self._rows(1, length))
 
-    def _rows(self, count: int, length: int) -> list[Sequence]:
+    def _rows(self, count: int, length: int) -> list[Choice]:
         """So many rows that all decode, those ready first some tokens ahead."""
         backend, info, tokenizer, rows = self._backend, self._backend.info, self._backend.tokenizer, []
         for _ in range(count):
             prompt = self._random.choices(range(min(info.vocabulary_size, tokenizer.vocabulary_size)), k=length)
-            rows.append(Sequence(EngineRequest("bench", tuple(prompt), self._params, seed=0), 0, tokenizer, info))
+            rows.append(Choice(EngineRequest("bench", tuple(prompt), self._params, seed=0), 0, tokenizer, info))
             backend.add(rows[-1])
         while (ready := sum(bool(row.tokens) for row in rows)) < count:
             running = backend.num_running
@@ -200,7 +200,7 @@ class Bench:
                 raise _apart(count, length)
         return rows
 
-    def _leave(self, rows: list[Sequence]) -> None:
+    def _leave(self, rows: list[Choice]) -> None:
         for row in rows:
             self._backend.remove(row)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ...schemas.events import Delta
 from ..backend import Backend, Capabilities
+from ..choice import Choice
 from ..models import ModelInfo
 from ..output import CacheStats
-from ..sequence import Sequence
 from ..text.tokenizer_port import TokenizerLike
 
 _SHARE_OF_RAM = 0.05
@@ -32,8 +32,8 @@ class AnswerCache:
         self._memory = int(total * _SHARE_OF_RAM) if memory is None else memory
         self._used = 0
         self._answers: OrderedDict[bytes, list[int]] = OrderedDict()
-        self._replays: dict[Sequence, list[int]] = {}
-        self._recording: dict[Sequence, bytes] = {}
+        self._replays: dict[Choice, list[int]] = {}
+        self._recording: dict[Choice, bytes] = {}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -55,7 +55,7 @@ class AnswerCache:
     def num_waiting(self) -> int:
         return self._backend.num_waiting
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Choice) -> None:
         key = _key(sequence)
         if key is not None and key in self._answers:
             self._answers.move_to_end(key)
@@ -66,7 +66,7 @@ class AnswerCache:
         if key is not None:
             self._recording[sequence] = key
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         self._replays.pop(sequence, None)
         self._recording.pop(sequence, None)
         self._backend.remove(sequence)
@@ -100,7 +100,7 @@ class AnswerCache:
         self._answers.clear()
         self._backend.close()
 
-    def _store(self, key: bytes, sequence: Sequence) -> None:
+    def _store(self, key: bytes, sequence: Choice) -> None:
         if sequence.finish in ("error", "cancelled") or key in self._answers:
             return
         self._answers[key] = list(sequence.tokens)
@@ -114,7 +114,7 @@ def _size(tokens: list[int]) -> int:
     return _ENTRY_BYTES + _TOKEN_BYTES * len(tokens)
 
 
-def _key(sequence: Sequence) -> bytes | None:
+def _key(sequence: Choice) -> bytes | None:
     """A hash of all that determines the answer; None for a sampled one, or one with log-probabilities."""
     params = sequence.request.params
     if params.temperature > 0 or params.logprobs is not None:

@@ -16,9 +16,9 @@ from ...schemas.errors import ConfigurationError
 from ...schemas.events import Delta
 from ...schemas.params import GenerationParams
 from ..backend import Capabilities, NoPrefixes, ProgressCallback
+from ..choice import Choice, ChosenLogprob
 from ..config import EngineConfig
 from ..models import ModelInfo, read_model_info
-from ..sequence import ChosenLogprob, Sequence
 from ..sizing import sized
 from ..text.tokenizer import load_tokenizer
 
@@ -29,7 +29,7 @@ _CERTAIN = ChosenLogprob(0.0)
 
 @dataclass(slots=True)
 class _Row:
-    sequence: Sequence
+    sequence: Choice
     cycle: tuple[int, ...]
     started: float  # on the backend's clock
     first: int  # index of the first token that this row generates
@@ -70,8 +70,8 @@ class EchoBackend(NoPrefixes):
         self._max_batch_size = config.max_batch_size
         self._reserved = min(config.reserved_batch_size, config.max_batch_size - 1)
         self._clock = clock
-        self._waiting: dict[Sequence, None] = {}  # in order of arrival
-        self._running: dict[Sequence, _Row] = {}
+        self._waiting: dict[Choice, None] = {}  # in order of arrival
+        self._running: dict[Choice, _Row] = {}
 
     @property
     def num_running(self) -> int:
@@ -81,10 +81,10 @@ class EchoBackend(NoPrefixes):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Choice) -> None:
         self._waiting[sequence] = None
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         self._waiting.pop(sequence, None)
         self._running.pop(sequence, None)
 
@@ -131,7 +131,7 @@ class EchoBackend(NoPrefixes):
             sequence.is_waiting = False
             self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
 
-    def _next_waiting(self) -> Sequence | None:
+    def _next_waiting(self) -> Choice | None:
         """The first sequence that may be admitted now: only urgent ones may use the reserved rows."""
         free = self._max_batch_size - len(self._running)
         if free > self._reserved:

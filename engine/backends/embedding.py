@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 from bisect import insort
-from collections.abc import Sequence as Row
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from ...schemas.events import Delta
 from ..backend import NoPrefixes
+from ..choice import Choice
 from ..request import EmbeddingInput
-from ..sequence import Sequence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,21 +32,21 @@ class EmbeddingBackend(NoPrefixes):
     num_running = 0  # rows of the current pass; set by `step`
 
     def __init__(self) -> None:
-        self._turns: dict[str, list[Sequence]] = {}  # by request, in order of their turns; the longest input last
+        self._turns: dict[str, list[Choice]] = {}  # by request, in order of their turns; the longest input last
 
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self._turns.values()))
 
-    def embed(self, prompts: list[Row[int]]) -> Vectors:
+    def embed(self, prompts: list[Sequence[int]]) -> Vectors:
         """The vectors [N, D] of N prompts, from one padded pass; none depends on the other prompts."""
         raise NotImplementedError
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Choice) -> None:
         waiting = self._turns.setdefault(sequence.request.id, [])
         insort(waiting, sequence, key=lambda one: len(one.prompt))
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         waiting = self._turns.get(sequence.request.id, [])
         if sequence in waiting:
             waiting.remove(sequence)
@@ -57,7 +57,7 @@ class EmbeddingBackend(NoPrefixes):
         return 0.0 if self._turns else inf
 
     def step(self) -> list[Delta]:
-        taken: list[Sequence] = []
+        taken: list[Choice] = []
         longest = 0
         for request in list(self._turns):
             waiting = self._turns.pop(request)
@@ -69,7 +69,7 @@ class EmbeddingBackend(NoPrefixes):
                 taken.append(waiting.pop())
         return self._run(taken)
 
-    def _run(self, taken: list[Sequence]) -> list[Delta]:
+    def _run(self, taken: list[Choice]) -> list[Delta]:
         self.num_running = len(taken)
         try:
             vectors = self.embed([sequence.prompt for sequence in taken])
@@ -82,7 +82,7 @@ class EmbeddingBackend(NoPrefixes):
         return [replace(one.end("stop"), text=_text(one, vector)) for one, vector in zip(taken, vectors, strict=True)]
 
 
-def _text(sequence: Sequence, vector: NDArray[np.float32]) -> str:
+def _text(sequence: Choice, vector: NDArray[np.float32]) -> str:
     """The vector in base64; a shortened one is normalised again (https://arxiv.org/abs/2205.13147)."""
     assert isinstance(sequence.request, EmbeddingInput)
     if sequence.request.dimensions is not None:

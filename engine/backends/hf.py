@@ -20,11 +20,11 @@ from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
 from ...schemas.params import GenerationParams
 from ..backend import Capabilities, NoPrefixes, ProgressCallback
+from ..choice import Choice
 from ..config import EngineConfig
 from ..loading import load_causal_lm, resolve_device
 from ..models import count_parameters, read_model_info, resolve_model
 from ..sampler import sample
-from ..sequence import Sequence
 from ..sizing import sized
 from ..text.tokenizer import Tokenizer
 from .padded_batch import PaddedBatch
@@ -63,7 +63,7 @@ class HfBackend(NoPrefixes):
             )
         self._max_batch_size = config.max_batch_size
         self._kv_cache_memory = config.kv_cache_memory
-        self._waiting: dict[Sequence, None] = {}  # in order of arrival
+        self._waiting: dict[Choice, None] = {}  # in order of arrival
         self._batches: list[PaddedBatch] = []
 
     @property
@@ -74,10 +74,10 @@ class HfBackend(NoPrefixes):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Choice) -> None:
         self._waiting[sequence] = None
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         self._waiting.pop(sequence, None)
         for batch in self._batches:
             if sequence in batch.rows:
@@ -155,5 +155,5 @@ class HfBackend(NoPrefixes):
         keywords = inputs | {"use_cache": True, "logits_to_keep": 1}
         return self._model(**{name: value for name, value in keywords.items() if name in self._accepted})
 
-    def _new_batch(self, rows: list[Sequence]) -> PaddedBatch:
+    def _new_batch(self, rows: list[Choice]) -> PaddedBatch:
         return PaddedBatch(rows, DynamicCache(config=self._model.config), self._device)

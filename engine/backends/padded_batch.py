@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..sequence import Sequence
+from ..choice import Choice
 
 Model = Callable[..., Any]
 """Takes token ids, mask, positions and cache as keywords; returns `logits` [B, T, V] and extends the cache by T."""
@@ -29,7 +29,7 @@ class PaddedBatch:
     `mask` [B, W] is 1 at every position that is not padding. After each `forward` the cache is W positions wide.
     """
 
-    def __init__(self, rows: list[Sequence], cache: DynamicCache, device: torch.device) -> None:
+    def __init__(self, rows: list[Choice], cache: DynamicCache, device: torch.device) -> None:
         """`cache` is empty; the first `forward` computes the prompts and any tokens already generated."""
         histories = [(*sequence.prompt, *sequence.tokens) for sequence in rows]
         width = max(map(len, histories))

@@ -6,7 +6,7 @@ The model's own modules define how its token vectors become the text's vector.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence as Row
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,7 @@ class SentenceTransformerBackend(EmbeddingBackend):
         self.info = replace(info, context_length=config.max_sequence_length or own, parameters=parameters)
 
     @torch.inference_mode()
-    def embed(self, prompts: list[Row[int]]) -> NDArray[np.float32]:
+    def embed(self, prompts: list[Sequence[int]]) -> NDArray[np.float32]:
         """The vectors [N, D] of N prompts. Raises `GenerationFailed` if the model's numbers overflow."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ids = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True, padding_value=self._pad)  # [N, T]

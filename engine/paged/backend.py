@@ -22,13 +22,13 @@ from transformers import AutoConfig
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
 from ..backend import Capabilities, ProgressCallback
+from ..choice import Choice
 from ..config import EngineConfig
 from ..cpu.library import Kernels, NoKernels, load_kernels
 from ..loading import load_causal_lm, resolve_device
 from ..models import ModelInfo, count_parameters, read_model_info, resolve_model
 from ..output import CacheStats
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
-from ..sequence import Sequence
 from ..sizing import SizedConfig, sized
 from ..text.tokenizer import Tokenizer
 from .attention_hook import ATTENTION
@@ -223,10 +223,10 @@ class PagedBackend:
         products = num_tokens * (runner.num_weights - runner.num_head_weights) + num_logits * runner.num_head_weights
         return 2 * products + num_attended * runner.attention_flops
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Choice) -> None:
         self._scheduler.add(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         self._scheduler.remove(sequence)
 
     def save_prefixes(self, path: Path) -> int:

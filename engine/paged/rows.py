@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..sequence import Sequence
+from ..choice import Choice
 from .block_pool import chain, root
 from .blocks import Tables
 
@@ -17,7 +17,7 @@ class Row:
 
     __slots__ = ("awaits", "num_computed", "passed", "place", "running", "sequence", "tables")
 
-    def __init__(self, sequence: Sequence, arrival: int, tables: Tables) -> None:
+    def __init__(self, sequence: Choice, arrival: int, tables: Tables) -> None:
         self.sequence = sequence
         self.place = arrival + _PRIORITY * sequence.request.priority  # in line
         self.tables = tables

@@ -22,7 +22,7 @@ from math import inf
 from operator import attrgetter
 
 from ...schemas.jobs import most_together
-from ..sequence import Sequence
+from ..choice import Choice
 from .blocks import KVBlocks, Tables
 from .rows import Row, Scheduled
 
@@ -55,7 +55,7 @@ class Scheduler:
         self._rows_of: Counter[int] = Counter()  # that run, by the identity of their request
         self._max_step_tokens = max_step_tokens
         self._share = max(max_step_tokens // 2, 1) if chunked else None  # of a prompt while others wait
-        self._rows: dict[Sequence, Row] = {}
+        self._rows: dict[Choice, Row] = {}
         self._arrivals = 0
         self._waiting: list[Row] = []  # both in line order
         self._running: list[Row] = []
@@ -70,10 +70,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: Choice) -> bool:
         return sequence in self._rows
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Choice) -> None:
         """Put a sequence in line. Raises `ValueError` for one that the pools can never hold."""
         row = Row(sequence, self._arrivals, Tables(len(self._blocks.pools)))
         if row.num_tokens > self._blocks.capacity:
@@ -82,7 +82,7 @@ class Scheduler:
         self._rows[sequence] = row
         insort(self._waiting, row, key=_place)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         """Forget a sequence; its finished blocks stay cached. An unknown one is no error."""
         row = self._rows.pop(sequence, None)
         if row is None:
@@ -93,7 +93,7 @@ class Scheduler:
         else:
             self._waiting.remove(row)
 
-    def discard(self, sequence: Sequence) -> list[list[int]]:
+    def discard(self, sequence: Choice) -> list[list[int]]:
         """As `remove`, for one whose keys and values are worthless; its blocks, by group, that nobody has any more."""
         row = self._rows[sequence]
         blocks = [list(table) for table in row.tables.blocks]

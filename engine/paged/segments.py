@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from itertools import groupby
 
 from torch import Tensor
@@ -19,7 +19,9 @@ def to_segment(scheduled: Scheduled, place: int | None) -> Segment:
     return Segment(tokens, row.num_computed, row.tables.blocks, samples, not row.sequence.is_scored)
 
 
-def split_scores(scheduled: Rows[Scheduled], logits: Tensor, sampled: Rows[int]) -> tuple[Tensor, Rows[int]]:
+def split_scores(
+    scheduled: Sequence[Scheduled], logits: Tensor, sampled: Sequence[int]
+) -> tuple[Tensor, Sequence[int]]:
     """Hand prompts their log-probabilities; the logits that are left are those that tokens are chosen from."""
     kept: list[int] = []
     for index, places in groupby(range(len(sampled)), key=sampled.__getitem__):
@@ -34,7 +36,7 @@ def split_scores(scheduled: Rows[Scheduled], logits: Tensor, sampled: Rows[int])
     return logits[kept], [sampled[place] for place in kept]
 
 
-def _tokens(row: Row, count: int) -> Rows[int]:
+def _tokens(row: Row, count: int) -> Sequence[int]:
     """`count` tokens from the first that is not computed."""
     prompt, tokens = row.sequence.prompt, row.sequence.tokens
     start = row.num_computed - len(prompt)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backends.hf import HfBackend
-from penstock.engine.sequence import Sequence
+from penstock.engine.choice import Choice
 
 GREEDY = GenerationParams(temperature=0, max_tokens=20, ignore_eos=True)
 SHAPES = pytest.mark.parametrize("shape", ["llama", "mistral"])
@@ -45,8 +45,8 @@ def backend(directory: Path, kind: type[HfBackend] = HfBackend, **settings: Any)
     return kind(EngineConfig(model=str(directory), dtype="float32", device="cpu", **settings))
 
 
-def add(target: HfBackend, prompt: list[int], params: GenerationParams = GREEDY) -> Sequence:
-    sequence = Sequence(EngineRequest("r", tuple(prompt), params, seed=1), 0, target.tokenizer, target.info)
+def add(target: HfBackend, prompt: list[int], params: GenerationParams = GREEDY) -> Choice:
+    sequence = Choice(EngineRequest("r", tuple(prompt), params, seed=1), 0, target.tokenizer, target.info)
     target.add(sequence)
     return sequence
 

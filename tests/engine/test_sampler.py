@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
+from penstock.engine.choice import Choice
 from penstock.engine.cpu.library import DrawParams, Kernels, NoKernels, load_kernels
 from penstock.engine.sampler import Sampled, _invert, choose, sample, uniform
-from penstock.engine.sequence import Sequence
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.schemas.errors import GenerationFailed
 
@@ -33,9 +33,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels | None:
         pytest.skip(str(error))
 
 
-def row(params: GenerationParams, seed: int = 0, index: int = 0) -> Sequence:
+def row(params: GenerationParams, seed: int = 0, index: int = 0) -> Choice:
     request = EngineRequest("r", (1,), params, seed=seed, generated=((7,) * index,))
-    return Sequence(request, 0, TOKENIZER, INFO)
+    return Choice(request, 0, TOKENIZER, INFO)
 
 
 def tokens_of(results: list[Sampled | GenerationFailed]) -> list[int]:
@@ -175,12 +175,12 @@ ANY = st.builds(
 WIDE_INFO = ModelInfo("wide", "Echo", context_length=4096, vocabulary_size=WIDE, eos_token_ids=(256,))
 
 
-def wide_row(params: GenerationParams, seed: int, history: int = 0, width: int = WIDE) -> Sequence:
+def wide_row(params: GenerationParams, seed: int, history: int = 0, width: int = WIDE) -> Choice:
     """A sequence whose prompt and output repeat tokens, some of them shared, and hold an id without a logit."""
     draw = random.Random(seed)
     prompt = (WIDE + 1, *(draw.randrange(min(width, 300)) for _ in range(history + 1)))
     tokens = tuple(draw.randrange(200) for _ in range(history))
-    return Sequence(EngineRequest("r", prompt, params, seed=seed, generated=(tokens,)), 0, TOKENIZER, WIDE_INFO)
+    return Choice(EngineRequest("r", prompt, params, seed=seed, generated=(tokens,)), 0, TOKENIZER, WIDE_INFO)
 
 
 def wide_logits(seed: int, rows: int, dtype: torch.dtype, width: int = WIDE, spread: float = 4) -> torch.Tensor:

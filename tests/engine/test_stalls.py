@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine, ModelInfo
 from penstock.engine.backends.echo import EchoBackend
-from penstock.engine.sequence import Sequence
+from penstock.engine.choice import Choice
 from penstock.engine.stalls import Stall, StallClock
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.schemas.events import Delta
@@ -27,7 +27,7 @@ class Clock:
         self.now = 0.0
         self.stalls = StallClock(8.0, lambda: self.now)
 
-    def checks(self, times: int, *unfinished: Sequence, moving: tuple[Sequence, ...] = ()) -> list[Stall]:
+    def checks(self, times: int, *unfinished: Choice, moving: tuple[Choice, ...] = ()) -> list[Stall]:
         found = []
         for _ in range(times):
             self.now += 1.0
@@ -39,8 +39,8 @@ class Clock:
         return found
 
 
-def sequence(*, is_waiting: bool = False) -> Sequence:
-    one = Sequence(EngineRequest("r", tuple(b"abc"), ENDLESS, seed=0), 0, TOKENIZER, INFO)
+def sequence(*, is_waiting: bool = False) -> Choice:
+    one = Choice(EngineRequest("r", tuple(b"abc"), ENDLESS, seed=0), 0, TOKENIZER, INFO)
     one.is_waiting = is_waiting
     return one
 
@@ -102,7 +102,7 @@ class Stubborn(EchoBackend):
         self._running |= {one: row for one, row in held.items() if one.finish is None}
         return deltas
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Choice) -> None:
         self.times -= sequence in self._running and sequence.prompt[0] == ord("!")
         super().remove(sequence)
 
@@ -160,7 +160,7 @@ async def test_a_request_that_the_backend_forgets_is_missed() -> None:
 
         has_lost = False
 
-        def add(self, sequence: Sequence) -> None:
+        def add(self, sequence: Choice) -> None:
             if self.has_lost:
                 super().add(sequence)
             self.has_lost = True

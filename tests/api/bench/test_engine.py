@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from penstock.__main__ import app
 from penstock.api.bench import engine as bench_engine
+from penstock.engine.choice import Choice
 from penstock.engine.paged import backend as paged
 from penstock.engine.sampler import choose
-from penstock.engine.sequence import Sequence
 
 FEW = ("--batch=2,1", "--prompt=700,40", "--context=20", "--steps=5", "--rounds=2")
 
@@ -114,7 +114,7 @@ def test_it_computes_with_the_threads_of_a_worker(tiny_model: Path) -> None:
 def test_tokens_are_drawn_as_asked(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[float, float]] = set()
 
-    def spied(logits: Any, rows: list[Sequence], *more: Any) -> Any:
+    def spied(logits: Any, rows: list[Choice], *more: Any) -> Any:
         asked.update((row.request.params.temperature, row.request.params.top_p) for row in rows)
         return choose(logits, rows, *more)
 

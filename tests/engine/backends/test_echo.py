@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backends.echo import EchoBackend
-from penstock.engine.sequence import Sequence
+from penstock.engine.choice import Choice
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 
 
@@ -55,7 +55,7 @@ def test_the_rate_is_kept_for_each_choice() -> None:
     rows = []
     for _ in range(2):
         request = EngineRequest("r", tuple(b"abcdef"), GenerationParams(), seed=0)
-        rows.append(Sequence(request, 0, ByteTokenizer(), backend.info))
+        rows.append(Choice(request, 0, ByteTokenizer(), backend.info))
         backend.add(rows[-1])
         assert backend.delay() == 0
         backend.step()
@@ -72,7 +72,7 @@ def test_the_rate_is_kept_for_each_choice() -> None:
 def test_a_successor_keeps_the_rate_from_where_it_begins() -> None:
     backend = EchoBackend(EngineConfig(model="echo", backend="echo", echo_rate=10.0), clock=lambda: 100.0)
     request = EngineRequest("r", tuple(b"abcdef"), GenerationParams(), seed=0, generated=(tuple(b"abc"),))
-    row = Sequence(request, 0, ByteTokenizer(), backend.info)
+    row = Choice(request, 0, ByteTokenizer(), backend.info)
     backend.add(row)
     assert [delta.text for delta in backend.step()] == ["d"]
     assert backend.delay() == pytest.approx(0.1)

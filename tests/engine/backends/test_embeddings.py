@@ -23,8 +23,8 @@ from penstock.engine import Capabilities, EngineConfig, GenerationParams, Infere
 from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.backends.embedding import EmbeddingBackend
 from penstock.engine.backends.sentence_transformer import SentenceTransformerBackend
+from penstock.engine.choice import Choice
 from penstock.engine.request import EmbeddingInput
-from penstock.engine.sequence import Sequence
 from penstock.schemas.errors import ConfigurationError, GenerationFailed, InvalidRequest, ModelLoadError
 
 MINILM = str(get_model_path())
@@ -220,7 +220,7 @@ def test_passes(requests: list[list[int]], room: int) -> None:
     ]
     for ids in inputs:
         request = EmbeddingInput(str(ids[0] // 10), ids, GenerationParams(), seed=0, first_choice=ids[0] % 10)
-        backend.add(Sequence(request, 0, backend.tokenizer, backend.info))
+        backend.add(Choice(request, 0, backend.tokenizer, backend.info))
     assert backend.num_waiting == len(inputs)
     while backend.delay() == 0:
         assert all(delta.finish_reason == "stop" for delta in backend.step())

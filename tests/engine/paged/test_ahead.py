@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
+from penstock.engine.choice import Choice
 from penstock.engine.grammar.matcher import GrammarCompiler
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.block_pool import chain, root
-from penstock.engine.sequence import Sequence
 from penstock.schemas.events import Delta
 from penstock.schemas.params import Grammar
 
@@ -49,15 +49,15 @@ def load(model_directory: Callable[[str], Path]) -> Load:
     return load
 
 
-def choices(backend: PagedBackend, request: EngineRequest) -> list[Sequence]:
+def choices(backend: PagedBackend, request: EngineRequest) -> list[Choice]:
     grammars = GrammarCompiler(backend.tokenizer)
     return [
-        Sequence(request, place, backend.tokenizer, backend.info, grammars.matcher(request.params))
+        Choice(request, place, backend.tokenizer, backend.info, grammars.matcher(request.params))
         for place in range(request.params.n)
     ]
 
 
-def add(backend: PagedBackend, prompt: list[int] = PROMPT, params: GenerationParams = GREEDY) -> Sequence:
+def add(backend: PagedBackend, prompt: list[int] = PROMPT, params: GenerationParams = GREEDY) -> Choice:
     (sequence,) = choices(backend, EngineRequest("r", tuple(prompt), params, seed=1))
     backend.add(sequence)
     return sequence
@@ -276,9 +276,9 @@ def told(deltas: list[Delta]) -> Told:
 @settings(max_examples=100, deadline=None)
 def test_no_schedule_changes_an_answer(pair: tuple[PagedBackend, PagedBackend], arrivals: list[Arrival]) -> None:
     backend, reference = pair
-    live: list[tuple[Arrival, list[Sequence]]] = []
+    live: list[tuple[Arrival, list[Choice]]] = []
     heard: dict[tuple[str, int], list[Delta]] = {}
-    cancelled: set[Sequence] = set()
+    cancelled: set[Choice] = set()
     step = 0
     while step <= 30 or backend.delay() <= 0:
         for place, arrival in enumerate(arrivals):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
+from penstock.engine.choice import Choice
 from penstock.engine.paged import backend as paged
 from penstock.engine.paged import triton_attention as paged_attention
 from penstock.engine.paged.attention_hook import ATTENTION
@@ -21,7 +22,6 @@ from penstock.engine.paged.graphs import DecodeGraphs
 from penstock.engine.paged.linear import PlainLinear
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.runner import Runner
-from penstock.engine.sequence import Sequence
 
 CPU = torch.device("cpu")
 CONTEXT = 160
@@ -141,14 +141,14 @@ def test_recorded_steps_launched_ahead_change_no_answer(
         prefill_chunk_size=32,
     )
 
-    def play(backend: paged.PagedBackend) -> list[Sequence]:
+    def play(backend: paged.PagedBackend) -> list[Choice]:
         rows = []
         for number in range(4):
             params = GenerationParams(
                 temperature=number % 2, max_tokens=3 + 2 * number, logprobs=1, stop_token_ids=tuple(ids(40, number))
             )
             request = EngineRequest(str(number), tuple(ids(5 * number + 1, number)), params, seed=number)
-            rows.append(Sequence(request, 0, backend.tokenizer, backend.info))
+            rows.append(Choice(request, 0, backend.tokenizer, backend.info))
             told[id(rows[-1])] = []
             backend.add(rows[-1])
             for _ in range(2):
@@ -157,7 +157,7 @@ def test_recorded_steps_launched_ahead_change_no_answer(
             step(backend, rows)
         return rows
 
-    def step(backend: paged.PagedBackend, rows: list[Sequence]) -> None:
+    def step(backend: paged.PagedBackend, rows: list[Choice]) -> None:
         for delta in backend.step():
             told[id(rows[int(delta.request)])] += [entry.logprob for entry in delta.logprobs or ()]
         backend.check_integrity()
@@ -181,7 +181,7 @@ def test_no_step_waits_for_the_device_but_for_the_last_ones_tokens(model_directo
     for number in range(4):
         params = GenerationParams(temperature=number % 2, top_p=0.9, logprobs=1, ignore_eos=True)
         request = EngineRequest(str(number), tuple(ids(20, number)), params, seed=number)
-        backend.add(Sequence(request, 0, backend.tokenizer, backend.info))
+        backend.add(Choice(request, 0, backend.tokenizer, backend.info))
     for _ in range(4):  # in which graphs are recorded
         backend.step()
     torch.cuda.set_sync_debug_mode("error")

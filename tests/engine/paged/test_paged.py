@@ -16,8 +16,8 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backends.answer_cache import AnswerCache
 from penstock.engine.backends.registry import load_backend
+from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
-from penstock.engine.sequence import Sequence
 from penstock.schemas.errors import ConfigurationError, InvalidRequest
 from penstock.stages.degradation import Slots, slots
 
@@ -41,9 +41,9 @@ def load(model_directory: Callable[[str], Path]) -> Load:
 
 def add(
     backend: PagedBackend | AnswerCache, prompt: list[int], params: GenerationParams = GREEDY, salt: str = ""
-) -> Sequence:
+) -> Choice:
     request = EngineRequest("r", tuple(prompt), params, seed=1, cache_salt=salt)
-    sequence = Sequence(request, 0, backend.tokenizer, backend.info)
+    sequence = Choice(request, 0, backend.tokenizer, backend.info)
     backend.add(sequence)
     return sequence
 
@@ -299,7 +299,7 @@ class TestAnswers:
         first = add(cache, [5, 6, 7])
         finish(cache)
         request = EngineRequest("s", (5, 6, 7), GREEDY, seed=1, generated=(tuple(first.tokens[:3]),))
-        successor = Sequence(request, 0, cache.tokenizer, cache.info)
+        successor = Choice(request, 0, cache.tokenizer, cache.info)
         cache.add(successor)
         deltas = cache.step()
         assert [token for delta in deltas for token in delta.token_ids] == first.tokens[3:]

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backend import Backend
 from penstock.engine.backends.registry import load_backend
+from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quantize import dequantized, linear_maker, quantizable
-from penstock.engine.sequence import Sequence as Choice
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 
 BACKEND = "paged"

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
+from penstock.engine.choice import Choice
 from penstock.engine.paged.block_pool import chain, root
 from penstock.engine.paged.blocks import NO_BLOCK, GroupSpec, KVBlocks
 from penstock.engine.paged.rows import Row, Scheduled
 from penstock.engine.paged.scheduler import Scheduler
-from penstock.engine.sequence import Sequence
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -21,14 +21,14 @@ INFO = ModelInfo("bytes", "Echo", context_length=10_000, vocabulary_size=259, eo
 SIZE = 4
 
 
-def sequences(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "", priority: int = 0) -> list[Sequence]:
+def sequences(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "", priority: int = 0) -> list[Choice]:
     """The choices of one request."""
     params = GenerationParams(max_tokens=max_tokens, n=n, ignore_eos=True)
     request = EngineRequest("r", tuple(prompt), params, seed=0, cache_salt=salt, priority=priority)
-    return [Sequence(request, place, TOKENIZER, INFO) for place in range(n)]
+    return [Choice(request, place, TOKENIZER, INFO) for place in range(n)]
 
 
-def sequence(prompt: bytes, max_tokens: int = 4, salt: str = "", priority: int = 0) -> Sequence:
+def sequence(prompt: bytes, max_tokens: int = 4, salt: str = "", priority: int = 0) -> Choice:
     return sequences(prompt, max_tokens, salt=salt, priority=priority)[0]
 
 
@@ -40,11 +40,11 @@ def digest(tokens: list[int], salt: str) -> list[int]:
     return states[1:]
 
 
-def choose(state: int, target: Sequence) -> int:
+def choose(state: int, target: Choice) -> int:
     return 97 + (state + target.choice) % 4
 
 
-def naive(target: Sequence) -> list[int]:
+def naive(target: Choice) -> list[int]:
     """What the sequence must become, computed alone and without a cache."""
     tokens = list(target.prompt)
     for _ in range(target.request.params.max_tokens):
@@ -71,23 +71,23 @@ class Machine:
         self.blocks = KVBlocks(SIZE, self.groups, longest_step)
         self.scheduler = Scheduler(self.blocks, self.max_batch_size, self.max_step_tokens, self.chunked, self.reserved)
         self.computed = 0  # tokens, all steps together
-        self._live: set[Sequence] = set()
+        self._live: set[Choice] = set()
         self._rows: list[Row] = []  # all that ever ran
         self._unread: list[tuple[Row, int]] = []
         self._memory: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> state
 
-    def add(self, *targets: Sequence) -> None:
+    def add(self, *targets: Choice) -> None:
         for target in targets:
             self.scheduler.add(target)
             self.scheduler.check_integrity()
             self._live.add(target)
 
-    def remove(self, target: Sequence) -> None:
+    def remove(self, target: Choice) -> None:
         self.scheduler.remove(target)
         self.scheduler.check_integrity()
         self._live.discard(target)
 
-    def step(self, cancel: Sequence | None = None) -> dict[Sequence, int]:
+    def step(self, cancel: Choice | None = None) -> dict[Choice, int]:
         """One step; how many tokens of which sequences it computed. `cancel` is removed before its end."""
         scheduled = self.scheduler.schedule()
         self.scheduler.check_integrity()
@@ -178,7 +178,7 @@ LETTERS = bytes(range(97, 123)) * 8
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> list[Sequence]:
+def requests(draw: st.DrawFn) -> list[Choice]:
     """Choices of a request that has its beginning in common with many others; 54 tokens at most."""
     beginning = draw(st.sampled_from([LETTERS, LETTERS[::-1]]))[: draw(st.integers(1, 40))]
     return sequences(
@@ -203,7 +203,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 20), requests(), st.none() | st.int
     ahead=st.booleans(),
 )
 def test_every_sequence_becomes_what_it_would_be_alone(
-    arrivals: list[tuple[int, list[Sequence], int | None]],
+    arrivals: list[tuple[int, list[Choice], int | None]],
     groups: list[tuple[int, int | None]],
     max_batch_size: int,
     more_tokens: int,
@@ -555,7 +555,7 @@ def test_a_scored_prompt_is_computed_in_pieces_whose_logits_fit(chunked: bool) -
     params = GenerationParams(max_tokens=1, ignore_eos=True, logprobs=0, prompt_logprobs=True)
     request = EngineRequest("r", tuple(bytes(600)), params, seed=0)
     scheduler = Scheduler(KVBlocks(SIZE, [GroupSpec(1_000, None)], INFO.context_length), 8, 1_024, chunked)
-    scheduler.add(Sequence(request, 0, TOKENIZER, INFO))
+    scheduler.add(Choice(request, 0, TOKENIZER, INFO))
     steps: list[Scheduled] = []
     while not steps or not steps[-1].samples:
         steps += (scheduled := scheduler.schedule())

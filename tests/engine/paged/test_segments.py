@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
+from penstock.engine.choice import Choice
 from penstock.engine.paged.blocks import Tables
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.rows import Row, Scheduled
 from penstock.engine.paged.segments import split_scores, to_segment
-from penstock.engine.sequence import Sequence
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.schemas.events import TokenLogprob
 
@@ -24,7 +24,7 @@ SCORED: dict[str, Any] = {"prompt_logprobs": True, "logprobs": 2}
 
 def row(prompt: bytes, generated: bytes = b"", computed: int = 0, **params: Any) -> Row:
     request = EngineRequest("r", tuple(prompt), GenerationParams(ignore_eos=True, **params), seed=0)
-    one = Row(Sequence(request, 0, TOKENIZER, INFO), 0, Tables(2))
+    one = Row(Choice(request, 0, TOKENIZER, INFO), 0, Tables(2))
     one.sequence.tokens = list(generated)
     one.num_computed = computed
     return one
@@ -61,7 +61,7 @@ def test_all_logits_are_kept_of_a_prompt_that_is_to_be_scored_and_not_of_one_tha
     assert [to_segment(Scheduled(one, 1, True), None).scores for one in (fresh, begun)] == [True, False]
 
 
-def scores_of(sequence: Sequence) -> list[TokenLogprob]:
+def scores_of(sequence: Choice) -> list[TokenLogprob]:
     """What the first delta tells of the prompt."""
     delta = sequence.append(0)
     assert delta is not None and delta.logprobs is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
-from penstock.engine.sequence import Sequence
+from penstock.engine.choice import Choice
 from penstock.engine.text.byte_tokenizer import END_OF_TEXT, ByteTokenizer
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Delta
@@ -18,12 +18,12 @@ TOKENIZER = ByteTokenizer()
 INFO = ModelInfo("bytes", "Echo", context_length=100, vocabulary_size=259, eos_token_ids=TOKENIZER.eos_token_ids)
 
 
-def sequence(params: GenerationParams, prompt: str = "?", generated: tuple[int, ...] = ()) -> Sequence:
+def sequence(params: GenerationParams, prompt: str = "?", generated: tuple[int, ...] = ()) -> Choice:
     request = EngineRequest("r", tuple(prompt.encode()), params, seed=0, generated=(generated,))
-    return Sequence(request, 0, TOKENIZER, INFO)
+    return Choice(request, 0, TOKENIZER, INFO)
 
 
-def feed(target: Sequence, ids: list[int]) -> list[Delta]:
+def feed(target: Choice, ids: list[int]) -> list[Delta]:
     """The deltas of these tokens, as far as the sequence takes them."""
     deltas = []
     for token in ids:
@@ -96,7 +96,7 @@ def test_failing_works_where_decoding_fails(caplog: pytest.LogCaptureFixture) ->
                 raise ValueError("cannot decode")
             return super().decode(list(ids), skip_special_tokens)
 
-    target = Sequence(EngineRequest("r", (65,), GenerationParams(), seed=0), 0, Broken(), INFO)
+    target = Choice(EngineRequest("r", (65,), GenerationParams(), seed=0), 0, Broken(), INFO)
     target.append(66)
     with pytest.raises(ValueError, match="cannot decode") as caught:
         target.append(0xFF)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schemas.errors import GenerationFailed, Refusal
@@ -27,7 +27,7 @@ class ChosenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Sequence:
+class Choice:
     """The state of one choice.
 
     A backend reads `prompt`, `tokens` and `finish`, samples within `matcher`, and calls `append`; of the rest it sets
@@ -97,7 +97,7 @@ class Sequence:
         """Whether nobody needs the log-probabilities of the prompt, or not again."""
         return not self.request.params.prompt_logprobs or bool(self.tokens) or len(self._scores) == len(self.prompt)
 
-    def score(self, start: int, logprobs: Rows[ChosenLogprob]) -> None:
+    def score(self, start: int, logprobs: Sequence[ChosenLogprob]) -> None:
         """Take the log-probabilities of the prompt's tokens from place `start` on, 1 or where the last ones ended."""
         tokens = self.prompt[start : start + len(logprobs)]
         self._scores[start:] = [self._describe(*one) for one in zip(tokens, logprobs, strict=True)]
