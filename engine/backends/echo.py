@@ -20,6 +20,7 @@ from ..choice import Choice, ChosenLogprob
 from ..config import EngineConfig
 from ..models import ModelInfo, read_model_info
 from ..sizing import sized
+from ..text.byte_tokenizer import ByteTokenizer
 from ..text.tokenizer import load_tokenizer
 
 _CONTEXT_LENGTH = 131_072
@@ -53,11 +54,8 @@ class EchoBackend(NoPrefixes):
         if config.device not in ("auto", "cpu"):
             raise ConfigurationError([f"device={config.device!r}: the backend 'echo' runs only on a CPU; use cpu"])
         self.tokenizer = load_tokenizer(config.model, "echo")
-        directory = Path(config.model).expanduser()
         self.info = (
-            read_model_info(directory, config.model, config.max_sequence_length)
-            if directory.is_dir()
-            else ModelInfo(
+            ModelInfo(
                 source=config.model,
                 architecture="Echo",
                 context_length=config.max_sequence_length or _CONTEXT_LENGTH,
@@ -65,6 +63,8 @@ class EchoBackend(NoPrefixes):
                 eos_token_ids=self.tokenizer.eos_token_ids,
                 parameters=0,
             )
+            if isinstance(self.tokenizer, ByteTokenizer)
+            else read_model_info(Path(config.model).expanduser(), config.model, config.max_sequence_length)
         )
         self._rate = config.echo_rate
         self._max_batch_size = config.max_batch_size

@@ -16,10 +16,12 @@ from .tokenizer_port import Piece, TokenizerLike
 def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
     """The tokenizer of the model `source` as `backend` will use it.
 
-    With the echo backend a `source` that is no directory needs no files: it gets bytes for tokens.
+    With the echo backend a `source` that is no directory needs no files: it gets bytes for tokens. Neither does "echo",
+    which stands for no model, whatever the working directory holds.
     Raises `ModelLoadError`.
     """
-    if backend == "echo" and not Path(source).expanduser().is_dir() and not looks_like_path(source):
+    is_directory = source != "echo" and (Path(source).expanduser().is_dir() or looks_like_path(source))
+    if backend == "echo" and not is_directory:
         return ByteTokenizer()
     kind = EmbeddingTokenizer if backend == "sentence_transformers" else Tokenizer
     return kind(resolve_model(source))

@@ -20,6 +20,13 @@ def test_the_answer_is_the_prompt(echo: InferenceEngine) -> None:
     assert output.raw_text == "Grüße, 世界<|endoftext|>"
 
 
+def test_a_directory_called_echo_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "echo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with InferenceEngine(EngineConfig(model="echo", backend="echo")) as engine:
+        assert engine.generate("hello", GenerationParams()).text == "hello"
+
+
 def test_it_repeats_where_the_end_token_is_ignored_or_too_early(echo: InferenceEngine) -> None:
     assert echo.generate("ab", GenerationParams(ignore_eos=True, max_tokens=5)).text == "ababa"
     assert echo.generate("ab", GenerationParams(min_tokens=3)).text == "aba"
