@@ -1,1 +1,1 @@
-"""How batches run: their input, their results, and the runner that holds them."""
+"""Runs batches: reads their input files, sends a job for each line, and writes their result files."""

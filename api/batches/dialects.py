@@ -1,4 +1,4 @@
-"""What a line of a batch asks of the pipeline, and how its answer is written, in OpenAI's words or in Anthropic's."""
+"""Makes a job of a line of a batch, and the renderer of its answer, for OpenAI's API or Anthropic's."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.openai.batches import BatchEndpoint, Fault
 
 MOST_LINES = 50_000
-MOST_FAULTS = 100  # that are told
+MOST_FAULTS = 100  # that are reported
 
-
-# What may stand in a line without changing anything.
+# Values that a line may hold because they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "timeout": (None,),
     "priority": (None, "low"),
@@ -40,11 +39,11 @@ def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
     if value["url"] != endpoint:
         raise InvalidRequest(f"url must be the batch's endpoint, {endpoint}.", code="invalid_url", param="url")
     if value["body"].get("stream"):
-        raise InvalidRequest("Nothing streams in a batch; leave stream out.", param="body.stream")
+        raise InvalidRequest("A line of a batch cannot stream; leave stream out.", param="body.stream")
     for name, neutral in _NEUTRAL.items():
         if value["body"].get(name) not in neutral:
             raise InvalidRequest(
-                f"{name} means nothing in a batch, which runs on the low lane until its window ends; leave it out.",
+                f"{name} has no effect in a batch, which runs at low priority until its window ends; leave it out.",
                 code="unsupported_parameter",
                 param=f"body.{name}",
             )
@@ -52,33 +51,33 @@ def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
 
 
 async def line_of(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
-    """What `read_line` gives, and raises; a long line is read in a thread."""
+    """`read_line`, in a thread where the line is long."""
     return read_line(raw, endpoint) if len(raw) <= LONG else await asyncio.to_thread(read_line, raw, endpoint)
 
 
 async def read_lines(data: AsyncIterable[bytes], limit: int) -> AsyncIterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their places from 1; one above `limit` bytes is the last."""
-    rest, place = b"", 0
+    """The lines that are not blank, with their numbers from 1; reading ends with a line longer than `limit` bytes."""
+    rest, number = b"", 0
     async for chunk in data:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            place += 1
+            number += 1
             if line.strip():
-                yield place, line
+                yield number, line
         if len(rest) > limit:
             break
     if rest.strip():
-        yield place + 1, rest
+        yield number + 1, rest
 
 
 async def check_lines(
     data: AsyncIterable[bytes], limit: int, endpoint: BatchEndpoint, most: int = MOST_LINES
 ) -> tuple[int, list[Fault]]:
-    """How many requests the file holds, and what is wrong with them: `limit` is in bytes a line, `most` in lines."""
+    """The number of requests in the file, and the faults found; `limit` is in bytes a line, `most` in lines."""
     faults: list[Fault] = []
     seen: set[str] = set()
     total = 0
-    async for place, raw in read_lines(data, limit):
+    async for number, raw in read_lines(data, limit):
         total += 1
         try:
             if len(raw) > limit:
@@ -90,7 +89,7 @@ async def check_lines(
                 raise InvalidRequest("Another line has this custom_id.", code="duplicate_custom_id", param="custom_id")
             seen.add(name)
         except InvalidRequest as error:
-            faults.append(Fault(code=error.code, message=str(error), param=error.param, line=place))
+            faults.append(Fault(code=error.code, message=str(error), param=error.param, line=number))
         if len(faults) == MOST_FAULTS or total > most:
             break
     if not total:

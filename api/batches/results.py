@@ -1,4 +1,4 @@
-"""What came of the lines of a batch: kept one by one under their numbers, and written into its files at the end."""
+"""Stores the result of each line of a batch under its number, and writes the result files at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Results:
         self._files = files
 
     async def keep(self, number: int, custom_id: str, ending: Ending, response: dict[str, Any] | None) -> None:
-        """The first answer to a line stands."""
+        """Store the result of a line, unless it has one."""
 
         async def entry() -> AsyncIterator[bytes]:
             id = f"batch_req_{self._batch.id.removeprefix('batch_')}_{number}"
@@ -29,12 +29,12 @@ class Results:
         await self._results.put(self._key(number), entry(), {"ending": ending})
 
     async def ending(self, number: int) -> Ending | None:
-        """None for a line that is still to be answered."""
+        """How a line ended; None for one that has no result."""
         found = await self._results.info(self._key(number))
         return None if found is None else found.about["ending"]
 
     async def first(self, total: int) -> list[ObjectInfo]:
-        """What came of the first `total` lines, in their order."""
+        """The results of the first `total` lines that have one, in order."""
         found = [await self._results.info(self._key(number)) for number in range(total)]
         return [result for result in found if result is not None]
 
@@ -43,7 +43,7 @@ class Results:
             await self._results.delete(result)
 
     async def write(self, kind: str, results: list[ObjectInfo]) -> str | None:
-        """The file of these; made once, whoever comes this far."""
+        """Write the file of these results, unless another runner has, and return its id; None without results."""
         if not results:
             return None
 

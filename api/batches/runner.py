@@ -1,8 +1,8 @@
-"""Runs batches: each is one message of a work queue, in the hands of one bridge, and of another once that one is gone.
+"""Runs batches: each is one message of a work queue, which one bridge leases, and another once that one has died.
 
-Every line is a job of its own, whose id is made of the batch's and the line's, and its answer is kept under the line's
-number as soon as it is there. Whoever takes a batch over keeps to what is there, follows what was begun, and runs the
-rest: the lines of a batch begin in order, so that what was begun and has no answer is among the first that have none.
+Every line is a job, whose id consists of the batch's id and the line's number, and its result is stored under that
+number as soon as it ends. A bridge that takes a batch over keeps the stored results, follows the jobs that were begun
+and runs the rest. Lines begin in order, so the jobs without a result that were begun belong to the first lines without.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from .results import Results
 
 log = structlog.get_logger(__name__)
 
-AT_ONCE = 4  # batches in one process
+AT_ONCE = 4  # batches that run in one process
 LONGEST_PAUSE = 30.0  # seconds
-SWEEP = 600.0  # seconds between two looks for files whose time is over
+SWEEP = 600.0  # seconds between two deletions of expired files
 
 Outcome = tuple[Ending, dict[str, Any] | None]  # with what HTTP would have answered
 
 
 class BatchRunner:
-    """Made beside a bridge that is started. `now` gives Unix seconds.
+    """Runs beside a bridge that has started. `now` returns Unix seconds.
 
-    After `patience` seconds a request that another bridge may have begun, and that says nothing, counts as lost.
+    A request that another bridge may have begun counts as lost after `patience` seconds without an event.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BatchRunner:
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Take batches until cancelled; then those in hand go back at once, and their requests go on meanwhile."""
+        """Run batches until cancelled; then release them to other bridges, while their requests continue."""
         lanes: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep())
@@ -88,13 +88,13 @@ class BatchRunner:
                 await asyncio.sleep(self.settings.lease / 3)
 
     async def _lane(self, tenant: str, group: asyncio.TaskGroup) -> None:
-        """Begin a tenant's batches. It waits for room with one at a time, behind the others': so tenants take turns."""
+        """Begin a tenant's batches. One at a time waits for a slot, behind those of others: so tenants take turns."""
         lease, name, subject = self.settings.lease, f"batches-{tenant}", self.bridge.subjects.batches(tenant)
         spec = ConsumerSpec(BATCHES, name, subject, ack_wait=lease, max_deliver=0, idle_limit=CONSUMER_IDLE)
         try:
             consumer = await self.bridge.broker.consume(spec, prefetch=1)
         except PenstockError as error:
-            log.warning("the batches of a tenant wait", tenant=tenant, reason=str(error))
+            log.warning("the batches of a tenant cannot be consumed", tenant=tenant, reason=str(error))
             return
         try:
             while deliveries := await consumer.take(1):
@@ -121,7 +121,7 @@ class BatchRunner:
             await delivery.nak()
             raise
         except Exception as error:
-            log.warning("a batch waits to be gone on with", attempt=delivery.attempt, reason=_reason(error))
+            log.warning("a batch was interrupted, retrying", attempt=delivery.attempt, reason=_reason(error))
             await delivery.nak(min(2.0 ** min(delivery.attempt - 1, 5), LONGEST_PAUSE))
 
     async def _sweep(self) -> None:
@@ -132,10 +132,10 @@ class BatchRunner:
 
 
 class _Run:
-    """One batch in hand."""
+    """Runs one batch."""
 
     def __init__(self, runner: BatchRunner, delivery: Delivery, files: Objects, results: Objects) -> None:
-        self.batch = Batch.model_validate_json(delivery.message.data)  # as it was asked for
+        self.batch = Batch.model_validate_json(delivery.message.data)  # as the client requested it
         self._runner = runner
         self._bridge = runner.bridge
         self._delivery = delivery
@@ -147,9 +147,9 @@ class _Run:
         self._cancelled = asyncio.Event()  # set by _beat
 
     async def run(self) -> None:
-        """Go on with the batch, wherever it is, to its end."""
+        """Run the batch to its end, from wherever it is."""
         states = await self._bridge.broker.bucket(BATCH_STATES)
-        await states.create(self.batch.key, self._delivery.message.data)  # if its bridge did not get to it
+        await states.create(self.batch.key, self._delivery.message.data)  # if its bridge died before it could
         async with asyncio.TaskGroup() as group:
             beating = group.create_task(self._beat())
             batch = await self._move({})
@@ -161,7 +161,7 @@ class _Run:
     async def _finish(self, batch: Batch) -> Batch:
         input = await self._files.info(f"{batch.tenant}.{batch.input_file_id}")
         if input is None:
-            gone = Fault(code="input_file_not_found", message="The input file is gone.", param="input_file_id")
+            gone = Fault(code="input_file_not_found", message="The input file was deleted.", param="input_file_id")
             return await self._fail([gone])
         if not batch.request_counts.total:
             total, faults = await check_lines(self._files.read(input), self._limit, batch.endpoint)
@@ -199,7 +199,7 @@ class _Run:
     async def _answer_all(self, input: ObjectInfo) -> None:
         most = self._runner.settings.batch_concurrency
         window = asyncio.Semaphore(most)
-        inherited = most if self._delivery.attempt > 1 else 0  # lines without an answer that may have been begun
+        inherited = most if self._delivery.attempt > 1 else 0  # lines without a result whose jobs may have been begun
         number = 0
         async with asyncio.TaskGroup() as group:
             async for _, raw in read_lines(self._files.read(input), self._limit):
@@ -214,13 +214,13 @@ class _Run:
                 number += 1
 
     async def _answer(self, number: int, line: dict[str, Any], inherited: bool) -> None:
-        """Have one line answered, and keep the answer: the first one stands."""
+        """Run one line, and store its result."""
         ending, response = await self._outcome(number, line["body"], inherited)
         await self._results.keep(number, line["custom_id"], ending, response)
         self._tally[ending] += 1
 
     async def _outcome(self, number: int, body: dict[str, Any], inherited: bool) -> Outcome:
-        """How a line ends, and what HTTP would have answered. That there is no room is no answer."""
+        """How a line ends, and what HTTP would have answered; overload is not an end but retried."""
         attempt = 0
         try:
             body, renderer = prepared(self.batch, number, body, int(self._runner.now()))
@@ -258,13 +258,13 @@ class _Run:
                     return "cancelled" if isinstance(final, Cancelled) else "expired", None
 
     def _may_still(self, error: ErrorBody) -> bool:
-        """Whether a line can be tried again: there was no room, or its own time was over, and not the batch's."""
+        """Whether to retry a line: it was refused for overload, or its own deadline passed and not the batch's."""
         if error.status == 408:
             return self._runner.now() < self.batch.expires_at
         return error.status in (429, 503) and error.code != NO_SPACE
 
     async def _begin(self, request: str, body: dict[str, Any], inherited: bool) -> Reading | None:
-        """The request's events; None if it was never begun and it is too late now."""
+        """Open the request, or follow it where it was begun; None where it was not and it is too late to begin."""
         tenant, now = self.batch.tenant, self._runner.now()
         deadline = min(float(self.batch.expires_at), now + self._runner.settings.longest_timeout)
         if inherited:
@@ -278,14 +278,14 @@ class _Run:
         )
 
     async def _read(self, reading: Reading, renderer: Renderer, inherited: bool) -> tuple[list[Token], Event | None]:
-        """All tokens and the final event; an inherited request that says nothing at all has failed."""
+        """All tokens and the final event; an inherited request that publishes no event has failed."""
         tokens: list[Token] = []
         patience = self._runner.patience if inherited else inf
         self._open.add(reading)
         try:
             while not reading.ended:
                 if not (events := await reading.take(patience)):
-                    reading.end(Overloaded("Nobody has it any more.", retry_after=0.1))
+                    reading.end(Overloaded("The request was lost.", retry_after=0.1))
                 for event in events:
                     patience = inf
                     if isinstance(event, Accepted):
@@ -293,19 +293,19 @@ class _Run:
                     elif isinstance(event, Token):
                         tokens.append(event)
             if inherited:
-                await reading.ask_to_stop()  # should it be there a second time, it is not needed
+                await reading.ask_to_stop()  # in case it runs a second time
             return tokens, reading.final
         finally:
             self._open.discard(reading)
             reading.close()
 
     async def _beat(self) -> None:
-        """Say that the batch is in hand and how far it is, and hear whether it is cancelled."""
+        """Renew the lease, store the counts, and learn whether the batch is cancelled."""
 
         def counted(batch: Batch) -> Batch:
             told, completed = batch.request_counts, self._tally["completed"]
             failed = self._tally.total() - completed
-            # Whoever takes a batch over begins to count anew, and nobody should see that.
+            # A bridge that takes a batch over counts from 0 again, which clients should not see.
             now = {"completed": max(told.completed, completed), "failed": max(told.failed, failed)}
             return batch.after({}, 0.0, request_counts=told.model_copy(update=now))
 
@@ -325,7 +325,7 @@ def _failed(error: ErrorBody, request: str) -> Outcome:
 
 
 def _reason(error: BaseException) -> str:
-    """What happened, without a word of a prompt: the text of a refusal or a foreign exception might quote one."""
+    """What happened, without the text of a refusal or a foreign exception, which might quote a prompt."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(sorted({_reason(each) for each in error.exceptions}))
     return str(error) if isinstance(error, Transient | Fatal) else type(error).__name__

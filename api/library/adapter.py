@@ -1,9 +1,8 @@
-"""OpenAI's requests answered by an engine in this process: the bodies and answers of the HTTP bridge, without either
-HTTP or a broker.
+"""Answers OpenAI's requests with an engine in this process: as over HTTP, without a server or a broker.
 
-    with InferenceEngine(EngineConfig(model="MODEL")) as engine:
-        adapter = OpenAIAdapter(engine)
-        answer = adapter.create({"messages": [{"role": "user", "content": "Hello!"}]})
+with InferenceEngine(EngineConfig(model="MODEL")) as engine:
+    adapter = OpenAIAdapter(engine)
+    answer = adapter.create({"messages": [{"role": "user", "content": "Hello!"}]})
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ CHAT: Endpoint = "/v1/chat/completions"
 
 
 class OpenAIAdapter:
-    """Safe to use from any event loop and thread that the engine is.
+    """Takes and returns the JSON bodies of OpenAI's API; as safe to share between threads and event loops as `engine`.
 
-    `name` is what the answers call the model, and what requests may call it; its source if None. The formats say how
-    the model's tool calls and thoughts are read: names, or "auto" for what its chat template suggests.
+    `name` is the model's name in requests and answers; its source if None. The formats say how to parse the model's
+    tool calls and reasoning: names, or "auto" for what its chat template suggests.
     """
 
     def __init__(
@@ -53,16 +52,16 @@ class OpenAIAdapter:
         self._preparer = Preparer(engine.tokenizer, tool_format=tool_format, reasoning_format=reasoning_format)
 
     def create(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
-        """`acreate`, for callers without an event loop."""
+        """Like `acreate`, for callers without an event loop."""
         return wait_for(self.acreate(body, endpoint))
 
     async def acreate(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
-        """The answer to one request, whole; `model` may be left out, `stream` must be.
+        """Answer one request as a whole. The body may leave `model` out and must not ask for a stream.
 
-        Raises `InvalidRequest` for what HTTP answers with 400, and `GenerationFailed`.
+        Raises `InvalidRequest` where the server would answer 400, and `GenerationFailed`.
         """
         if body.get("stream"):
-            raise InvalidRequest("create answers in one piece; for a stream use stream().", param="stream")
+            raise InvalidRequest("create() returns whole answers; for a stream call stream().", param="stream")
         running = await self._open(body, endpoint, streaming=False)
         try:
             tokens = [token async for token in running.tokens()]
@@ -72,7 +71,7 @@ class OpenAIAdapter:
         return answer
 
     async def stream(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of the answer to one request, as they come. Leaving early cancels it. Raises as `acreate`."""
+        """Yield the chunks of an answer as they come; to leave early cancels the request. Raises as `acreate` does."""
         running = await self._open({**body, "stream": True}, endpoint, streaming=True)
         try:
             async for token in running.tokens():
@@ -87,10 +86,12 @@ class OpenAIAdapter:
     async def _open(self, body: Mapping[str, Any], endpoint: Endpoint, *, streaming: bool) -> _Running:
         request = parse_request(endpoint, {"model": self.name, **body})
         if request.model != self.name:
-            raise InvalidRequest(f"This engine serves {self.name!r} alone.", code="model_not_found", param="model")
+            raise InvalidRequest(
+                f"This engine serves only {self.name!r}; name that.", code="model_not_found", param="model"
+            )
         for name in ("timeout", "priority", "service_tier"):
             if getattr(request, name) not in (None, "auto"):
-                raise InvalidRequest(f"There is no queue here, and {name} means nothing; leave it out.", param=name)
+                raise InvalidRequest(f"{name} has no effect without a queue; leave it out.", param=name)
         prepared = await asyncio.to_thread(
             self._preparer.prepare,
             request,
@@ -102,7 +103,7 @@ class OpenAIAdapter:
         id = f"{PREFIX[endpoint]}{uuid.uuid4().hex}"
         if isinstance(request, EmbeddingRequest):
             if streaming:
-                raise InvalidRequest("Embeddings come in one piece; use create().", param="stream")
+                raise InvalidRequest("Embeddings cannot be streamed; call create().", param="stream")
             renderer: Renderer = Embeddings(id, self.name, encoded=request.encoding_format == "base64")
         else:
             created = int(time.time())
@@ -126,18 +127,18 @@ class _Running:
         self._reader = AnswerReader(renderer.request, prepared.form, len(self._reasons))
         self._num_tokens = self._num_cached = 0  # set by `_read`
         self._handles: list[RequestHandle] = []
-        for place, prompt in enumerate(prepared.prompts):
+        for index, prompt in enumerate(prepared.prompts):
             request = kind(
-                id=f"{renderer.request}.{place}",
+                id=f"{renderer.request}.{index}",
                 prompt=tuple(prompt),
                 params=prepared.params,
                 seed=prepared.params.seed or 0,
-                first_choice=place * n,
+                first_choice=index * n,
             )
             self._handles.append(engine.open(request))
 
     async def tokens(self) -> AsyncGenerator[Token, None]:
-        """The tokens of all choices, as they come. Raises `GenerationFailed`."""
+        """Yield the tokens of all choices as they come. Raises `GenerationFailed`."""
         waiting = {asyncio.ensure_future(handle.take()): handle for handle in self._handles}
         try:
             while waiting:

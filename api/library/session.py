@@ -1,10 +1,10 @@
-"""Conversations in which the model's tool calls are run here, with an engine in this process or with any Penstock URL:
+"""Conversations whose tool calls this process runs, with an engine in this process or with any Penstock server:
 
     async with ResponsesSession(engine, servers={"time": HttpServer(url="https://example.com/mcp")}) as session:
         result = await session.run("What time is it in Oslo, and what in Lima?")
         print(result.text, result.calls)
 
-What survives the death of a process is `/v1/responses`, not this: here the application is the one that takes turns.
+A conversation ends with its process; `/v1/responses` survives one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..tools.toolbox import Toolbox
 from .adapter import OpenAIAdapter
 
 MAX_TURNS = 10
-TRIES = 5  # of a request to a URL that has no room, or cannot be reached
-PAUSE = 1.0  # seconds before the second try, and twice as many before each one after: a front starts again meanwhile
-LONGEST_PAUSE = 30.0  # seconds before a try that the server has asked for
+TRIES = 5  # of a request that a server refuses for overload, or where it cannot be reached
+PAUSE = 1.0  # seconds before the second try, doubled before each further one: a front restarts meanwhile
+LONGEST_PAUSE = 30.0  # seconds, whatever `Retry-After` asks for
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutedCall:
-    """A call that the model asked for: `arguments` is JSON as it wrote it, `result` what it was told."""
+    """A tool call: `arguments` is JSON as the model wrote it, `result` the text that it received."""
 
     id: str
     name: str
@@ -47,8 +47,8 @@ class ExecutedCall:
 
 @dataclass(frozen=True, slots=True)
 class ConversationResult:
-    """`text` is the final message, `calls` what was executed for it, in order, and `turns` how often the model was
-    asked. `finish_reason` is as in OpenAI's chats."""
+    """What one `run` came to: `text` is the final message, `calls` are the executed tool calls, in order, and `turns`
+    counts the requests to the model. `finish_reason` is as in OpenAI's chats."""
 
     text: str
     calls: tuple[ExecutedCall, ...]
@@ -58,17 +58,17 @@ class ConversationResult:
 
 class _Model(Protocol):
     async def acreate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a chat request."""
+        """Answer a chat request."""
 
 
 class ResponsesSession:
-    """Remembers what was said from one `run` to the next; `messages` is all of it, as OpenAI has it.
+    """A conversation that continues from one `run` to the next; `messages` holds all of it, in OpenAI's format.
 
-    `model` is an engine, an adapter, or the URL of a server, `http://host:port`, which then needs the model's `name`
-    and perhaps an `api_key`. `servers` maps names to MCP servers, `functions` are made by `@tool`. `allowed_tools`
-    names the tools that may be called (all, if None), by their own names. `parameters` go into every request.
+    `model` is an engine, an adapter, or the URL of a server, `http://host:port`, which needs the model's `name` and
+    perhaps an `api_key`. `servers` maps names to MCP servers, `functions` are made by `@tool`. `allowed_tools` names
+    the tools that the model may call (all, if None). `parameters` go into every request.
 
-    For one event loop, and one `run` at a time.
+    Use a session in one event loop, and for one `run` at a time.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ResponsesSession:
         instructions: str | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for fewer turns than one, and for a URL without the name of a model."""
+        """Raises `InvalidRequest` for fewer turns than one, and for a URL without a model's name."""
         if max_turns < 1:
             raise InvalidRequest("max_turns is at least 1.", param="max_turns")
         if isinstance(model, str):
@@ -114,14 +114,15 @@ class ResponsesSession:
         await self.close()
 
     async def close(self) -> None:
+        """Close all connections; an engine or adapter stays open."""
         await self._toolbox.close()
         if isinstance(self._model, _Remote):
             await self._model.close()
 
     async def tools(self) -> dict[str, LoopTool]:
-        """What the model may call, by name; a name that two servers have gets the server's label in front.
+        """The tools that the model may call, by name; a name that two servers use is prefixed with the server's label.
 
-        Raises `ToolFailed` where a server cannot be asked.
+        Raises `ToolFailed` where a server does not list its tools.
         """
         if self._tools is None:
             lists = await asyncio.gather(*map(self._toolbox.tools, self._sources.values()))
@@ -134,10 +135,10 @@ class ResponsesSession:
         return self._tools
 
     async def run(self, text: str) -> ConversationResult:
-        """Say `text`, and take turns until the model has nothing more to call; the last turn of all may call nothing.
+        """Send `text`, and run the model's tool calls until it makes none; it may make none in the last turn.
 
-        Raises what the model's requests raise (`InvalidRequest`, `GenerationFailed`), and `ToolFailed`. What was said
-        until then stays in `messages`.
+        Raises `InvalidRequest` and `GenerationFailed` as requests to the model do, and `ToolFailed`. The messages until
+        then stay in `messages`.
         """
         tools = await self.tools()
         self.messages.append({"role": "user", "content": text})
@@ -146,7 +147,7 @@ class ResponsesSession:
             answer = await self._model.acreate(self._body(tools, is_last=turn == self._max_turns))
             choice = answer["choices"][0]
             message = choice["message"]
-            # Of an answer that was cut, the last call has no end, and no request could hold it.
+            # The last call of an answer that was cut is incomplete, and no request could hold it.
             calls = [] if choice["finish_reason"] == "length" else message.get("tool_calls") or []
             said = {name: message[name] for name in ("content", "reasoning_content") if message.get(name)}
             self.messages.append(
@@ -179,12 +180,12 @@ class ResponsesSession:
     async def _called(self, tools: Mapping[str, LoopTool], call: Mapping[str, str]) -> ToolResult:
         tool = tools.get(call["name"])
         if tool is None:
-            return ToolResult(f"There is no tool {call['name']} that may be called here.", is_error=True)
+            return ToolResult(f"There is no tool {call['name']}; call one of those listed.", is_error=True)
         return await self._toolbox.call(self._sources[tool.label], tool, call["arguments"])
 
 
 class _Remote:
-    """A model behind a URL."""
+    """A client of a server's chat completions that retries where the server is overloaded or restarts."""
 
     def __init__(self, url: str, name: str, api_key: str | None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -194,7 +195,7 @@ class _Remote:
         self._name = name
 
     async def acreate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        # With the key a request that is sent again is the same request.
+        # The key makes a retry the same request to the server.
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         fault: InvalidRequest | GenerationFailed
         for attempt in range(TRIES):
@@ -226,7 +227,7 @@ def _completion(response: httpx2.Response) -> dict[str, Any]:
         answer: dict[str, Any] = response.json()
         if {"message", "finish_reason"} <= answer["choices"][0].keys():
             return answer
-    raise GenerationFailed(f"{response.url} answered {response.status_code}, but with no chat completion.")
+    raise GenerationFailed(f"{response.url} answered {response.status_code}, but not with a chat completion.")
 
 
 def _fault(response: httpx2.Response) -> InvalidRequest | GenerationFailed:

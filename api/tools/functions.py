@@ -4,8 +4,8 @@
     def weather(city: str, days: Annotated[int, Field(ge=1, le=7)] = 1) -> str:
         "What the weather will be in a city."
 
-They are found by name (`module:name`, `path/to/file.py:name`) and under the entry point `penstock.tools`. Such a name
-leads to a function, to a list of them, or to a module, whose decorated functions it means.
+`find_functions` loads them by name (`module:name`, `path/to/file.py:name`) and from the entry point `penstock.tools`.
+Each names a function, a list of functions, or a module, which stands for its decorated functions.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _is_name = re.compile(TOOL_NAME_PATTERN).fullmatch
 class Function:
     """A function and what a model must know to call it; `parameters` is a JSON Schema of an object.
 
-    `repeatable`: to call it twice is as good as once. `timeout` is in seconds; a thread that runs longer is left to
-    itself. It can be called like the function itself.
+    A `repeatable` function may be called twice without harm. `timeout` is in seconds; a thread that runs longer is
+    abandoned. A `Function` can be called like the function itself.
     """
 
     call: Callable[..., Any] = field(repr=False)
@@ -58,9 +58,9 @@ class Function:
         return self.call(*args, **kwargs)
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        """What the function answers, a text as it is, anything else as JSON. All that goes wrong is told to the model.
+        """Call the function, in a thread unless it is async. A text is returned as it is, any other value as JSON.
 
-        A function that is not async runs in a thread.
+        Every failure becomes a result that tells the model about it.
         """
         try:
             bound = self._bind(**arguments)
@@ -76,9 +76,9 @@ class Function:
                     call = functools.partial(self.call, **bound)
                     value = await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
             if scope.cancelled_caught:
-                return ToolResult(f"{self.name} gave no answer within {self.timeout:g} seconds.", is_error=True)
+                return ToolResult(f"{self.name} did not answer within {self.timeout:g} seconds.", is_error=True)
             return ToolResult(cut(value if isinstance(value, str) else _text(value)))
-        except (Exception, SystemExit) as error:  # whatever a user's function raises is for the model
+        except (Exception, SystemExit) as error:  # the model learns what a user's function raises
             return ToolResult(cut(f"{self.name} failed: {type(error).__name__}: {error}"), is_error=True)
 
 
@@ -101,9 +101,9 @@ def tool(
     repeatable: bool = False,
     timeout: float = TIMEOUT,
 ) -> Function | Callable[[Callable[..., Any]], Function]:
-    """Make a tool of a function: its schema from the signature, its description from the docstring.
+    """Make a tool of a function; its signature becomes the schema, its docstring the description.
 
-    Raises `TypeError` for a signature that a JSON object of arguments cannot fill.
+    Raises `TypeError` for a signature that a JSON object of arguments cannot fill, and for a bad name.
     """
 
     def made(function: Callable[..., Any]) -> Function:
@@ -123,7 +123,7 @@ def tool(
         except PydanticUserError as error:
             raise TypeError(f"{called} cannot be a tool: {error}") from None
         if parameters.get("type") != "object":
-            raise TypeError(f"{called} cannot be a tool: its arguments cannot be given by name")
+            raise TypeError(f"{called} cannot be a tool: every argument must have a name")
         text = inspect.getdoc(function) or "" if description is None else description
         return Function(function, called, text, parameters, repeatable, timeout, _bind=checked)
 
@@ -131,7 +131,7 @@ def tool(
 
 
 def find_functions(names: Sequence[str] = ()) -> tuple[Function, ...]:
-    """The functions installed under the entry point and those named. Raises `ConfigurationError` with every fault."""
+    """The functions of the entry point and of `names`. Raises `ConfigurationError` with every fault."""
     faults: list[str] = []
     found: dict[str, Function] = {}
     wanted: list[tuple[str, Callable[[], object]]] = [
@@ -142,7 +142,7 @@ def find_functions(names: Sequence[str] = ()) -> tuple[Function, ...]:
         try:
             for function in _functions(load()):
                 if found.setdefault(function.name, function) is not function:
-                    faults.append(f"{origin}: another tool is called {function.name} already")
+                    faults.append(f"{origin}: another tool has the name {function.name}; rename one")
         except Exception as error:  # importing runs a user's code
             faults.append(f"the tools {origin} cannot be loaded: {type(error).__name__}: {error}")
     if faults:
@@ -165,12 +165,12 @@ def _functions(value: object) -> Iterator[Function]:
 
 
 def _text(value: object) -> str:
-    """JSON with the spaces that models have read it with."""
+    """JSON with spaces after `:` and `,`, as models have seen it in training."""
     return json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
 class _Untitled(GenerateJsonSchema):
-    """Leaves out the titles that pydantic makes of the names: they cost a prompt tokens and say nothing."""
+    """Leaves out the titles that pydantic derives from names: they would cost tokens and add nothing."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

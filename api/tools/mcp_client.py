@@ -1,10 +1,10 @@
-"""An MCP server as a client sees it: its tools, and a call of one of them.
+"""Lists and calls the tools of an MCP server.
 
     async with McpClient(HttpServer(url="https://example.com/mcp", headers={"Authorization": "Bearer …"})) as client:
         tools = await client.openai_tools()
         result = await client.call("search", {"query": "penstock"})
 
-Both eras of the protocol are spoken. Header values stand in no log, no error and no result.
+It speaks the protocol with and without sessions. Header values appear in no log, error or result.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from ...schemas.loops import ToolResult
 from .mcp_config import HttpServer, ServerConfig
 from .text import cut, openai_tools, result_text
 
-TOOLS_TTL = 300.0  # seconds that a list of tools is good for, unless the server says less or that it has changed
+TOOLS_TTL = 300.0  # seconds that a list of tools is cached, unless the server says less or announces a change
 IDLE = 300.0  # seconds after which an unused connection is closed
-MAX_PAGES = 100  # of one list
+MAX_PAGES = 100  # of one list of tools
 MAX_MESSAGE = 64 * 1024 * 1024  # bytes
-CLOSING = 5.0  # seconds that a server has to take leave
-MIN_SECRET = 12  # characters; what is shorter stands in any text by chance
+CLOSING = 5.0  # seconds that a connection has to close
+MIN_SECRET = 12  # characters; a shorter value could be in any text by chance
 
-# The SDK's own words where the server gave none: the HTTP status says more.
+# The SDK's messages where the server sent none: the HTTP status says more.
 _STAND_INS = frozenset({"Server returned an error response", "Not Found", "Session terminated"})
-_CLOSED = "Connection closed"  # the code alone is also that of one answer which breaks off
+_CLOSED = "Connection closed"  # the error code alone may also mean one answer that broke off
 
 T = TypeVar("T")
 
-_statuses: ContextVar[list[int]] = ContextVar("_statuses")  # that the requests of one operation were refused with
+_statuses: ContextVar[list[int]] = ContextVar("_statuses")  # HTTP statuses of the refused requests of one operation
 
 
 class McpClient:
-    """One server, over one connection that concurrent calls share and that is made anew where it broke.
+    """A client of one server. Concurrent calls share one connection, which it makes again where it broke.
 
-    For one event loop. `name` is what errors call the server; a text is the URL of one without headers.
+    Use a client in one event loop. `name` is the server's name in errors; a string is the URL of a server that needs no
+    headers. A connection closes after `idle` seconds without a call.
     """
 
     def __init__(self, server: ServerConfig | str, *, name: str = "the MCP server", idle: float = IDLE) -> None:
@@ -57,11 +58,13 @@ class McpClient:
         self.name = name
         self._idle = idle
         self._connection: _Connection | None = None
-        self._attempt: asyncio.Task[_Connection] | None = None  # to connect, for all who wait; set by _connected
+        self._attempt: asyncio.Task[_Connection] | None = (
+            None  # to connect, which all waiting calls share; set by _connected
+        )
         self._listing = asyncio.Lock()
         self._tools: tuple[types.Tool, ...] = ()
         self._tools_until = 0.0
-        self._listed: Client | None = None  # set when this one has been asked for all of its pages
+        self._listed: Client | None = None  # the connection that has listed its tools; set by _list
         self._running = 0
 
     async def __aenter__(self) -> Self:
@@ -77,7 +80,7 @@ class McpClient:
         return self._running > 0
 
     async def list_tools(self) -> tuple[types.Tool, ...]:
-        """All pages of the server's list. Raises `ToolFailed`."""
+        """The server's tools, of all pages. Raises `ToolFailed`."""
         async with self._listing:
             if time.monotonic() >= self._tools_until:
                 try:
@@ -91,7 +94,7 @@ class McpClient:
         return openai_tools(await self.list_tools())
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Whatever goes wrong becomes a text for the model."""
+        """Call a tool. Every failure becomes a result that tells the model about it."""
         try:
             result = await self._ask(lambda client: self._call(client, name, arguments))
         except Exception as error:
@@ -99,7 +102,7 @@ class McpClient:
         return ToolResult(cut(self._hidden(result_text(result))), result.is_error)
 
     async def close(self) -> None:
-        """End the connection; the next request makes another."""
+        """Close the connection; the next call makes another."""
         if (connection := self._connection) is not None:
             self._connection = None
             await connection.close()
@@ -143,7 +146,7 @@ class McpClient:
             self._connection = await asyncio.shield(attempt)
         finally:
             if attempt.done() and not attempt.cancelled():
-                attempt.exception()  # seen by one of those who waited
+                attempt.exception()  # mark it as retrieved: one of the waiting calls raises it
         return self._connection
 
     async def _drop(self, connection: _Connection) -> None:
@@ -158,7 +161,7 @@ class McpClient:
     async def _list(self, client: Client) -> None:
         tools: list[types.Tool] = []
         cursor: str | None = None
-        self._tools_until = time.monotonic() + TOOLS_TTL  # at first: a change may be told while pages come
+        self._tools_until = time.monotonic() + TOOLS_TTL  # first: the server may announce a change between pages
         try:
             for _ in range(MAX_PAGES):
                 page = await client.list_tools(cursor=cursor)
@@ -179,7 +182,7 @@ class McpClient:
     async def _call(self, client: Client, name: str, arguments: dict[str, Any]) -> types.CallToolResult:
         async with self._listing:
             if self._listed is not client:
-                # By what it has listed the SDK's session checks results, and knows which arguments are sent as headers.
+                # From the list the SDK's session knows the schemas of results and which arguments it sends as headers.
                 with suppress(MCPError, ToolFailed):
                     await self._list(client)
         return await client.call_tool(name, arguments)
@@ -191,18 +194,18 @@ class McpClient:
             case _Refused():
                 return str(error)
             case MCPError(code=types.CONNECTION_CLOSED):
-                return "the connection broke; whether the server has done its work is unknown"
-            case MCPError(code=types.PARSE_ERROR):  # what follows the first line quotes the answer
+                return "the connection broke; it is unknown whether the call took effect"
+            case MCPError(code=types.PARSE_ERROR):  # the lines after the first quote the answer
                 return error.message.partition("\n")[0]
             case MCPError() | ToolFailed() | RuntimeError():
                 return self._hidden(str(error))
             case httpx2.TransportError() | OSError():
                 return f"it cannot be reached ({type(error).__name__})"
-            case _:  # its text may quote what was sent
-                return f"its answer is not understood ({type(error).__name__})"
+            case _:  # its text may quote the request
+                return f"its answer is invalid ({type(error).__name__})"
 
     def _hidden(self, text: str) -> str:
-        """Without the values of the headers, should the server repeat them."""
+        """`text` without values of the headers, in case the server repeats them."""
         for value in self.server.headers.values() if isinstance(self.server, HttpServer) else ():
             for secret in (value, *value.split()):
                 if len(secret) >= MIN_SECRET:
@@ -211,7 +214,7 @@ class McpClient:
 
 
 class _Refused(Exception):
-    """The HTTP status that the server, or what stands before it, answered with."""
+    """The HTTP status with which the server, or a proxy in front of it, refused."""
 
     def __init__(self, status: int) -> None:
         note = "; redirects are not followed" if status < 400 else ""
@@ -219,11 +222,11 @@ class _Refused(Exception):
 
 
 class _Forgotten(_Refused):
-    """The server does not know the session any more, and so has not run anything."""
+    """The server has forgotten the session, and so did not run the call."""
 
 
 def _explained(error: BaseException, statuses: list[int]) -> BaseException:
-    """The cause, in place of the groups that anyio wraps it in. The HTTP status says more than the SDK's own words."""
+    """The cause inside anyio's exception groups, or the HTTP status where that says more than the SDK's message."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, MCPError) and statuses and (error.message in _STAND_INS or statuses[-1] < 400):
@@ -232,7 +235,7 @@ def _explained(error: BaseException, statuses: list[int]) -> BaseException:
 
 
 class _Connection:
-    """Owned by one task, because anyio's scopes must be left by who entered them. Opened once and closed once."""
+    """One connection, opened once and closed once. A task owns it: anyio's scopes end in the task they began in."""
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ class _Connection:
         return self._closing.is_set() or self._owner is None or self._owner.done()
 
     async def open(self) -> Self:
-        """Raises what the SDK does, and `TimeoutError`."""
+        """Connect. Raises what the SDK raises, and `TimeoutError`."""
         self._owner = asyncio.create_task(self._own())
         try:
             async with asyncio.timeout(self._server.timeout):
@@ -295,9 +298,7 @@ class _Connection:
                         await self._closing.wait()
                     if unused.cancelled_caught and not self._busy():
                         self._closing.set()
-        except (
-            Exception
-        ) as error:  # once open, who waits for an answer is told by the SDK that the connection is closed
+        except Exception as error:  # once open, the SDK tells waiting calls that the connection is closed
             if not self._opened.done():
                 self._opened.set_exception(error)
         finally:
@@ -315,7 +316,7 @@ class _Connection:
             return Client(StdioServerParameters(command=server.command, args=server.args, env=server.env), **about)
         http = httpx2.AsyncClient(
             headers=server.headers,
-            # Answers are waited for by `asyncio.timeout`, and streams of a session stay open in between.
+            # `asyncio.timeout` limits the wait for answers; streams of a session stay open between them.
             timeout=httpx2.Timeout(server.timeout, read=max(300.0, 2 * server.timeout)),
             max_redirects=0,
             event_hooks={"response": [_observe]},
@@ -332,7 +333,7 @@ async def _observe(response: httpx2.Response) -> None:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    """The body of an answer that is read as a whole, and must not be larger than memory."""
+    """The body of an answer, limited to `MAX_MESSAGE` bytes, for the SDK reads it as a whole."""
 
     def __init__(self, stream: httpx2.AsyncByteStream) -> None:
         self._stream = stream

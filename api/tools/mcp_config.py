@@ -1,10 +1,10 @@
-"""MCP servers by name, from the file that MCP's clients share:
+"""Reads MCP servers by name from a configuration file in the format that MCP clients share:
 
     {"mcpServers": {
         "search": {"url": "https://example.com/mcp", "headers": {"Authorization": "Bearer ${TOKEN}"}, "timeout": 30},
         "time": {"command": "mcp-server-time", "args": ["--local-timezone", "${TZ:-UTC}"], "env": {}}}}
 
-`${NAME}` and `${NAME:-default}` in any text are taken from the environment.
+`${NAME}` and `${NAME:-default}` in any string are replaced from the environment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx2
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
+from ...schemas.base import Strict
 from ...schemas.errors import ConfigurationError
 
 TIMEOUT = 30.0  # seconds, for connecting, listing and calling each
-FUNCTIONS = "functions"  # what a source is labelled whose tools are Python functions
+FUNCTIONS = "functions"  # the label of the source whose tools are Python functions
 
 _variable = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _is_name = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}").fullmatch
@@ -30,7 +31,7 @@ _plain = re.compile(r"[!-~]+").fullmatch
 
 
 def parse_url(text: str) -> httpx2.URL:
-    """Raises `ValueError`, in words that do not repeat the URL, unless a request can be sent there as it stands."""
+    """Parse a URL that a request can be sent to. Raises `ValueError`, whose text does not repeat the URL."""
     if not _plain(text) or "\\" in text:
         raise ValueError("a URL holds neither spaces, backslashes nor characters beyond ASCII")
     try:
@@ -51,27 +52,25 @@ def _checked_url(text: str) -> str:
     return text
 
 
-class _Server(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
+class _Server(Strict):
     timeout: Annotated[float, Field(gt=0, le=3600)] = TIMEOUT
 
 
 class HttpServer(_Server):
-    """A server that is reached by streamable HTTP. `timeout` is in seconds."""
+    """A server that speaks streamable HTTP. `timeout` is in seconds, of each connection, list and call."""
 
     type: Literal["http", "streamable-http", "streamableHttp"] = "http"
     url: Annotated[str, AfterValidator(_checked_url), Field(repr=False)]
-    headers: Annotated[dict[str, str], Field(repr=False)] = {}
+    headers: dict[str, str] = Field(default_factory=dict, repr=False)
 
 
 class StdioServer(_Server):
-    """A server that is started as a child of this process, for the library. `env` is added to a minimal environment."""
+    """A server that the library starts as a child process. `env` is added to a minimal environment."""
 
     type: Literal["stdio"] = "stdio"
     command: Annotated[str, Field(min_length=1)]
-    args: Annotated[list[str], Field(repr=False)] = []
-    env: Annotated[dict[str, str], Field(repr=False)] = {}
+    args: list[str] = Field(default_factory=list, repr=False)
+    env: dict[str, str] = Field(default_factory=dict, repr=False)
 
 
 ServerConfig = HttpServer | StdioServer
@@ -80,7 +79,7 @@ ServerConfig = HttpServer | StdioServer
 def load_servers(
     path: Path, *, stdio: bool = True, environment: Mapping[str, str] = os.environ
 ) -> dict[str, ServerConfig]:
-    """Read the file. Without `stdio` a server that would be started here is a fault.
+    """Read the file. Without `stdio` a server with a command is a fault.
 
     Raises `ConfigurationError` with every fault.
     """
@@ -105,7 +104,7 @@ def load_servers(
         if not isinstance(values, dict) or ("url" in values) == ("command" in values):
             fault(" must have either a url or a command")
         elif "command" in values and not stdio:
-            fault(" has a command: stdio servers are for the library; give a url")
+            fault(" has a command: only the library starts stdio servers; give a url")
         elif known == len(faults):
             try:
                 servers[name] = (StdioServer if "command" in values else HttpServer).model_validate(values)

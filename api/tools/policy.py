@@ -1,7 +1,7 @@
-"""The operator's word on tools: which tenant may use which, and which may run without approval.
+"""The operator's policy on tools: which tenant may use which, and which may run without approval.
 
-What is meant is written `SERVER` or `SERVER/TOOL`, with the name of a configured server or `functions`; or as the
-beginning of URLs, for servers that requests name themselves, whose label is the request's and says nothing; or `*`.
+A rule names tools as `SERVER` or `SERVER/TOOL`, by a configured server or `functions`; as the beginning of URLs, for
+servers that requests bring, whose labels prove nothing; or as `*`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
 
 
 class UrlLocation(NamedTuple):
-    """A URL as prefixes are compared with it: by whole steps of its path."""
+    """A URL to compare with prefixes, by whole segments of its path."""
 
     origin: tuple[str, str, int | None]
     path: tuple[bytes, ...]
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Raises `InvalidRequest` for a URL that a server may read as another than it looks."""
+        """Raises `InvalidRequest` for a URL that a server might interpret as another one."""
         try:
             url = parse_url(text)
         except ValueError as error:
             refuse(f"The server_url cannot be used: {error}.")
         path = text.split("?")[0].split("//", 1)[1]
         if _hidden_step(path) or "//" in path or any(step == "." or step.startswith("..") for step in path.split("/")):
-            refuse("The server_url cannot be used: its path is not plain.")
+            refuse("The server_url cannot be used: its path has empty, dotted or escaped segments; write it plainly.")
         steps = tuple(step for step in url.raw_path.split(b"?")[0].split(b"/") if step)
         return cls((url.scheme, url.host, url.port), steps)
 
     @classmethod
     def prefix(cls, text: str) -> Self:
-        """Raises `ConfigurationError`."""
+        """An allowed prefix of URLs. Raises `ConfigurationError`."""
         try:
             if "?" in text:
                 raise ValueError("a prefix has no query")
@@ -54,11 +54,11 @@ class UrlLocation(NamedTuple):
 
 
 class _Tools(NamedTuple):
-    """Some tools. `server` is `*` for all there are."""
+    """The tools that one rule names; `server` is `*` for all tools."""
 
     server: str
     tool: str | None = None
-    place: UrlLocation | None = None
+    prefix: UrlLocation | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -72,18 +72,18 @@ class _Tools(NamedTuple):
         return cls(server, tool or None)
 
     def covers(self, source: Source, tool: str | None) -> bool:
-        """`tool` None: some tool of the source."""
-        if self.place is not None:
-            return source.url is not None and UrlLocation.of(source.url).is_within(self.place)
+        """Whether the rule names this tool of the source; with None, any of its tools."""
+        if self.prefix is not None:
+            return source.url is not None and UrlLocation.of(source.url).is_within(self.prefix)
         is_server = self.server == "*" or (source.url is None and source.label == self.server)
         return is_server and (self.tool is None or tool in (None, self.tool))
 
 
 class ToolPolicy:
-    """`grants` are `TENANT=TOOLS`, with `*` for every tenant; None: everybody may use all. `spared` are the tools that
-    may run without approval, where a request asks for that; None: all.
+    """`grants` are rules `TENANT=TOOLS`, with `*` for every tenant; None lets every tenant use all tools.
+    `spared` names the tools that may run without approval where a request asks for that; None names all.
 
-    Raises `ConfigurationError`.
+    Raises `ConfigurationError` for a bad rule.
     """
 
     def __init__(self, grants: Sequence[str] | None = None, spared: Sequence[str] | None = None) -> None:
@@ -91,7 +91,7 @@ class ToolPolicy:
         self._spared = None if spared is None else each(_Tools.parse, spared)
 
     def may_use(self, source: Source, tool: str | None = None) -> bool:
-        """Whether its tenant may use this tool of the source; or any, without one."""
+        """Whether the source's tenant may use this tool of it; with None, any of its tools."""
         if self._grants is None:
             return True
         return any(tenant in ("*", source.tenant) and tools.covers(source, tool) for tenant, tools in self._grants)
@@ -103,7 +103,7 @@ class ToolPolicy:
 
 
 def each(parse: Callable[[str], Parsed], texts: Iterable[str]) -> list[Parsed]:
-    """Parse all. Raises `ConfigurationError` with the faults of all."""
+    """Parse all texts. Raises `ConfigurationError` with the faults of all."""
     found: list[Parsed] = []
     faults: list[str] = []
     for text in texts:

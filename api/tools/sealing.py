@@ -1,6 +1,6 @@
-"""A client's headers for its MCP servers, encrypted while a response holds on to them.
+"""Encrypts a client's headers for its MCP servers, which are stored with a response.
 
-AES-SIV, because equal secrets must seal to equal texts: a request that is sent again is the same request.
+By AES-SIV, for equal secrets must give equal texts: a repeated request must be the same request.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PURPOSE = b"penstock: headers of an MCP server"
 
 
 def seal(secret: dict[str, str], key: bytes, tenant: str, url: str) -> str:
-    """URL-safe text that only who has `key`, of any length, can read, for this tenant's requests to this URL."""
+    """Encrypt headers for this tenant's requests to this URL, as URL-safe text. `key` may have any length."""
     plain = json.dumps(secret, sort_keys=True).encode()
     return base64.urlsafe_b64encode(_cipher(key).encrypt(plain, _bound(tenant, url))).decode()
 
 
 def unseal(text: str, tenant: str, url: str, key: bytes) -> dict[str, str]:
-    """Raises `ToolFailed` for what was sealed with another key, for another tenant or URL, or by nobody."""
+    """Decrypt what `seal` made. Raises `ToolFailed` for another key, tenant or URL, and for any other text."""
     try:
         plain = _cipher(key).decrypt(base64.urlsafe_b64decode(text), _bound(tenant, url))
     except (InvalidTag, ValueError):
@@ -34,7 +34,7 @@ def unseal(text: str, tenant: str, url: str, key: bytes) -> dict[str, str]:
 
 
 def _bound(tenant: str, url: str) -> list[bytes]:
-    """What a text must be opened with again; each part is authenticated for itself."""
+    """The associated data that must be the same to decrypt; each part is authenticated separately."""
     return [_PURPOSE, tenant.encode(), url.encode()]
 
 

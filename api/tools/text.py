@@ -1,4 +1,4 @@
-"""MCP's tools and results in OpenAI's words, and a result in words for a model."""
+"""Converts MCP's tools and results to OpenAI's format and back, and a result to text for a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def openai_tools(tools: Iterable[mcp.Tool]) -> list[dict[str, Any]]:
 
 
 def mcp_tool(tool: Mapping[str, Any]) -> mcp.Tool:
-    """One of a chat request's tools, as an MCP server would list it."""
+    """A tool of a chat request, as an MCP server would list it."""
     function = tool["function"]
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     return mcp.Tool(name=function["name"], description=function.get("description"), input_schema=schema)
@@ -44,8 +44,7 @@ def tool_result(message: Mapping[str, Any]) -> mcp.CallToolResult:
 
 
 def result_text(result: mcp.CallToolResult) -> str:
-    """All that a result says. Structured content is added as JSON unless the texts have it already; what is not text is
-    described."""
+    """A result as text. Structured content is added as JSON unless the texts hold it; other content is described."""
     texts = [part.text for part in result.content if isinstance(part, mcp.TextContent)]
     parts = [_part(part) for part in result.content]
     structured = result.structured_content
@@ -60,8 +59,8 @@ def result_text(result: mcp.CallToolResult) -> str:
 
 
 def cut(text: str) -> str:
-    """Not more than `MAX_TEXT`, and a sentence that says so where something is missing."""
-    encoded = text.encode(errors="replace")  # half a surrogate pair cannot be sent on
+    """The first `MAX_TEXT` bytes of a text, followed by a sentence that says so where it was longer."""
+    encoded = text.encode(errors="replace")  # half a surrogate pair cannot be encoded
     if len(encoded) <= MAX_TEXT:
         return encoded.decode()
     kept = encoded[:MAX_TEXT].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""All tools that requests may use: those of MCP servers and Python functions, behind one port."""
+"""The tools that requests may use, of MCP servers and of Python functions, behind one interface."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers
 from .policy import ToolPolicy, UrlLocation, each, refuse
 from .sealing import unseal
 
-MAX_CLIENTS = 256  # servers that clients name, each with one set of headers
-MAX_SCHEMA = 4000  # characters of a schema that a model is reminded of
+MAX_CLIENTS = 256  # connections to servers that requests bring, one for each set of headers
+MAX_SCHEMA = 4000  # characters of a schema that an error repeats to the model
 
-Unseal = Callable[[str, str, str], dict[str, str]]  # of what was sealed, for a tenant, for a URL
+Unseal = Callable[[str, str, str], dict[str, str]]  # of a sealed text, a tenant and a URL
 
-# What says who is asked, or how a message is framed: none of a client's business.
+# Headers that name the host or frame the message, which clients must not set.
 _OURS = frozenset({"host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect"})
 _header = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+").fullmatch
 
 
 class Toolbox:
-    """`servers` are the configured ones, by name. `allowed_urls` are prefixes of the URLs that a request may name
-    itself; none allows none. `unseal` opens `Source.sealed`. `policy` is the operator's word on what they all may do.
+    """Lists and calls tools. `servers` are the configured ones, by name. `allowed_urls` are prefixes of the URLs that a
+    request may bring; without any it may bring none. `unseal` decrypts `Source.sealed`, and `policy` is the operator's.
 
     Raises `ConfigurationError` for a prefix that is no URL.
     """
@@ -55,30 +55,32 @@ class Toolbox:
         self._allowed = each(UrlLocation.prefix, allowed_urls)
         self._unseal = unseal
         self._policy = policy or ToolPolicy()
-        self._clients: dict[tuple[str, str, tuple[tuple[str, str], ...]], McpClient] = {}  # the longest unused first
+        self._clients: dict[
+            tuple[str, str, tuple[tuple[str, str], ...]], McpClient
+        ] = {}  # the least recently used first
         self._named: dict[str, McpClient] = {}
 
     def check(self, source: Source) -> None:
-        """Raises `InvalidRequest` for a server that a request may not use. Nothing is asked of the network."""
+        """Raise `InvalidRequest` for a source that its request may not use. Opens no connection."""
         if source.url is not None:
-            place = UrlLocation.of(source.url)
-            if not any(place.is_within(one) for one in self._allowed):
+            location = UrlLocation.of(source.url)
+            if not any(location.is_within(one) for one in self._allowed):
                 refuse(
-                    f"The server_url of {source.label} is not among those that this installation allows; the setting "
-                    "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names them."
+                    f"This installation does not allow the server_url of {source.label}; the setting "
+                    "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names those it does."
                 )
         elif source.sealed is not None:
-            refuse(f"Headers go with a server_url; those of {source.label} are the configuration's.")
+            refuse(f"The headers of {source.label} are set by the configuration; send headers only with a server_url.")
         elif source.label == FUNCTIONS:
             if not self._functions:
-                refuse("This installation has no functions as tools.")
+                refuse("This installation offers no functions as tools; leave functions out.")
         elif source.label not in self._servers:
             refuse(f"No MCP server is called {source.label} here; give its server_url.")
         if not self._policy.may_use(source):
-            refuse(f"The tools of {source.label} are not for this tenant; the setting tool_grants says which are.")
+            refuse(f"This tenant may not use the tools of {source.label}; the setting tool_grants says which it may.")
 
     async def tools(self, source: Source) -> list[LoopTool]:
-        """All that may be called. Raises `ToolFailed`, and `InvalidRequest` as `check` does."""
+        """The tools of a source that its tenant may call. Raises `ToolFailed`, and `InvalidRequest` as `check` does."""
         self.check(source)
         if _is_functions(source):
             found = [
@@ -113,11 +115,11 @@ class Toolbox:
         ]
 
     async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
-        """Run a tool with the arguments that a model wrote. All that goes wrong is a text for the model."""
+        """Call a tool with the arguments that a model wrote; failures become results that tell the model."""
         try:
             self.check(source)
             if not self._is_allowed(source, tool.tool):
-                raise ToolFailed(f"The tool {tool.name} is not allowed.")
+                raise ToolFailed(f"The tool {tool.name} is not allowed; call another one.")
             given = parse_arguments(tool, arguments)
             if not _is_functions(source):
                 return await (await self._client(source)).call(tool.tool, given)
@@ -139,12 +141,12 @@ class Toolbox:
         await self.close()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         clients = [*self._clients.values(), *self._named.values()]
         await asyncio.gather(*(client.close() for client in clients))
 
     async def _client(self, source: Source) -> McpClient:
-        if source.url is None:  # the operator's own: not many, and never pushed out by those that requests name
+        if source.url is None:  # the operator's own are few, and never evicted
             return self._named.setdefault(source.label, McpClient(self._servers[source.label], name=source.label))
         config = HttpServer(url=source.url, headers=self._headers(source))
         key = (source.label, config.url, tuple(sorted(config.headers.items())))
@@ -152,7 +154,7 @@ class Toolbox:
         while len(self._clients) >= MAX_CLIENTS:
             idle = next((known for known, one in self._clients.items() if not one.busy), None)
             if idle is None:
-                raise ToolFailed("Too many MCP servers are being asked at the moment; try again later.")
+                raise ToolFailed("Too many MCP servers are in use at the moment; try again later.")
             await self._clients.pop(idle).close()
         return self._clients.setdefault(key, client)
 
@@ -160,18 +162,18 @@ class Toolbox:
         if source.sealed is None:
             return {}
         if self._unseal is None:
-            raise ToolFailed("This installation takes no authorisation for MCP servers.")
+            raise ToolFailed("This installation has no secret_key, and so sends no headers to MCP servers of requests.")
         headers = _lowered(self._unseal(source.sealed, source.tenant, source.url or ""))
         for name, value in headers.items():
             if not _header(name) or name in _OURS or name.startswith("mcp-") or not value.isprintable():
-                raise ToolFailed(f"A header that {source.label} is given cannot be sent.")
+                raise ToolFailed(f"A header for {source.label} cannot be sent; leave it out.")
             if not value.isascii():
-                raise ToolFailed(f"A header that {source.label} is given has characters beyond ASCII.")
+                raise ToolFailed(f"A header for {source.label} has characters beyond ASCII; encode them.")
         return headers
 
 
 def toolbox_of(settings: Settings) -> Toolbox:
-    """What a server offers. Raises `ConfigurationError`."""
+    """The tools that a server offers under these settings. Raises `ConfigurationError`."""
     servers = load_servers(settings.mcp_config, stdio=False) if settings.mcp_config else {}
     key = settings.secret_key
     opening = partial(unseal, key=key.encode()) if key else None
@@ -180,7 +182,10 @@ def toolbox_of(settings: Settings) -> Toolbox:
 
 
 def parse_arguments(tool: LoopTool, arguments: str) -> dict[str, Any]:
-    """What a model wrote, checked against the tool's schema. Raises `ToolFailed` with words that help the model."""
+    """Parse arguments that a model wrote, and check them against the tool's schema.
+
+    Raises `ToolFailed` with a message that lets the model correct them.
+    """
     try:
         given = json.loads(arguments if arguments.strip() else "{}", parse_constant=_no_number)
         if not isinstance(given, dict):
@@ -194,18 +199,18 @@ def parse_arguments(tool: LoopTool, arguments: str) -> dict[str, Any]:
     validator = validator_for(tool.parameters, default=jsonschema.Draft202012Validator)
     try:
         validator.check_schema(tool.parameters)
-        # An empty registry: with the default one a server's schema could have anything fetched from anywhere.
+        # With the default registry a server's schema could make this process fetch any URL.
         schema = _without_patterns(tool.parameters)
         fault = best_match(validator(schema, registry=referencing.Registry()).iter_errors(given))
     except (jsonschema.SchemaError, referencing.exceptions.Unresolvable, re.error, RecursionError):
-        return given  # a schema that cannot be used: the server checks for itself
+        return given  # the schema is unusable; the server checks the arguments itself
     if fault is not None:
         raise ToolFailed(f"The arguments of {tool.name} are wrong: at {fault.json_path}: {fault.message[:1000]}")
     return given
 
 
 def _without_patterns(schema: Any) -> Any:
-    """A schema without regular expressions, which can take for ever; the server checks for itself."""
+    """A schema without regular expressions, whose matching may never end; the server checks those itself."""
     if isinstance(schema, list):
         return [_without_patterns(each) for each in schema]
     if not isinstance(schema, dict):
@@ -226,4 +231,4 @@ def _lowered(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

@@ -534,6 +534,6 @@ def test_a_job_has_the_tools_of_its_tenant(office: Office, label: str, fits: boo
     office.model.texts = ["done"]
     match office.run(final()):
         case Failed(error=error):
-            assert not fits and "not for this tenant" in error.message
+            assert not fits and "This tenant may not use" in error.message
         case other:
             assert fits and isinstance(other, Done)

@@ -352,7 +352,7 @@ async def test_a_refusal_is_told_at_once() -> None:
 async def test_an_answer_that_is_no_completion_is_told_at_once(page: Response) -> None:
     async with remote(page) as server, ResponsesSession(server.url, name="m") as session:
         with pytest.raises(
-            GenerationFailed, match=rf"{server.url}/v1/chat/completions answered 20[04], but with no chat"
+            GenerationFailed, match=rf"{server.url}/v1/chat/completions answered 20[04], but not with a chat"
         ):
             await session.run("Are you there?")
 

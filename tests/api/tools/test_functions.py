@@ -130,7 +130,7 @@ async def test_large_value_is_cut() -> None:
 async def test_time_out_leaves_the_thread_behind() -> None:
     go = threading.Event()
     stuck = tool(name="stuck", timeout=0.05)(lambda_named("stuck", lambda: go.wait(20)))
-    assert await stuck.run({}) == ToolResult("stuck gave no answer within 0.05 seconds.", is_error=True)
+    assert await stuck.run({}) == ToolResult("stuck did not answer within 0.05 seconds.", is_error=True)
     go.set()
 
 
@@ -228,7 +228,7 @@ def test_every_fault_of_finding_is_told(module: str) -> None:
 
 
 def test_two_tools_of_a_name_are_refused(module: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"my_tools\.py:one: another tool is called one already"):
+    with pytest.raises(ConfigurationError, match=r"my_tools\.py:one: another tool has the name one; rename one"):
         find_functions(["my_tools:one", f"{module}:one"])
 
 

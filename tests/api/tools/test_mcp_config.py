@@ -84,7 +84,7 @@ def test_every_fault_is_told(tmp_path: Path) -> None:
         "functions.url",
         "c has a command",
     ]
-    assert "stdio servers are for the library" in refused.value.faults[-1]
+    assert "only the library starts stdio servers" in refused.value.faults[-1]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"servers": {}}', '{"mcpServers": []}'])

@@ -98,13 +98,13 @@ async def test_the_toolbox_lists_and_calls_by_the_policy(server: McpServer) -> N
     assert await listed(source("desk", approval="never")) == {"add": False, "fails": True}
     assert await listed(source("desk", "other", approval="never")) == {"fails": True}
     assert await listed(source("functions", approval="never")) == {"halve": True}
-    with pytest.raises(InvalidRequest, match="not for this tenant; the setting tool_grants"):
+    with pytest.raises(InvalidRequest, match=r"may not use the tools of .*; the setting tool_grants"):
         toolbox.check(source("functions", "other"))
     server.requests.clear()
     adding = LoopTool(name="add", label="desk", tool="add", parameters={"type": "object"})
     for found, said in (
-        (source("desk", "other"), "The tool add is not allowed."),
-        (source("functions", "other"), "The tools of functions are not for this tenant"),
+        (source("desk", "other"), "The tool add is not allowed; call another one."),
+        (source("functions", "other"), "This tenant may not use the tools of functions"),
     ):
         result = await toolbox.call(found, adding, "{}")
         assert result.is_error and result.text.startswith(said)

@@ -77,7 +77,7 @@ async def test_allowed_tools_alone_are_listed(toolbox: Toolbox, approval: Any, n
 
 async def test_disallowed_tool_is_not_called(toolbox: Toolbox, server: McpServer) -> None:
     result = await toolbox.call(Source(label="desk", allowed=("fails",)), a_tool("add"), "{}")
-    assert result == ToolResult("The tool add is not allowed.", is_error=True)
+    assert result == ToolResult("The tool add is not allowed; call another one.", is_error=True)
     assert server.requests == []
 
 
@@ -97,7 +97,7 @@ async def test_calls_run_at_once_and_answer_in_order(toolbox: Toolbox, server: M
     [
         ('{"a": 1', "The arguments of add are not a JSON object (Expecting"),
         ("[1, 2]", "The arguments of add are not a JSON object (it is no object)"),
-        ('{"a": NaN}', "(NaN is no number)"),
+        ('{"a": NaN}', "(NaN is not a number)"),
         ("[" * 100_000, "The arguments of add are not a JSON object"),
         ('{"a": "one", "b": 2}', "The arguments of add are wrong: at $.a: 'one' is not of type 'integer'"),
         ('{"a": 1}', "The arguments of add are wrong: at $: 'b' is a required property"),
@@ -214,8 +214,8 @@ async def test_no_request_leaves_for_a_refused_url() -> None:
         with pytest.raises(InvalidRequest):
             await toolbox.tools(source)
         result = await toolbox.call(source, a_tool("add"), "{}")
-        told = "The server_url of a is not among those that this installation allows; the setting "
-        told += "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names them."
+        told = "This installation does not allow the server_url of a; the setting "
+        told += "--mcp-allowed-urls (PENSTOCK_MCP_ALLOWED_URLS) names those it does."
         assert result == ToolResult(told, True)
         assert connections == []
         allowed = source.model_copy(update={"url": f"{url}/allowed", "sealed": None})
@@ -249,7 +249,7 @@ async def test_headers_go_with_a_url_alone(server: McpServer) -> None:
     config = HttpServer(url=server.url, headers={"authorization": "Bearer of the house"})
     sealed = sealed_for(server.url, {"Authorization": SECRET})
     toolbox = Toolbox({"desk": config}, (), [server.url], opened)
-    with pytest.raises(InvalidRequest, match="the configuration's"):
+    with pytest.raises(InvalidRequest, match="set by the configuration"):
         toolbox.check(Source(label="desk", sealed=sealed))
     with pytest.raises(ToolFailed, match="401"):
         await toolbox.tools(Source(label="desk"))
@@ -260,11 +260,11 @@ async def test_headers_go_with_a_url_alone(server: McpServer) -> None:
 @pytest.mark.parametrize(
     ("headers", "said"),
     [
-        ({"Host": "internal"}, "A header that a is given cannot be sent."),
-        ({"Mcp-Session-Id": "1"}, "A header that a is given cannot be sent."),
-        ({"A b": "1"}, "A header that a is given cannot be sent."),
-        ({"A": "1\r\nHost: internal"}, "A header that a is given cannot be sent."),
-        ({"A": "é"}, "A header that a is given has characters beyond ASCII."),
+        ({"Host": "internal"}, "A header for a cannot be sent; leave it out."),
+        ({"Mcp-Session-Id": "1"}, "A header for a cannot be sent; leave it out."),
+        ({"A b": "1"}, "A header for a cannot be sent; leave it out."),
+        ({"A": "1\r\nHost: internal"}, "A header for a cannot be sent; leave it out."),
+        ({"A": "é"}, "A header for a has characters beyond ASCII; encode them."),
     ],
 )
 async def test_headers_that_are_not_a_clients_business_are_refused(headers: dict[str, str], said: str) -> None:
@@ -279,7 +279,7 @@ async def test_sealed_headers_that_cannot_be_opened_are_an_error(server: McpServ
     text, is_error = await Toolbox({}, (), [server.url], opened).call(source, a_tool("add"), "{}")
     assert is_error and "not sealed here" in text
     text, is_error = await Toolbox({}, (), [server.url]).call(source, a_tool("add"), "{}")
-    assert is_error and "takes no authorisation" in text
+    assert is_error and "has no secret_key" in text
     assert server.requests == []
 
 
