@@ -49,10 +49,10 @@ class NoPrefixes:
 
 
 class Backend(Protocol):
-    """Runs sequences. The engine calls all methods, but not the properties, from its one thread.
+    """Runs choices. The engine calls all methods, but not the properties, from its one thread.
 
     `step` schedules, runs and commits. It passes tokens to `Choice.append` and returns the deltas; a failure that it
-    can attribute to some sequences ends only those (`Choice.fail`). The backend drops a sequence that has finished.
+    can attribute to some choices ends only those (`Choice.fail`). The backend drops a choice that has finished.
     """
 
     @property
@@ -70,16 +70,16 @@ class Backend(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    def add(self, sequence: Choice) -> None:
-        """Queue an unfinished sequence."""
+    def add(self, choice: Choice) -> None:
+        """Queue an unfinished choice."""
         ...
 
-    def remove(self, sequence: Choice) -> None:
-        """Drop a sequence, running or waiting, without affecting others. An unknown one is no error."""
+    def remove(self, choice: Choice) -> None:
+        """Drop a choice, running or waiting, without affecting others. An unknown one is no error."""
         ...
 
     def step(self) -> list[Delta]:
-        """Admit waiting sequences, then advance every running one by a token."""
+        """Admit waiting choices, then advance every running one by a token."""
         ...
 
     def delay(self) -> float:

@@ -52,7 +52,7 @@ class Choice:
         """
         params = request.params
         self.request = request
-        self.choice = request.first_choice + place
+        self.number = request.first_choice + place
         self.prompt = request.prompt
         self.matcher = matcher
         self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
@@ -179,7 +179,7 @@ class Choice:
         return Delta(
             request=self.request.id,
             epoch=self.request.epoch,
-            choice=self.choice,
+            choice=self.number,
             index=index,
             token_ids=tuple(self.tokens[index : index + count]),
             text=text,

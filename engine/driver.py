@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Add(NamedTuple):
-    sequence: Choice
+    choice: Choice
 
 
 class _Cancel(NamedTuple):
-    sequences: list[Choice]
+    choices: list[Choice]
 
 
 class _Call(NamedTuple):
@@ -38,7 +38,7 @@ class _Call(NamedTuple):
 
 
 class _Running(NamedTuple):
-    sequence: Choice
+    choice: Choice
     handle: RequestHandle
 
 
@@ -72,32 +72,32 @@ class Driver:
     def healthy(self) -> bool:
         return self.error is None and not self._closing and self._thread.is_alive()
 
-    def submit(self, sequences: Iterable[Choice], handle: RequestHandle) -> None:
-        """Run the sequences of one request; their deltas go to `handle`.
+    def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
+        """Run the choices of one request; their deltas go to `handle`.
 
         Raises `InvalidRequest` for choices that are running already, `GenerationFailed` once the thread has ended.
         """
-        new = {_key(sequence): _Running(sequence, handle) for sequence in sequences}
+        new = {_key(choice): _Running(choice, handle) for choice in choices}
         with self._changed:
             if not self.healthy:
                 raise GenerationFailed("the engine has stopped")
             if new.keys() & self._running.keys():
                 raise InvalidRequest(f"request {handle.request.id!r} is running already", param="id")
             self._running |= new
-            self._commands.extend(_Add(running.sequence) for running in new.values())
+            self._commands.extend(_Add(running.choice) for running in new.values())
             self._changed.notify()
 
     def cancel(self, request: str) -> bool:
         """Stop every choice of `request` before its next token; whether any was running."""
         with self._changed:
-            sequences = [running.sequence for key, running in self._running.items() if key[0] == request]
-        self.cancel_sequences(sequences)
-        return bool(sequences)
+            choices = [running.choice for key, running in self._running.items() if key[0] == request]
+        self.cancel_choices(choices)
+        return bool(choices)
 
-    def cancel_sequences(self, sequences: list[Choice]) -> None:
+    def cancel_choices(self, choices: list[Choice]) -> None:
         """Stop these before their next token; those that have finished stay as they are."""
         with self._changed:
-            self._commands.append(_Cancel(sequences))
+            self._commands.append(_Cancel(choices))
             self._changed.notify()
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
@@ -135,7 +135,7 @@ class Driver:
                 if self._stalls.is_due:
                     self._deliver(self._end_stalls())
                 self.num_steps += 1
-            self._deliver([sequence.end("cancelled") for sequence in self._unfinished()])
+            self._deliver([choice.end("cancelled") for choice in self._unfinished()])
             self._refuse_calls()
             self.backend.close()
         except BaseException as error:
@@ -143,7 +143,7 @@ class Driver:
             with self._changed:
                 self.error = error
             stopped = GenerationFailed("the engine has stopped")
-            self._deliver([sequence.fail(stopped) for sequence in self._unfinished()])
+            self._deliver([choice.fail(stopped) for choice in self._unfinished()])
             self._refuse_calls()
 
     def _wait(self) -> bool:
@@ -163,16 +163,16 @@ class Driver:
         deltas = []
         for command in commands:
             match command:
-                case _Add(sequence):
-                    if sequence.finish is None:
-                        self.backend.add(sequence)
+                case _Add(choice):
+                    if choice.finish is None:
+                        self.backend.add(choice)
                     else:  # an earlier holder had sent its last token already
-                        deltas.append(sequence.end(sequence.finish))
-                case _Cancel(sequences):
-                    for sequence in sequences:
-                        if sequence.finish is None:
-                            self.backend.remove(sequence)
-                            deltas.append(sequence.end("cancelled"))
+                        deltas.append(choice.end(choice.finish))
+                case _Cancel(choices):
+                    for choice in choices:
+                        if choice.finish is None:
+                            self.backend.remove(choice)
+                            deltas.append(choice.end("cancelled"))
                 case _Call(work, result):
                     try:
                         result.set_result(work())
@@ -187,11 +187,11 @@ class Driver:
             # The backend could not say whose fault it was, so everything it held may be damaged.
             _log.exception("a step of the engine failed")
             with self._changed:
-                untouched = {command.sequence for command in self._commands if isinstance(command, _Add)}
-            damaged = [sequence for sequence in self._unfinished() if sequence not in untouched]
-            for sequence in damaged:
-                self.backend.remove(sequence)
-            return [sequence.fail(error) for sequence in damaged]
+                untouched = {command.choice for command in self._commands if isinstance(command, _Add)}
+            damaged = [choice for choice in self._unfinished() if choice not in untouched]
+            for choice in damaged:
+                self.backend.remove(choice)
+            return [choice.fail(error) for choice in damaged]
 
     def _end_stalls(self) -> list[Delta]:
         """Have the backend begin again what it does not go on with; the last deltas of what that did not help."""
@@ -199,15 +199,15 @@ class Driver:
         told = f"no progress for {self._stall_timeout:g} s"
         error = GenerationFailed(f"The engine made {told}, twice; send the request again.")
         restarted, failed = set(), set()
-        for sequence, is_first in self._stalls.check(self._unfinished()):
-            self.backend.remove(sequence)
-            if is_first and sequence.finish is None:
-                sequence.is_waiting = True
-                self.backend.add(sequence)
-                restarted.add(sequence.request.id)
+        for choice, is_first in self._stalls.check(self._unfinished()):
+            self.backend.remove(choice)
+            if is_first and choice.finish is None:
+                choice.is_waiting = True
+                self.backend.add(choice)
+                restarted.add(choice.request.id)
             else:
-                deltas.append(sequence.fail(error))
-                failed.add(sequence.request.id)
+                deltas.append(choice.fail(error))
+                failed.add(choice.request.id)
         for request in restarted:
             _log.warning("request %s has made %s: it begins again", request, told)
         for request in failed:
@@ -224,7 +224,7 @@ class Driver:
     def _unfinished(self) -> list[Choice]:
         """Everything whose last delta has not been delivered."""
         with self._changed:
-            return [running.sequence for running in self._running.values()]
+            return [running.choice for running in self._running.values()]
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """Put deltas into their handles and wake the readers: one call for each event loop, not for each token."""
@@ -246,8 +246,8 @@ class Driver:
                     handle.cancel()
 
 
-def _key(sequence: Choice) -> _Key:
-    return sequence.request.id, sequence.request.epoch, sequence.choice
+def _key(choice: Choice) -> _Key:
+    return choice.request.id, choice.request.epoch, choice.number
 
 
 def _wake(handles: list[RequestHandle]) -> None:

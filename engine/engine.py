@@ -179,12 +179,12 @@ class InferenceEngine:
         Raises `InvalidRequest` for a request that can never be served, `GenerationFailed` if the engine has stopped.
         """
         self._check(request)
-        sequences = [
+        choices = [
             Choice(request, index, self.tokenizer, self._backend.info, self._grammars.matcher(request.params))
             for index in range(request.params.n)
         ]
-        handle = RequestHandle(request, partial(self._driver.cancel_sequences, sequences))
-        self._driver.submit(sequences, handle)
+        handle = RequestHandle(request, partial(self._driver.cancel_choices, choices))
+        self._driver.submit(choices, handle)
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt)
         return handle

@@ -1,4 +1,4 @@
-"""Turns logits into tokens, one row a sequence.
+"""Turns logits into tokens, one row a choice.
 
 Order: log-probabilities of the raw distribution → logit bias, grammar, min_tokens → penalties (repetition over
 prompt and output; frequency and presence over output) → greedy, or temperature → min_p → top-k → top-p → draw.
@@ -109,14 +109,14 @@ def choose(
 
     `kernels`, if given, draw from logits on a CPU. `best` [B], if known, are the results of `_argmax`.
     """
-    if kernels is not None and best is not None and not any(_asks_more(sequence) for sequence in rows):
+    if kernels is not None and best is not None and not any(_asks_more(choice) for choice in rows):
         chosen = list(best)
-        drawn = [row for row, sequence in enumerate(rows) if sequence.request.params.temperature]
+        drawn = [row for row, choice in enumerate(rows) if choice.request.params.temperature]
         for row, token in zip(drawn, kernels.draw(logits, _draw_params(rows, drawn)) if drawn else (), strict=True):
             chosen[row] = token
         return HostTokens(chosen)
     logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
-    kinds = [2 if sequence.request.params.temperature else int(_is_edited(sequence)) for sequence in rows]
+    kinds = [2 if choice.request.params.temperature else int(_is_edited(choice)) for choice in rows]
     plain, edited, drawn = ([row for row, kind in enumerate(kinds) if kind == one] for one in range(3))
     parts = [_argmax(logits if len(plain) == len(rows) else logits[_put(plain, logits)])] if plain else []
     parts += [_argmax(_scores(logits, edited, rows), _BLOCK)] if edited else []
@@ -140,15 +140,15 @@ def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[ChosenLogpr
     return scores
 
 
-def _asks_more(sequence: Choice) -> bool:
-    """Whether a sequence needs more than an argmax or a draw from the logits as they are."""
-    return sequence.request.params.logprobs is not None or _is_edited(sequence)
+def _asks_more(choice: Choice) -> bool:
+    """Whether a choice needs more than an argmax or a draw from the logits as they are."""
+    return choice.request.params.logprobs is not None or _is_edited(choice)
 
 
-def needs_tokens(sequence: Choice) -> bool:
+def needs_tokens(choice: Choice) -> bool:
     """Whether choosing its next token needs the earlier ones, not just the logits: then they must be read first."""
-    p = sequence.request.params
-    return bool(sequence.matcher or p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
+    p = choice.request.params
+    return bool(choice.matcher or p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
 
 
 def _put(values: ArrayLike, like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
@@ -176,9 +176,9 @@ def _blocks(scores: Tensor, block: int) -> Tensor:
     return (F.pad(scores, (0, rest), value=-torch.inf) if rest else scores).view(len(scores), -1, block)
 
 
-def _is_edited(sequence: Choice) -> bool:
-    p = sequence.request.params
-    return bool(p.logit_bias or sequence.index < p.min_tokens or needs_tokens(sequence))
+def _is_edited(choice: Choice) -> bool:
+    p = choice.request.params
+    return bool(p.logit_bias or choice.index < p.min_tokens or needs_tokens(choice))
 
 
 def _scores(logits: Tensor, indices: list[int], rows: Sequence[Choice]) -> Tensor:
@@ -238,7 +238,7 @@ def _draw_params(rows: Sequence[Choice], indices: Sequence[int]) -> list[DrawPar
     params = []
     for index in indices:
         s, p = rows[index], rows[index].request.params
-        at = uniform(s.request.seed, s.choice, s.index)
+        at = uniform(s.request.seed, s.number, s.index)
         params.append(DrawParams(index, max(p.temperature, _COLDEST), p.min_p, p.top_k or 0, p.top_p, at))
     return params
 
@@ -247,7 +247,7 @@ def _draw(scores: Tensor, rows: Sequence[Choice], kernels: Kernels | None = None
     """Draw one token a row after temperature, min_p, top-k and top-p, [R, W] → [R]; -1 where there is none."""
     if kernels is not None and scores.device.type == "cpu":
         return torch.tensor(kernels.draw(scores, _draw_params(rows, range(len(rows)))))
-    params = [sequence.request.params for sequence in rows]
+    params = [choice.request.params for choice in rows]
     if any(p.temperature != 1 for p in params):
         scores.div_(_put([max(p.temperature, _COLDEST) for p in params], scores, scores.dtype)[:, None])
     weights = torch.softmax(scores, -1, out=scores)  # in place: allocating costs as much as the sums
@@ -257,7 +257,7 @@ def _draw(scores: Tensor, rows: Sequence[Choice], kernels: Kernels | None = None
     elif cut:
         at = _put(cut, weights)
         weights[at] = _truncate(weights[at], [params[row] for row in cut])
-    return _invert(weights, [uniform(s.request.seed, s.choice, s.index) for s in rows])
+    return _invert(weights, [uniform(s.request.seed, s.number, s.index) for s in rows])
 
 
 def _truncate(weights: Tensor, params: list[GenerationParams]) -> Tensor:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from .choice import Choice
 
-_CHECKS = 8  # in the time that a sequence may stand still
-_LEAST_CHECKS = 3  # without progress: a single step may take longer than that time, and leave a sequence out
+_CHECKS = 8  # in the time that a choice may stand still
+_LEAST_CHECKS = 3  # without progress: a single step may take longer than that time, and leave a choice out
 
 
 class Stall(NamedTuple):
-    sequence: Choice
-    is_first: bool  # the sequence has not stalled before
+    choice: Choice
+    is_first: bool  # the choice has not stalled before
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class _Watched:
 
 
 class StallClock:
-    """A sequence stalls once nothing was computed for it in `limit` seconds, though it is its turn.
+    """A choice stalls once nothing was computed for it in `limit` seconds, though it is its turn.
 
-    While a sequence waits for its turn or for room (`Choice.is_waiting`), any other's progress counts as its own.
+    While a choice waits for its turn or for room (`Choice.is_waiting`), any other's progress counts as its own.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float]) -> None:
@@ -43,9 +43,9 @@ class StallClock:
         return self._clock() - self._checked >= self.interval
 
     def check(self, unfinished: Iterable[Choice]) -> list[Stall]:
-        """Those of the unfinished sequences, all of the engine's, that stall; called between two steps.
+        """Those of the unfinished choices, all of the engine's, that stall; called between two steps.
 
-        The clock of a sequence starts anew when it is returned.
+        The clock of a choice starts anew when it is returned.
         """
         now = self._checked = self._clock()
         before = self._watched
@@ -53,16 +53,16 @@ class StallClock:
         moved = {one for one, watched in self._watched.items() if watched.progress != _progress(one)}
         anyone_moved = bool(moved) or not before.keys() <= self._watched.keys()
         stalls = []
-        for sequence, watched in self._watched.items():
+        for choice, watched in self._watched.items():
             watched.checks += 1
-            if sequence in moved or (sequence.is_waiting and anyone_moved):
-                watched.progress, watched.since, watched.checks = _progress(sequence), now, 0
+            if choice in moved or (choice.is_waiting and anyone_moved):
+                watched.progress, watched.since, watched.checks = _progress(choice), now, 0
             elif now - watched.since >= self._limit and watched.checks >= _LEAST_CHECKS:
                 watched.since, watched.checks = now, 0
-                stalls.append(Stall(sequence, watched.stalls == 0))
+                stalls.append(Stall(choice, watched.stalls == 0))
                 watched.stalls += 1
         return stalls
 
 
-def _progress(sequence: Choice) -> tuple[int, int]:
-    return sequence.num_computed, len(sequence.tokens)
+def _progress(choice: Choice) -> tuple[int, int]:
+    return choice.num_computed, len(choice.tokens)

@@ -55,33 +55,33 @@ class AnswerCache:
     def num_waiting(self) -> int:
         return self._backend.num_waiting
 
-    def add(self, sequence: Choice) -> None:
-        key = _key(sequence)
+    def add(self, choice: Choice) -> None:
+        key = _key(choice)
         if key is not None and key in self._answers:
             self._answers.move_to_end(key)
-            self._replays[sequence] = self._answers[key]
-            sequence.cached_tokens = len(sequence.prompt)
+            self._replays[choice] = self._answers[key]
+            choice.cached_tokens = len(choice.prompt)
             return
-        self._backend.add(sequence)
+        self._backend.add(choice)
         if key is not None:
-            self._recording[sequence] = key
+            self._recording[choice] = key
 
-    def remove(self, sequence: Choice) -> None:
-        self._replays.pop(sequence, None)
-        self._recording.pop(sequence, None)
-        self._backend.remove(sequence)
+    def remove(self, choice: Choice) -> None:
+        self._replays.pop(choice, None)
+        self._recording.pop(choice, None)
+        self._backend.remove(choice)
 
     def step(self) -> list[Delta]:
         deltas = []
         replays, self._replays = self._replays, {}
-        for sequence, tokens in replays.items():
-            for token in tokens[sequence.index :]:
-                if (delta := sequence.append(token)) is not None:
+        for choice, tokens in replays.items():
+            for token in tokens[choice.index :]:
+                if (delta := choice.append(token)) is not None:
                     deltas.append(delta)
         if self._backend.delay() <= 0:
             deltas += self._backend.step()
-            for sequence in [sequence for sequence in self._recording if sequence.finish is not None]:
-                self._store(self._recording.pop(sequence), sequence)
+            for choice in [choice for choice in self._recording if choice.finish is not None]:
+                self._store(self._recording.pop(choice), choice)
         return deltas
 
     def delay(self) -> float:
@@ -100,11 +100,11 @@ class AnswerCache:
         self._answers.clear()
         self._backend.close()
 
-    def _store(self, key: bytes, sequence: Choice) -> None:
-        if sequence.finish in ("error", "cancelled") or key in self._answers:
+    def _store(self, key: bytes, choice: Choice) -> None:
+        if choice.finish in ("error", "cancelled") or key in self._answers:
             return
-        self._answers[key] = list(sequence.tokens)
-        self._used += _size(sequence.tokens)
+        self._answers[key] = list(choice.tokens)
+        self._used += _size(choice.tokens)
         while self._used > self._memory:
             _, oldest = self._answers.popitem(last=False)
             self._used -= _size(oldest)
@@ -114,12 +114,12 @@ def _size(tokens: list[int]) -> int:
     return _ENTRY_BYTES + _TOKEN_BYTES * len(tokens)
 
 
-def _key(sequence: Choice) -> bytes | None:
+def _key(choice: Choice) -> bytes | None:
     """A hash of all that determines the answer; None for a sampled one, or one with log-probabilities."""
-    params = sequence.request.params
+    params = choice.request.params
     if params.temperature > 0 or params.logprobs is not None:
         return None
     asked = params.model_dump_json(exclude={"seed", "n"})
-    prompt = struct.pack(f"<{len(sequence.prompt)}q", *sequence.prompt)
-    salt = sequence.request.cache_salt.encode()
+    prompt = struct.pack(f"<{len(choice.prompt)}q", *choice.prompt)
+    salt = choice.request.cache_salt.encode()
     return blake2b(struct.pack("<q", len(salt)) + salt + prompt + asked.encode(), digest_size=16).digest()

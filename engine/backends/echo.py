@@ -30,7 +30,7 @@ _CERTAIN = ChosenLogprob(0.0)
 
 @dataclass(slots=True)
 class _Row:
-    sequence: Choice
+    choice: Choice
     cycle: tuple[int, ...]
     started: float  # on the backend's clock
     first: int  # index of the first token that this row generates
@@ -81,31 +81,31 @@ class EchoBackend(NoPrefixes):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Choice) -> None:
-        self._waiting[sequence] = None
+    def add(self, choice: Choice) -> None:
+        self._waiting[choice] = None
 
-    def remove(self, sequence: Choice) -> None:
-        self._waiting.pop(sequence, None)
-        self._running.pop(sequence, None)
+    def remove(self, choice: Choice) -> None:
+        self._waiting.pop(choice, None)
+        self._running.pop(choice, None)
 
     def step(self) -> list[Delta]:
         self._admit()
         deltas = []
         now = self._clock() if self._rate else 0.0
         for row in list(self._running.values()):
-            sequence = row.sequence
+            choice = row.choice
             if self._rate and now < self._due(row):
                 continue
             try:
-                delta = sequence.append(
-                    self._next_token(row), None if sequence.request.params.logprobs is None else _CERTAIN
+                delta = choice.append(
+                    self._next_token(row), None if choice.request.params.logprobs is None else _CERTAIN
                 )
             except Exception as error:
-                delta = sequence.fail(error)
+                delta = choice.fail(error)
             if delta is not None:
                 deltas.append(delta)
-            if sequence.finish is not None:
-                del self._running[sequence]
+            if choice.finish is not None:
+                del self._running[choice]
         return deltas
 
     def delay(self) -> float:
@@ -123,16 +123,16 @@ class EchoBackend(NoPrefixes):
         self._running.clear()
 
     def _admit(self) -> None:
-        while (sequence := self._next_waiting()) is not None:
-            del self._waiting[sequence]
-            if not sequence.is_scored:
-                sequence.score(1, [_CERTAIN] * (len(sequence.prompt) - 1))
-            cycle = tuple(token for token in sequence.prompt if token not in self.tokenizer.special_token_ids)
-            sequence.is_waiting = False
-            self._running[sequence] = _Row(sequence, cycle or sequence.prompt, self._clock(), sequence.index)
+        while (choice := self._next_waiting()) is not None:
+            del self._waiting[choice]
+            if not choice.is_scored:
+                choice.score(1, [_CERTAIN] * (len(choice.prompt) - 1))
+            cycle = tuple(token for token in choice.prompt if token not in self.tokenizer.special_token_ids)
+            choice.is_waiting = False
+            self._running[choice] = _Row(choice, cycle or choice.prompt, self._clock(), choice.index)
 
     def _next_waiting(self) -> Choice | None:
-        """The first sequence that may be admitted now: only urgent ones may use the reserved rows."""
+        """The first choice that may be admitted now: only urgent ones may use the reserved rows."""
         free = self._max_batch_size - len(self._running)
         if free > self._reserved:
             return next(iter(self._waiting), None)
@@ -140,11 +140,11 @@ class EchoBackend(NoPrefixes):
 
     def _due(self, row: _Row) -> float:
         """The time at which the row's next token is due, on the backend's clock."""
-        return row.started + (row.sequence.index - row.first) / self._rate
+        return row.started + (row.choice.index - row.first) / self._rate
 
     def _next_token(self, row: _Row) -> int:
-        index = row.sequence.index
-        params = row.sequence.request.params
+        index = row.choice.index
+        params = row.choice.request.params
         end = self.tokenizer.eos_token_ids
         if index < len(row.cycle) or index < params.min_tokens or params.ignore_eos or not end:
             return row.cycle[index % len(row.cycle)]

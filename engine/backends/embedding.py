@@ -42,16 +42,16 @@ class EmbeddingBackend(NoPrefixes):
         """The vectors [N, D] of N prompts, from one padded pass; none depends on the other prompts."""
         raise NotImplementedError
 
-    def add(self, sequence: Choice) -> None:
-        waiting = self._turns.setdefault(sequence.request.id, [])
-        insort(waiting, sequence, key=lambda one: len(one.prompt))
+    def add(self, choice: Choice) -> None:
+        waiting = self._turns.setdefault(choice.request.id, [])
+        insort(waiting, choice, key=lambda one: len(one.prompt))
 
-    def remove(self, sequence: Choice) -> None:
-        waiting = self._turns.get(sequence.request.id, [])
-        if sequence in waiting:
-            waiting.remove(sequence)
+    def remove(self, choice: Choice) -> None:
+        waiting = self._turns.get(choice.request.id, [])
+        if choice in waiting:
+            waiting.remove(choice)
         if not waiting:
-            self._turns.pop(sequence.request.id, None)
+            self._turns.pop(choice.request.id, None)
 
     def delay(self) -> float:
         return 0.0 if self._turns else inf
@@ -72,20 +72,20 @@ class EmbeddingBackend(NoPrefixes):
     def _run(self, taken: list[Choice]) -> list[Delta]:
         self.num_running = len(taken)
         try:
-            vectors = self.embed([sequence.prompt for sequence in taken])
+            vectors = self.embed([choice.prompt for choice in taken])
         except Exception as error:
             if len(taken) == 1:
                 return [taken[0].fail(error)]
-            return [delta for sequence in taken for delta in self._run([sequence])]  # so that only the culprit fails
+            return [delta for choice in taken for delta in self._run([choice])]  # so that only the culprit fails
         finally:
             self.num_running = 0
         return [replace(one.end("stop"), text=_text(one, vector)) for one, vector in zip(taken, vectors, strict=True)]
 
 
-def _text(sequence: Choice, vector: NDArray[np.float32]) -> str:
+def _text(choice: Choice, vector: NDArray[np.float32]) -> str:
     """The vector in base64; a shortened one is normalised again (https://arxiv.org/abs/2205.13147)."""
-    assert isinstance(sequence.request, EmbeddingInput)
-    if sequence.request.dimensions is not None:
-        vector = vector[: sequence.request.dimensions]
+    assert isinstance(choice.request, EmbeddingInput)
+    if choice.request.dimensions is not None:
+        vector = vector[: choice.request.dimensions]
         vector = vector / max(float((vector**2).sum()) ** 0.5, 1e-12)
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

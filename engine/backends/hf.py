@@ -1,6 +1,6 @@
 """The backend that runs transformers' own model classes: the correctness reference, and the widest choice of models.
 
-Waiting sequences are admitted together as one left-padded batch; every step decodes one token of every running row.
+Waiting choices are admitted together as one left-padded batch; every step decodes one token of every running row.
 Newcomers start at once as a batch of their own, which merges into the others after its prefill where the caches allow.
 """
 
@@ -35,7 +35,7 @@ _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3",
 
 
 class HfBackend(NoPrefixes):
-    """`kv_cache_memory` is a threshold: above it no sequence is admitted, but running ones may exceed it."""
+    """`kv_cache_memory` is a threshold: above it no choice is admitted, but running ones may exceed it."""
 
     capabilities = Capabilities(
         formats=("safetensors",),
@@ -74,14 +74,14 @@ class HfBackend(NoPrefixes):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Choice) -> None:
-        self._waiting[sequence] = None
+    def add(self, choice: Choice) -> None:
+        self._waiting[choice] = None
 
-    def remove(self, sequence: Choice) -> None:
-        self._waiting.pop(sequence, None)
+    def remove(self, choice: Choice) -> None:
+        self._waiting.pop(choice, None)
         for batch in self._batches:
-            if sequence in batch.rows:
-                batch.keep([row for row, other in enumerate(batch.rows) if other is not sequence])
+            if choice in batch.rows:
+                batch.keep([row for row, other in enumerate(batch.rows) if other is not choice])
         self._batches = [batch for batch in self._batches if batch.rows]
 
     def delay(self) -> float:
@@ -112,9 +112,9 @@ class HfBackend(NoPrefixes):
         if sum(batch.memory() for batch in self._batches) >= self._kv_cache_memory:
             return
         admitted = list(self._waiting)[:room]
-        for sequence in admitted:
-            del self._waiting[sequence]
-            sequence.is_waiting = False
+        for choice in admitted:
+            del self._waiting[choice]
+            choice.is_waiting = False
         self._batches.append(self._new_batch(admitted))
 
     def _advance(self, batch: PaddedBatch) -> list[Delta]:
@@ -124,14 +124,14 @@ class HfBackend(NoPrefixes):
         except Exception as error:
             return self._isolate(batch, error)
         deltas = []
-        for sequence, result in zip(batch.rows, results, strict=True):
+        for choice, result in zip(batch.rows, results, strict=True):
             try:
-                delta = sequence.fail(result) if isinstance(result, Refusal) else sequence.append(*result)
+                delta = choice.fail(result) if isinstance(result, Refusal) else choice.append(*result)
             except Exception as error:
-                delta = sequence.fail(error)
+                delta = choice.fail(error)
             if delta is not None:
                 deltas.append(delta)
-        batch.keep([row for row, sequence in enumerate(batch.rows) if sequence.finish is None])
+        batch.keep([row for row, choice in enumerate(batch.rows) if choice.finish is None])
         return deltas
 
     def _isolate(self, batch: PaddedBatch, error: Exception) -> list[Delta]:
@@ -140,7 +140,7 @@ class HfBackend(NoPrefixes):
         if len(batch.rows) == 1:
             return [batch.rows[0].fail(error)]
         _log.warning("batch of %d failed (%r), restarting its rows one by one", len(batch.rows), error)
-        self._batches += [self._new_batch([sequence]) for sequence in batch.rows]
+        self._batches += [self._new_batch([choice]) for choice in batch.rows]
         return []
 
     def _merge(self) -> None:

@@ -1,4 +1,4 @@
-"""A left-padded batch of sequences with its key-value cache."""
+"""A left-padded batch of choices with its key-value cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class _Layer(Protocol):
 
 
 class PaddedBatch:
-    """Sequences padded on the left to the longest, so that their last tokens line up.
+    """Choices padded on the left to the longest, so that their last tokens line up.
 
     `mask` [B, W] is 1 at every position that is not padding. After each `forward` the cache is W positions wide.
     """
 
     def __init__(self, rows: list[Choice], cache: DynamicCache, device: torch.device) -> None:
         """`cache` is empty; the first `forward` computes the prompts and any tokens already generated."""
-        histories = [(*sequence.prompt, *sequence.tokens) for sequence in rows]
+        histories = [(*choice.prompt, *choice.tokens) for choice in rows]
         width = max(map(len, histories))
         self.rows = rows
         self.mask = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in histories], device=device)
@@ -44,7 +44,7 @@ class PaddedBatch:
             tokens = self._unread
             positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         else:  # [B, 1]
-            tokens = torch.tensor([[sequence.tokens[-1]] for sequence in self.rows], device=self.mask.device)
+            tokens = torch.tensor([[choice.tokens[-1]] for choice in self.rows], device=self.mask.device)
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=-1)
             positions = self.mask.sum(-1, keepdim=True) - 1
         output = model(input_ids=tokens, attention_mask=self.mask, position_ids=positions, past_key_values=self._cache)

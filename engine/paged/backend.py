@@ -57,7 +57,7 @@ class _Unread(NamedTuple):
 
 
 class PagedBackend:
-    """`kv_cache_memory` is a limit: a sequence that does not fit waits; one that no longer fits is preempted."""
+    """`kv_cache_memory` is a limit: a choice that does not fit waits; one that no longer fits is preempted."""
 
     capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
 
@@ -152,7 +152,7 @@ class PagedBackend:
     def _steady_length(config: EngineConfig, directory: Path, length: int) -> int:
         """The context length up to which a token's rotation depends only on its position.
 
-        Some models rotate all tokens of a longer sequence differently, which would invalidate the cached keys.
+        Some models rotate all tokens of a longer choice differently, which would invalidate the cached keys.
         """
         steady = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
         rope = getattr(steady, "rope_parameters", None) or {}
@@ -223,11 +223,11 @@ class PagedBackend:
         products = num_tokens * (runner.num_weights - runner.num_head_weights) + num_logits * runner.num_head_weights
         return 2 * products + num_attended * runner.attention_flops
 
-    def add(self, sequence: Choice) -> None:
-        self._scheduler.add(sequence)
+    def add(self, choice: Choice) -> None:
+        self._scheduler.add(choice)
 
-    def remove(self, sequence: Choice) -> None:
-        self._scheduler.remove(sequence)
+    def remove(self, choice: Choice) -> None:
+        self._scheduler.remove(choice)
 
     def save_prefixes(self, path: Path) -> int:
         return save_prefixes(path, self.blocks, self._runner, self.info.source)
@@ -259,7 +259,7 @@ class PagedBackend:
             return self._read(before) + self._isolate(scheduled, error)
         self._commit(scheduled, now)
         deltas = self._read(before)
-        if self._ahead and not any(needs_tokens(row.sequence) for row in now.rows):
+        if self._ahead and not any(needs_tokens(row.choice) for row in now.rows):
             self._unread = now
             return deltas
         return deltas + self._read(now)
@@ -273,36 +273,36 @@ class PagedBackend:
         if any(segment.scores for segment in segments):
             logits, sampled = split_scores(scheduled, logits, sampled)
         rows = [scheduled[index].row for index in sampled]
-        return _Unread(rows, choose(logits, [row.sequence for row in rows], self._kernels, best))
+        return _Unread(rows, choose(logits, [row.choice for row in rows], self._kernels, best))
 
     def _commit(self, scheduled: list[Scheduled], now: _Unread) -> None:
         self._scheduler.commit(scheduled)
         if self.blocks.usage >= _EVICT_FROM:
             self.blocks.evict()
         for row in now.rows:
-            row.sequence.pending += 1
+            row.choice.pending += 1
 
     def _read(self, unread: _Unread | None) -> list[Delta]:
         deltas: list[Delta] = []
         for row, result in zip(unread.rows, unread.chosen.read(), strict=True) if unread else ():
-            sequence = row.sequence
-            sequence.pending -= 1
-            if sequence not in self._scheduler:  # cancelled meanwhile
+            choice = row.choice
+            choice.pending -= 1
+            if choice not in self._scheduler:  # cancelled meanwhile
                 continue
             if isinstance(result, Refusal):  # its keys and values may be NaN
-                self._runner.clear(self._scheduler.discard(sequence))
-                if sequence.finish is None:
-                    deltas.append(sequence.fail(result))
+                self._runner.clear(self._scheduler.discard(choice))
+                if choice.finish is None:
+                    deltas.append(choice.fail(result))
                 continue
-            if sequence.finish is None:
+            if choice.finish is None:
                 try:
-                    delta = sequence.append(*result)
+                    delta = choice.append(*result)
                 except Exception as error:
-                    delta = sequence.fail(error)
+                    delta = choice.fail(error)
                 if delta is not None:
                     deltas.append(delta)
-            if sequence.finish is not None and not sequence.pending:  # while pending, a step still writes its blocks
-                self._scheduler.remove(sequence)
+            if choice.finish is not None and not choice.pending:  # while pending, a step still writes its blocks
+                self._scheduler.remove(choice)
         return deltas
 
     def _isolate(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
@@ -311,15 +311,15 @@ class PagedBackend:
             _log.warning("step of %d rows failed (%r), rerunning them one by one", len(scheduled), error)
         deltas = []
         for one in scheduled:
-            if one.row.sequence not in self._scheduler:  # its last token was read meanwhile
+            if one.row.choice not in self._scheduler:  # its last token was read meanwhile
                 continue
             try:
                 if len(scheduled) == 1:
                     raise error
                 now = self._launch([one])
             except Exception as own:
-                self._scheduler.remove(one.row.sequence)
-                deltas.append(one.row.sequence.fail(own))
+                self._scheduler.remove(one.row.choice)
+                deltas.append(one.row.choice.fail(own))
                 continue
             self._commit([one], now)
             deltas += self._read(now)

@@ -1,4 +1,4 @@
-"""A sequence while the scheduler has it, and what it computes of one in a step. Never sees a tensor."""
+"""A choice while the scheduler has it, and what it computes of one in a step. Never sees a tensor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MAX_SCORED = 256  # tokens of a step whose logits are all kept
 
 
 class Row:
-    """One sequence while the scheduler has it. All is set by `Scheduler`."""
+    """One choice while the scheduler has it. All is set by `Scheduler`."""
 
-    __slots__ = ("awaits", "num_computed", "passed", "place", "running", "sequence", "tables")
+    __slots__ = ("awaits", "choice", "num_computed", "passed", "place", "running", "tables")
 
-    def __init__(self, sequence: Choice, arrival: int, tables: Tables) -> None:
-        self.sequence = sequence
-        self.place = arrival + _PRIORITY * sequence.request.priority  # in line
+    def __init__(self, choice: Choice, arrival: int, tables: Tables) -> None:
+        self.choice = choice
+        self.place = arrival + _PRIORITY * choice.request.priority  # in line
         self.tables = tables
         self.num_computed = 0  # tokens whose keys and values are in the pools
         self.running = False
@@ -28,28 +28,28 @@ class Row:
 
     @property
     def priority(self) -> int:
-        return self.sequence.request.priority
+        return self.choice.request.priority
 
     @property
     def num_lacking(self) -> int:
         """Tokens that a step may compute; all their logits are kept where a prompt is scored, so these are fewer."""
         lacking = self.num_tokens - self.num_computed
-        return lacking if self.sequence.is_scored else min(lacking, _MAX_SCORED)
+        return lacking if self.choice.is_scored else min(lacking, _MAX_SCORED)
 
     @property
     def num_known(self) -> int:
-        return len(self.sequence.prompt) + len(self.sequence.tokens)
+        return len(self.choice.prompt) + len(self.choice.tokens)
 
     @property
     def num_tokens(self) -> int:
-        return self.num_known + self.sequence.pending
+        return self.num_known + self.choice.pending
 
     def extend_keys(self, block_size: int) -> None:
         """Bring the chain up to the last full block of known tokens."""
-        keys, prompt, tokens = self.tables.keys, self.sequence.prompt, self.sequence.tokens
+        keys, prompt, tokens = self.tables.keys, self.choice.prompt, self.choice.tokens
         for end in range((len(keys) + 1) * block_size, self.num_known + 1, block_size):
             begin = end - block_size
-            parent = keys[-1] if keys else root(self.sequence.request.cache_salt)
+            parent = keys[-1] if keys else root(self.choice.request.cache_salt)
             generated = tokens[max(begin - len(prompt), 0) : max(end - len(prompt), 0)]
             keys.append(chain(parent, [*prompt[begin:end], *generated]))
 

@@ -32,9 +32,9 @@ _place = attrgetter("place")
 
 
 class Scheduler:
-    """Call `schedule`, compute, `commit`; sequences may be removed in between, but no row scheduled twice.
+    """Call `schedule`, compute, `commit`; choices may be removed in between, but no row scheduled twice.
 
-    Of a sequence, no more than `blocks.capacity` tokens can be computed: its owner sees to that. Without `chunked` a
+    Of a choice, no more than `blocks.capacity` tokens can be computed: its owner sees to that. Without `chunked` a
     prompt is computed in one step, be it larger than `max_step_tokens` (`blocks` must be told), if it is the first.
     """
 
@@ -70,21 +70,21 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, sequence: Choice) -> bool:
-        return sequence in self._rows
+    def __contains__(self, choice: Choice) -> bool:
+        return choice in self._rows
 
-    def add(self, sequence: Choice) -> None:
-        """Put a sequence in line. Raises `ValueError` for one that the pools can never hold."""
-        row = Row(sequence, self._arrivals, Tables(len(self._blocks.pools)))
+    def add(self, choice: Choice) -> None:
+        """Put a choice in line. Raises `ValueError` for one that the pools can never hold."""
+        row = Row(choice, self._arrivals, Tables(len(self._blocks.pools)))
         if row.num_tokens > self._blocks.capacity:
             raise ValueError(f"{row.num_tokens} tokens; the key-value cache holds {self._blocks.capacity}")
         self._arrivals += 1
-        self._rows[sequence] = row
+        self._rows[choice] = row
         insort(self._waiting, row, key=_place)
 
-    def remove(self, sequence: Choice) -> None:
-        """Forget a sequence; its finished blocks stay cached. An unknown one is no error."""
-        row = self._rows.pop(sequence, None)
+    def remove(self, choice: Choice) -> None:
+        """Forget a choice; its finished blocks stay cached. An unknown one is no error."""
+        row = self._rows.pop(choice, None)
         if row is None:
             return
         if row.running:
@@ -93,19 +93,19 @@ class Scheduler:
         else:
             self._waiting.remove(row)
 
-    def discard(self, sequence: Choice) -> list[list[int]]:
+    def discard(self, choice: Choice) -> list[list[int]]:
         """As `remove`, for one whose keys and values are worthless; its blocks, by group, that nobody has any more."""
-        row = self._rows[sequence]
+        row = self._rows[choice]
         blocks = [list(table) for table in row.tables.blocks]
         self._blocks.forget(row.tables)
-        self.remove(sequence)
+        self.remove(choice)
         pools = self._blocks.pools
         return [[b for b in table if not pool.is_held(b)] for table, pool in zip(blocks, pools, strict=True)]
 
     def schedule(self) -> list[Scheduled]:
         """The rows of the next step, those that decode first; without those whose last token is chosen already.
 
-        Raises `RuntimeError` where one sequence alone has outgrown the pools.
+        Raises `RuntimeError` where one choice alone has outgrown the pools.
         """
         preemptions = self.num_preemptions
         scheduled: list[Scheduled] = []
@@ -114,7 +114,7 @@ class Scheduler:
             lacking = row.num_tokens - row.num_computed
             if lacking > 1:
                 prefills.append(row)
-            elif lacking and not row.sequence.is_complete and self._grow(row, row.num_computed + 1):
+            elif lacking and not row.choice.is_complete and self._grow(row, row.num_computed + 1):
                 scheduled.append(Scheduled(row, 1, True))
         if not (prefills or self._waiting):  # nothing of the rest: 20 µs of a step
             self._has_waited = False
@@ -147,7 +147,7 @@ class Scheduler:
             left -= len(scheduled)
         self._spread(shares, left)
         for row in prefills:
-            row.sequence.is_waiting = row not in shares
+            row.choice.is_waiting = row not in shares
         scheduled = self._decoding(scheduled, shares)
         for row, count in shares.items():
             scheduled.append(Scheduled(row, count, row.num_computed + count == row.num_tokens))
@@ -163,7 +163,7 @@ class Scheduler:
             if not row.running:  # removed since
                 continue
             row.num_computed += count
-            row.sequence.num_computed += count
+            row.choice.num_computed += count
             tables = row.tables
             if row.num_computed >= (tables.num_published + 1) * block_size:
                 row.extend_keys(block_size)
@@ -179,7 +179,7 @@ class Scheduler:
         assert set(self._rows.values()) == {*self._waiting, *self._running}, "a row is lost"
         assert len(self._rows) == len(self._waiting) + len(self._running), "a row waits and runs"
         assert len(self._running) <= self._max_batch_size, f"{len(self._running)} rows run"
-        assert self._rows_of == Counter(id(row.sequence.request) for row in self._running), "rows are miscounted"
+        assert self._rows_of == Counter(id(row.choice.request) for row in self._running), "rows are miscounted"
         assert all(count <= self._most_of_one for count in self._rows_of.values()), "one request has too many rows"
         for row in self._waiting:
             assert not (row.running or row.num_computed or any(row.tables.blocks)), "a waiting row holds something"
@@ -208,14 +208,14 @@ class Scheduler:
             if any(other.passed == _MAX_OVERTAKES or other.priority < row.priority for other in blocked):
                 return
             is_full = row.priority > 0 and len(self._running) >= self._max_batch_size - self._reserved
-            is_full = is_full or self._rows_of[id(row.sequence.request)] >= self._most_of_one
-            if not (is_full or row.sequence.pending or row.awaits in self._claims):
+            is_full = is_full or self._rows_of[id(row.choice.request)] >= self._most_of_one
+            if not (is_full or row.choice.pending or row.awaits in self._claims):
                 yield row
 
     def _match(self, row: Row) -> int | None:
         """How many leading blocks of a waiting row are cached; None where a running one computes the next."""
         row.extend_keys(self._blocks.block_size)
-        if not row.sequence.is_scored:
+        if not row.choice.is_scored:
             return 0
         keys = row.tables.keys[: (row.num_tokens - 1) // self._blocks.block_size]  # the last token is always computed
         matched = self._blocks.match(keys)
@@ -268,7 +268,7 @@ class Scheduler:
         """Find blocks for a running row, at the cost of those behind it; False where it is preempted itself."""
         while not self._blocks.grow(row.tables, num_tokens):
             if len(self._running) == 1:
-                raise RuntimeError(f"{num_tokens} tokens of one sequence outgrow the key-value cache")
+                raise RuntimeError(f"{num_tokens} tokens of one choice outgrow the key-value cache")
             last = self._running.pop()
             self._leave(last)
             insort(self._waiting, last, key=_place)
@@ -281,15 +281,15 @@ class Scheduler:
         """A row starts running, with its `matched` leading blocks and a claim to the others of its prompt."""
         self._waiting.remove(row)
         insort(self._running, row, key=_place)
-        self._rows_of[id(row.sequence.request)] += 1
+        self._rows_of[id(row.choice.request)] += 1
         self._blocks.attach(row.tables, matched)
         row.running = True
-        row.sequence.is_waiting = False
+        row.choice.is_waiting = False
         row.awaits = b""
         row.passed = 0
         row.num_computed = matched * self._blocks.block_size
-        if not row.sequence.num_computed:  # for the first time
-            row.sequence.cached_tokens = min(row.num_computed, len(row.sequence.prompt))
+        if not row.choice.num_computed:  # for the first time
+            row.choice.cached_tokens = min(row.num_computed, len(row.choice.prompt))
         for key in row.tables.keys[matched:]:
             self._claims.setdefault(key, row)
 
@@ -297,12 +297,12 @@ class Scheduler:
         """A row stops running: what it holds and claims is free."""
         self._unclaim(row, row.tables.keys[row.tables.num_published :])
         self._blocks.release(row.tables)
-        request = id(row.sequence.request)
+        request = id(row.choice.request)
         self._rows_of[request] -= 1
         if not self._rows_of[request]:
             del self._rows_of[request]
         row.running = False
-        row.sequence.is_waiting = True
+        row.choice.is_waiting = True
         row.num_computed = 0
 
     def _unclaim(self, row: Row, keys: list[bytes]) -> None:

@@ -16,7 +16,7 @@ def to_segment(scheduled: Scheduled, place: int | None) -> Segment:
     """`place` is that of a pending token among those chosen last."""
     row, count, samples = scheduled
     tokens = _tokens(row, count) if place is None else [~place]
-    return Segment(tokens, row.num_computed, row.tables.blocks, samples, not row.sequence.is_scored)
+    return Segment(tokens, row.num_computed, row.tables.blocks, samples, not row.choice.is_scored)
 
 
 def split_scores(
@@ -27,10 +27,10 @@ def split_scores(
     for index, places in groupby(range(len(sampled)), key=sampled.__getitem__):
         first, *others = places
         row, _, samples = scheduled[index]
-        sequence, start = row.sequence, row.num_computed + 1
-        if not sequence.is_scored and (tokens := sequence.prompt[start : start + 1 + len(others)]):
-            count = sequence.request.params.logprobs or 0
-            sequence.score(start, score(logits[first : first + len(tokens)], tokens, count))
+        choice, start = row.choice, row.num_computed + 1
+        if not choice.is_scored and (tokens := choice.prompt[start : start + 1 + len(others)]):
+            count = choice.request.params.logprobs or 0
+            choice.score(start, score(logits[first : first + len(tokens)], tokens, count))
         if samples:
             kept.append(others[-1] if others else first)
     return logits[kept], [sampled[place] for place in kept]
@@ -38,7 +38,7 @@ def split_scores(
 
 def _tokens(row: Row, count: int) -> Sequence[int]:
     """`count` tokens from the first that is not computed."""
-    prompt, tokens = row.sequence.prompt, row.sequence.tokens
+    prompt, tokens = row.choice.prompt, row.choice.tokens
     start = row.num_computed - len(prompt)
     if start >= 0:
         return tokens[start : start + count]

@@ -46,9 +46,9 @@ def backend(directory: Path, kind: type[HfBackend] = HfBackend, **settings: Any)
 
 
 def add(target: HfBackend, prompt: list[int], params: GenerationParams = GREEDY) -> Choice:
-    sequence = Choice(EngineRequest("r", tuple(prompt), params, seed=1), 0, target.tokenizer, target.info)
-    target.add(sequence)
-    return sequence
+    choice = Choice(EngineRequest("r", tuple(prompt), params, seed=1), 0, target.tokenizer, target.info)
+    target.add(choice)
+    return choice
 
 
 def finish(target: HfBackend) -> None:
@@ -57,9 +57,9 @@ def finish(target: HfBackend) -> None:
 
 
 def alone(target: HfBackend, prompt: list[int], params: GenerationParams = GREEDY) -> list[int]:
-    sequence = add(target, prompt, params)
+    choice = add(target, prompt, params)
     finish(target)
-    return sequence.tokens
+    return choice.tokens
 
 
 class Watching(HfBackend):

@@ -18,13 +18,13 @@ TOKENIZER = ByteTokenizer()
 INFO = ModelInfo("bytes", "Echo", context_length=100, vocabulary_size=259, eos_token_ids=TOKENIZER.eos_token_ids)
 
 
-def sequence(params: GenerationParams, prompt: str = "?", generated: tuple[int, ...] = ()) -> Choice:
+def make_choice(params: GenerationParams, prompt: str = "?", generated: tuple[int, ...] = ()) -> Choice:
     request = EngineRequest("r", tuple(prompt.encode()), params, seed=0, generated=(generated,))
     return Choice(request, 0, TOKENIZER, INFO)
 
 
 def feed(target: Choice, ids: list[int]) -> list[Delta]:
-    """The deltas of these tokens, as far as the sequence takes them."""
+    """The deltas of these tokens, as far as the choice takes them."""
     deltas = []
     for token in ids:
         delta = target.append(token)
@@ -36,7 +36,7 @@ def feed(target: Choice, ids: list[int]) -> list[Delta]:
 
 
 def test_tokens_are_held_back_with_their_text() -> None:
-    target = sequence(GenerationParams(stop=("END",)))
+    target = make_choice(GenerationParams(stop=("END",)))
     deltas = feed(target, list(b"aENbEND"))
     assert [(delta.index, delta.text, bytes(delta.token_ids)) for delta in deltas] == [
         (0, "a", b"a"),
@@ -62,29 +62,29 @@ def test_tokens_are_held_back_with_their_text() -> None:
     ],
 )
 def test_what_ends_a_choice(params: GenerationParams, ids: list[int], reason: str, text: str) -> None:
-    deltas = feed(sequence(params), ids)
+    deltas = feed(make_choice(params), ids)
     assert deltas[-1].finish_reason == reason
     assert "".join(delta.text for delta in deltas) == text
     assert [token for delta in deltas for token in delta.token_ids] == ids
 
 
 def test_the_context_ends_a_choice() -> None:
-    deltas = feed(sequence(GenerationParams(max_tokens=500), prompt="p" * 90), [72] * 200)
+    deltas = feed(make_choice(GenerationParams(max_tokens=500), prompt="p" * 90), [72] * 200)
     assert deltas[-1].finish_reason == "length"
     assert sum(len(delta.token_ids) for delta in deltas) == 10
 
 
 def test_an_end_from_outside_brings_what_was_held_back() -> None:
-    target = sequence(GenerationParams(stop=("END",)))
+    target = make_choice(GenerationParams(stop=("END",)))
     feed(target, list(b"aEN\xe2"))
     last = target.end("cancelled")
     assert (last.text, bytes(last.token_ids), last.finish_reason) == ("EN\ufffd", b"EN\xe2", "cancelled")
 
 
 def test_only_a_refusal_speaks_to_the_client(caplog: pytest.LogCaptureFixture) -> None:
-    told = sequence(GenerationParams()).fail(Overloaded("come back later", retry_after=2)).error
+    told = make_choice(GenerationParams()).fail(Overloaded("come back later", retry_after=2)).error
     assert told is not None and (told.status, told.message, told.retry_after) == (503, "come back later", 2)
-    hidden = sequence(GenerationParams()).fail(RuntimeError("secret path")).error
+    hidden = make_choice(GenerationParams()).fail(RuntimeError("secret path")).error
     assert hidden is not None and hidden.status == 500 and "secret" not in hidden.message
     assert "secret path" in caplog.text
 
@@ -114,10 +114,10 @@ def test_a_successor_delivers_exactly_the_rest(text: str, stops: tuple[str, ...]
     """Whatever prefix of the deltas an earlier holder has delivered, text and tokens go on without gap or repeat."""
     params = GenerationParams(stop=stops, min_tokens=min_tokens, max_tokens=60)
     ids = [*text.encode(), END_OF_TEXT]
-    whole = feed(sequence(params), ids)
+    whole = feed(make_choice(params), ids)
     delivered, missing = whole[:cut], whole[cut:]
     generated = tuple(token for delta in delivered for token in delta.token_ids)
-    successor = sequence(params, generated=generated)
+    successor = make_choice(params, generated=generated)
     if not missing:
         assert successor.finish is not None and successor.finish == whole[-1].finish_reason
         last = successor.end(successor.finish)

@@ -85,18 +85,18 @@ def test_every_row_equals_the_naive_reference_whatever_its_mates(
     kernels: Kernels | None, rows: list[GenerationParams], seed: int
 ) -> None:
     logits = random_logits(seed, len(rows))
-    sequences = [row(params, seed + index, index) for index, params in enumerate(rows)]
+    choices = [row(params, seed + index, index) for index, params in enumerate(rows)]
     expected = [
         naive(logits[index].tolist(), params, uniform(seed + index, 0, index)) for index, params in enumerate(rows)
     ]
-    assert tokens_of(sample(logits, sequences, kernels)) == expected
+    assert tokens_of(sample(logits, choices, kernels)) == expected
 
 
 def test_draws_follow_the_distribution(kernels: Kernels | None) -> None:
     logits = random_logits(4, 1)
     count = 4000
-    sequences = [row(GenerationParams(), seed) for seed in range(count)]
-    drawn = torch.tensor(tokens_of(sample(logits.expand(count, -1), sequences, kernels)))
+    choices = [row(GenerationParams(), seed) for seed in range(count)]
+    drawn = torch.tensor(tokens_of(sample(logits.expand(count, -1), choices, kernels)))
     expected = logits[0].softmax(-1)
     observed = torch.bincount(drawn, minlength=V) / count
     deviation = (expected * (1 - expected) / count).sqrt()
@@ -107,8 +107,8 @@ def test_draws_follow_the_distribution(kernels: Kernels | None) -> None:
 def test_the_nucleus_ends_as_soon_as_it_holds_enough(kernels: Kernels | None, top_p: float, nucleus: set[int]) -> None:
     logits = torch.full((50, V), -torch.inf)
     logits[:, [3, 8]] = 0.0
-    sequences = [row(GenerationParams(top_p=top_p), seed) for seed in range(50)]
-    assert set(tokens_of(sample(logits, sequences, kernels))) == nucleus
+    choices = [row(GenerationParams(top_p=top_p), seed) for seed in range(50)]
+    assert set(tokens_of(sample(logits, choices, kernels))) == nucleus
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), choice=st.integers(0, 2**40), index=st.integers(0, 2**40))
@@ -176,7 +176,7 @@ WIDE_INFO = ModelInfo("wide", "Echo", context_length=4096, vocabulary_size=WIDE,
 
 
 def wide_row(params: GenerationParams, seed: int, history: int = 0, width: int = WIDE) -> Choice:
-    """A sequence whose prompt and output repeat tokens, some of them shared, and hold an id without a logit."""
+    """A choice whose prompt and output repeat tokens, some of them shared, and hold an id without a logit."""
     draw = random.Random(seed)
     prompt = (WIDE + 1, *(draw.randrange(min(width, 300)) for _ in range(history + 1)))
     tokens = tuple(draw.randrange(200) for _ in range(history))
@@ -198,11 +198,11 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_batch(
     kernels: Kernels | None, rows: list[GenerationParams], seed: int, width: int, dtype: torch.dtype
 ) -> None:
     logits = wide_logits(seed, len(rows), dtype, width)
-    sequences = [wide_row(params, seed + index, 7 * index, width) for index, params in enumerate(rows)]
-    together = sample(logits, sequences, kernels)
-    alone = [sample(logits[index : index + 1], [sequence], kernels) for index, sequence in enumerate(sequences)]
+    choices = [wide_row(params, seed + index, 7 * index, width) for index, params in enumerate(rows)]
+    together = sample(logits, choices, kernels)
+    alone = [sample(logits[index : index + 1], [choice], kernels) for index, choice in enumerate(choices)]
     assert [[result] for result in together] == alone
-    assert sample(logits.flip(0), sequences[::-1], kernels) == together[::-1]
+    assert sample(logits.flip(0), choices[::-1], kernels) == together[::-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -221,8 +221,8 @@ def test_a_draw_inverts_the_exact_distribution(kernels: Kernels | None, dtype: t
     logits = wide_logits(5, 4, dtype, width, spread=2)
     cumulative = (logits.double() / 1.3).softmax(-1).cumsum(-1)
     for seed in range(40):
-        sequences = [row(GenerationParams(temperature=1.3), seed, index) for index in range(4)]
-        for index, token in enumerate(tokens_of(sample(logits, sequences, kernels))):
+        choices = [row(GenerationParams(temperature=1.3), seed, index) for index in range(4)]
+        for index, token in enumerate(tokens_of(sample(logits, choices, kernels))):
             at = uniform(seed, 0, index)
             below = 0.0 if token == 0 else cumulative[index, token - 1].item()
             assert below - 1e-5 <= at <= cumulative[index, token].item() + 1e-5
@@ -287,20 +287,20 @@ def test_edits_equal_a_naive_reference(rows: list[GenerationParams], seed: int, 
     from penstock.engine.sampler import _scores
 
     logits = wide_logits(seed, len(rows), torch.float32, width)
-    sequences = [wide_row(params, seed + index, 9 * index, width) for index, params in enumerate(rows)]
+    choices = [wide_row(params, seed + index, 9 * index, width) for index, params in enumerate(rows)]
     expected = logits.double()
-    for scores, sequence, params in zip(expected, sequences, rows, strict=True):
+    for scores, choice, params in zip(expected, choices, rows, strict=True):
         for token, bias in params.logit_bias.items():
             scores[token : token + 1] += bias
-        if sequence.index < params.min_tokens:
-            scores[[token for token in sequence.end_token_ids if token < width]] = -torch.inf
-        for token in {*sequence.prompt, *sequence.tokens} - {*range(width, WIDE + 2)}:
+        if choice.index < params.min_tokens:
+            scores[[token for token in choice.end_token_ids if token < width]] = -torch.inf
+        for token in {*choice.prompt, *choice.tokens} - {*range(width, WIDE + 2)}:
             scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
-        for token in sequence.tokens:
+        for token in choice.tokens:
             scores[token : token + 1] -= params.frequency_penalty
-        for token in {*sequence.tokens}:
+        for token in {*choice.tokens}:
             scores[token : token + 1] -= params.presence_penalty
-    edited = _scores(logits, list(range(len(rows))), sequences)
+    edited = _scores(logits, list(range(len(rows))), choices)
     torch.testing.assert_close(edited[:, :width], expected.float())
     assert (edited[:, width:] == -torch.inf).all()
 
@@ -315,12 +315,12 @@ def test_a_broken_row_fails_alone_in_a_mixed_batch(kernels: Kernels | None, brok
         GenerationParams(top_k=4, logit_bias={3: 1.0}),
     ]
     logits = wide_logits(3, 5, torch.bfloat16)
-    sequences = [wide_row(params, index, 5) for index, params in enumerate(kinds)]
-    healthy = sample(logits, sequences, kernels)
+    choices = [wide_row(params, index, 5) for index, params in enumerate(kinds)]
+    healthy = sample(logits, choices, kernels)
     for index in range(5):
         damaged = logits.clone()
         damaged[index, slice(None) if broken == -math.inf else 9_000] = broken  # but for -inf, one is enough
-        results = sample(damaged, sequences, kernels)
+        results = sample(damaged, choices, kernels)
         assert isinstance(results[index], GenerationFailed)
         assert results[:index] + results[index + 1 :] == healthy[:index] + healthy[index + 1 :]
 
@@ -329,10 +329,10 @@ def test_known_maxima_change_nothing(kernels: Kernels | None) -> None:
     logits = wide_logits(6, 6, torch.float32)
     kinds = [GenerationParams(temperature=0), GenerationParams(), GenerationParams(top_p=0.5)]
     for more in ([], [GenerationParams(logprobs=1)], [GenerationParams(temperature=0, presence_penalty=1.0)]):
-        sequences = [wide_row(params, index, 5) for index, params in enumerate([*kinds, *more])]
-        best = logits[: len(sequences)].argmax(-1).tolist()
-        chosen = choose(logits[: len(sequences)], sequences, kernels, best)
-        expected = sample(logits[: len(sequences)], sequences)
+        choices = [wide_row(params, index, 5) for index, params in enumerate([*kinds, *more])]
+        best = logits[: len(choices)].argmax(-1).tolist()
+        chosen = choose(logits[: len(choices)], choices, kernels, best)
+        expected = sample(logits[: len(choices)], choices)
         assert chosen.read() == expected
         assert chosen.tokens.tolist() == tokens_of(expected)
 

@@ -39,14 +39,14 @@ class Clock:
         return found
 
 
-def sequence(*, is_waiting: bool = False) -> Choice:
+def make_choice(*, is_waiting: bool = False) -> Choice:
     one = Choice(EngineRequest("r", tuple(b"abc"), ENDLESS, seed=0), 0, TOKENIZER, INFO)
     one.is_waiting = is_waiting
     return one
 
 
 def test_one_that_stands_still_among_others_stalls_alone_and_again() -> None:
-    clock, still, mate = Clock(), sequence(), sequence()
+    clock, still, mate = Clock(), make_choice(), make_choice()
     assert clock.checks(8, still, moving=(mate,)) == []
     assert clock.checks(1, still, moving=(mate,)) == [(still, True)]
     assert clock.checks(7, still, moving=(mate,)) == []
@@ -54,7 +54,7 @@ def test_one_that_stands_still_among_others_stalls_alone_and_again() -> None:
 
 
 def test_a_token_or_a_piece_of_the_prompt_is_progress() -> None:
-    clock, one = Clock(), sequence()
+    clock, one = Clock(), make_choice()
     clock.checks(7, one)
     one.append(97)
     clock.checks(7, one)
@@ -64,20 +64,20 @@ def test_a_token_or_a_piece_of_the_prompt_is_progress() -> None:
 
 
 def test_one_that_waits_behind_others_does_not_stall() -> None:
-    clock, waiting, mate = Clock(), sequence(is_waiting=True), sequence()
+    clock, waiting, mate = Clock(), make_choice(is_waiting=True), make_choice()
     assert clock.checks(50, waiting, moving=(mate,)) == []
     assert clock.checks(8, waiting) == []  # since the mate has ended
     assert clock.checks(1, waiting) == [(waiting, True)]
 
 
 def test_one_that_waits_for_nobody_stalls() -> None:
-    clock, waiting = Clock(), sequence(is_waiting=True)
+    clock, waiting = Clock(), make_choice(is_waiting=True)
     clock.checks(8, waiting)
-    assert clock.checks(1, waiting, sequence(is_waiting=True)) == [(waiting, True)]  # one that comes is no progress
+    assert clock.checks(1, waiting, make_choice(is_waiting=True)) == [(waiting, True)]  # one that comes is no progress
 
 
 def test_a_step_that_takes_long_is_no_stall_of_those_it_leaves_out() -> None:
-    clock, left_out = Clock(), sequence()
+    clock, left_out = Clock(), make_choice()
     for _ in range(3):
         clock.now += 20.0
         assert clock.stalls.check([left_out]) == []
@@ -102,9 +102,9 @@ class Stubborn(EchoBackend):
         self._running |= {one: row for one, row in held.items() if one.finish is None}
         return deltas
 
-    def remove(self, sequence: Choice) -> None:
-        self.times -= sequence in self._running and sequence.prompt[0] == ord("!")
-        super().remove(sequence)
+    def remove(self, choice: Choice) -> None:
+        self.times -= choice in self._running and choice.prompt[0] == ord("!")
+        super().remove(choice)
 
 
 async def answer(engine: InferenceEngine, prompt: str, name: str) -> list[Delta]:
@@ -156,13 +156,13 @@ async def test_a_request_that_stalls_twice_ends_and_spares_the_others(caplog: py
 
 async def test_a_request_that_the_backend_forgets_is_missed() -> None:
     class Forgetful(EchoBackend):
-        """Loses the first sequence that it gets."""
+        """Loses the first choice that it gets."""
 
         has_lost = False
 
-        def add(self, sequence: Choice) -> None:
+        def add(self, choice: Choice) -> None:
             if self.has_lost:
-                super().add(sequence)
+                super().add(choice)
             self.has_lost = True
 
     with InferenceEngine(CONFIG, backend=Forgetful(CONFIG)) as engine:  # and its thread has nothing to do

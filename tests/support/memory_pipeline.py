@@ -37,7 +37,7 @@ TOOLS_CARD = StageCard(stage="tools", id="t0", pid=os.getpid())
 
 
 class FragileEcho(EchoBackend):
-    """Echoes, but fails every sequence that has so many tokens, where that is set, and stands still without `goes`."""
+    """Echoes, but fails every choice that has so many tokens, where that is set, and stands still without `goes`."""
 
     fails_after: int | None = None
 
@@ -49,10 +49,10 @@ class FragileEcho(EchoBackend):
     def step(self) -> list[Delta]:
         self.goes.wait()
         deltas = super().step()
-        for sequence in list(self._running):
-            if self.fails_after is not None and len(sequence.tokens) >= self.fails_after:
-                self.remove(sequence)
-                deltas.append(sequence.fail(RuntimeError("broken on purpose")))
+        for choice in list(self._running):
+            if self.fails_after is not None and len(choice.tokens) >= self.fails_after:
+                self.remove(choice)
+                deltas.append(choice.fail(RuntimeError("broken on purpose")))
         return deltas
 
 

@@ -49,7 +49,7 @@ def load(model_directory: Callable[[str], Path]) -> Load:
     return load
 
 
-def choices(backend: PagedBackend, request: EngineRequest) -> list[Choice]:
+def make_choices(backend: PagedBackend, request: EngineRequest) -> list[Choice]:
     grammars = GrammarCompiler(backend.tokenizer)
     return [
         Choice(request, place, backend.tokenizer, backend.info, grammars.matcher(request.params))
@@ -58,9 +58,9 @@ def choices(backend: PagedBackend, request: EngineRequest) -> list[Choice]:
 
 
 def add(backend: PagedBackend, prompt: list[int] = PROMPT, params: GenerationParams = GREEDY) -> Choice:
-    (sequence,) = choices(backend, EngineRequest("r", tuple(prompt), params, seed=1))
-    backend.add(sequence)
-    return sequence
+    (choice,) = make_choices(backend, EngineRequest("r", tuple(prompt), params, seed=1))
+    backend.add(choice)
+    return choice
 
 
 def finish(backend: PagedBackend) -> list[Delta]:
@@ -72,9 +72,9 @@ def finish(backend: PagedBackend) -> list[Delta]:
 
 
 def answer(backend: PagedBackend, prompt: list[int] = PROMPT, params: GenerationParams = GREEDY) -> list[int]:
-    sequence = add(backend, prompt, params)
+    choice = add(backend, prompt, params)
     finish(backend)
-    return sequence.tokens
+    return choice.tokens
 
 
 def count_passes(backend: PagedBackend) -> list[int]:
@@ -93,10 +93,10 @@ class TestOrder:
     def test_a_step_is_launched_before_the_last_is_read(self, load: Load) -> None:
         backend = load()
         passes = count_passes(backend)
-        sequence = add(backend)
+        choice = add(backend)
         for launched in range(1, GREEDY.max_tokens + 1):
             deltas = backend.step()
-            assert (len(passes), len(sequence.tokens)) == (launched, launched - 1)
+            assert (len(passes), len(choice.tokens)) == (launched, launched - 1)
             assert sum(len(delta.token_ids) for delta in deltas) == int(launched > 1)
         (last,) = backend.step()
         assert last.finish_reason == "length"
@@ -114,12 +114,12 @@ class TestOrder:
     )
     def test_who_needs_the_tokens_before_has_them_read(self, load: Load, bound: dict[str, Any]) -> None:
         backend = load()
-        sequence = add(backend, params=GREEDY.model_copy(update=bound))
+        choice = add(backend, params=GREEDY.model_copy(update=bound))
         other = add(backend, [8, 9])
         for number in range(1, 5):
             backend.step()
-            assert len(sequence.tokens) == len(other.tokens) == number
-        assert sequence.tokens == answer(load(ahead=False), params=GREEDY.model_copy(update=bound))[:4]
+            assert len(choice.tokens) == len(other.tokens) == number
+        assert choice.tokens == answer(load(ahead=False), params=GREEDY.model_copy(update=bound))[:4]
 
     def test_a_prompt_is_scored_beside_rows_that_decode(self, load: Load) -> None:
         params, prompt = GREEDY.model_copy(update={"logprobs": 1, "prompt_logprobs": True}), list(range(3, 53))
@@ -137,9 +137,9 @@ class TestOrder:
 
     def test_on_a_cpu_every_step_is_read_at_once(self, load: Load) -> None:
         backend = load(ahead=None)
-        sequence = add(backend)
+        choice = add(backend)
         backend.step()
-        assert len(sequence.tokens) == 1
+        assert len(choice.tokens) == 1
 
 
 class TestLateEnds:
@@ -154,10 +154,10 @@ class TestLateEnds:
         params = GREEDY.model_copy(update={"stop_token_ids": (end,), "max_tokens": 20})
         backend = load()
         passes = count_passes(backend)
-        sequence = add(backend, prompt, params)
+        choice = add(backend, prompt, params)
         deltas = finish(backend)
         expected = known[: known.index(end) + 1]
-        assert sequence.tokens == expected and len(passes) == len(expected) + 1
+        assert choice.tokens == expected and len(passes) == len(expected) + 1
         assert [token for delta in deltas for token in delta.token_ids] == expected
         assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]
         tokens = [*prompt, *expected[:-1]]
@@ -193,15 +193,15 @@ class TestLateEnds:
 
     def test_a_cancelled_one_gets_no_more(self, load: Load) -> None:
         backend = load()
-        sequence, other = add(backend), add(backend, [8, 9])
+        choice, other = add(backend), add(backend, [8, 9])
         for _ in range(3):
             backend.step()
-        backend.remove(sequence)
-        sequence.end("cancelled")
+        backend.remove(choice)
+        choice.end("cancelled")
         backend.check_integrity()
         deltas = finish(backend)
-        assert len(sequence.tokens) == 2
-        assert {delta.choice for delta in deltas if delta.finish_reason} == {other.choice}
+        assert len(choice.tokens) == 2
+        assert {delta.choice for delta in deltas if delta.finish_reason} == {other.number}
         assert other.tokens == answer(load(ahead=False), [8, 9])
 
 
@@ -285,10 +285,10 @@ def test_no_schedule_changes_an_answer(pair: tuple[PagedBackend, PagedBackend], 
             if arrival.at == step:
                 prompt = tuple(POOL[arrival.prompt])
                 request = EngineRequest(str(place), prompt, arrival.params, seed=place, priority=arrival.priority)
-                live.append((arrival, choices(backend, request)))
-                for sequence in live[-1][1]:
-                    backend.add(sequence)
-                    heard[request.id, sequence.choice] = []
+                live.append((arrival, make_choices(backend, request)))
+                for choice in live[-1][1]:
+                    backend.add(choice)
+                    heard[request.id, choice.number] = []
         for arrival, (first, *_) in live:
             if arrival.patience is not None and arrival.at + arrival.patience == step and first.finish is None:
                 backend.remove(first)
@@ -304,16 +304,16 @@ def test_no_schedule_changes_an_answer(pair: tuple[PagedBackend, PagedBackend], 
         assert step < 1000, "the backend makes no progress"
     assert backend.blocks.usage == 0 and len(live) == len(arrivals)
     expected: dict[tuple[str, int], list[Delta]] = {key: [] for key in heard}
-    for _, sequences in live:
-        for twin in choices(reference, sequences[0].request):
+    for _, choices in live:
+        for twin in make_choices(reference, choices[0].request):
             reference.add(twin)
     for delta in finish(reference):
         expected[delta.request, delta.choice].append(delta)
-    for _, sequences in live:
-        for sequence in sequences:
-            key = sequence.request.id, sequence.choice
+    for _, choices in live:
+        for choice in choices:
+            key = choice.request.id, choice.number
             tokens, text, end, count = told(heard[key])
-            if sequence in cancelled:
+            if choice in cancelled:
                 assert end == "cancelled" and tokens == told(expected[key])[0][: len(tokens)]
             else:
                 assert (tokens, text, end, count) == told(expected[key])

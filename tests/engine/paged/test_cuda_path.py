@@ -56,14 +56,14 @@ def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Pat
 
 
 def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[Tensor]:
-    """Play steps of (sequence, tokens, start) on a runner, each sequence in 160 tokens of blocks of its own, backwards;
+    """Play steps of (choice, tokens, start) on a runner, each choice in 160 tokens of blocks of its own, backwards;
     every segment's logits, in order."""
     num_blocks = -(-CONTEXT // runner.block_size)
     found = []
     for step in steps:
         segments = []
-        for sequence, tokens, start in step:
-            table = list(range((sequence + 1) * num_blocks - 1, sequence * num_blocks - 1, -1))
+        for choice, tokens, start in step:
+            table = list(range((choice + 1) * num_blocks - 1, choice * num_blocks - 1, -1))
             segments.append(Segment(tokens, start, [table] * len(runner.groups), True))
         logits, sampled, _ = runner.forward(segments)
         found += [logits[list(sampled).index(place)].clone() for place in range(len(step))]

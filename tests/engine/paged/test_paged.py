@@ -43,9 +43,9 @@ def add(
     backend: PagedBackend | AnswerCache, prompt: list[int], params: GenerationParams = GREEDY, salt: str = ""
 ) -> Choice:
     request = EngineRequest("r", tuple(prompt), params, seed=1, cache_salt=salt)
-    sequence = Choice(request, 0, backend.tokenizer, backend.info)
-    backend.add(sequence)
-    return sequence
+    choice = Choice(request, 0, backend.tokenizer, backend.info)
+    backend.add(choice)
+    return choice
 
 
 def finish(backend: PagedBackend | AnswerCache) -> int:

@@ -21,15 +21,15 @@ INFO = ModelInfo("bytes", "Echo", context_length=10_000, vocabulary_size=259, eo
 SIZE = 4
 
 
-def sequences(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "", priority: int = 0) -> list[Choice]:
+def make_choices(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "", priority: int = 0) -> list[Choice]:
     """The choices of one request."""
     params = GenerationParams(max_tokens=max_tokens, n=n, ignore_eos=True)
     request = EngineRequest("r", tuple(prompt), params, seed=0, cache_salt=salt, priority=priority)
     return [Choice(request, place, TOKENIZER, INFO) for place in range(n)]
 
 
-def sequence(prompt: bytes, max_tokens: int = 4, salt: str = "", priority: int = 0) -> Choice:
-    return sequences(prompt, max_tokens, salt=salt, priority=priority)[0]
+def make_choice(prompt: bytes, max_tokens: int = 4, salt: str = "", priority: int = 0) -> Choice:
+    return make_choices(prompt, max_tokens, salt=salt, priority=priority)[0]
 
 
 def digest(tokens: list[int], salt: str) -> list[int]:
@@ -41,11 +41,11 @@ def digest(tokens: list[int], salt: str) -> list[int]:
 
 
 def choose(state: int, target: Choice) -> int:
-    return 97 + (state + target.choice) % 4
+    return 97 + (state + target.number) % 4
 
 
 def naive(target: Choice) -> list[int]:
-    """What the sequence must become, computed alone and without a cache."""
+    """What the choice must become, computed alone and without a cache."""
     tokens = list(target.prompt)
     for _ in range(target.request.params.max_tokens):
         tokens.append(choose(digest(tokens, target.request.cache_salt)[-1], target))
@@ -88,7 +88,7 @@ class Machine:
         self._live.discard(target)
 
     def step(self, cancel: Choice | None = None) -> dict[Choice, int]:
-        """One step; how many tokens of which sequences it computed. `cancel` is removed before its end."""
+        """One step; how many tokens of which choices it computed. `cancel` is removed before its end."""
         scheduled = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self._check(scheduled)
@@ -104,30 +104,30 @@ class Machine:
                 passed = 0 if spec.window is None else max(row.num_computed - spec.window + 1, 0) // SIZE
                 assert set(table[:passed]) <= {NO_BLOCK}, "what nobody sees any more is given back"
         chosen = [
-            (one.row, choose(state, one.row.sequence))
+            (one.row, choose(state, one.row.choice))
             for one, state in zip(scheduled, states, strict=True)
             if one.samples
         ]
         if self.ahead:
             chosen, self._unread = self._unread, chosen
             for row, _ in self._unread:
-                row.sequence.pending += 1
+                row.choice.pending += 1
             for row, _ in chosen:
-                row.sequence.pending -= 1
+                row.choice.pending -= 1
         for row, token in chosen:
-            if row.sequence in self._live:
-                row.sequence.append(token)
-                if row.sequence.finish is not None:
-                    self.remove(row.sequence)
+            if row.choice in self._live:
+                row.choice.append(token)
+                if row.choice.finish is not None:
+                    self.remove(row.choice)
         self.scheduler.check_integrity()
-        return {one.row.sequence: one.num_tokens for one in scheduled}
+        return {one.row.choice: one.num_tokens for one in scheduled}
 
     def finish(self) -> None:
         for _ in range(2000):
             if not self._live:
                 break
             self.step()
-        assert not self._live, "some sequence never ends"
+        assert not self._live, "some choice never ends"
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.blocks.usage) == (0, 0, 0)
 
     def _running(self) -> list[Row]:
@@ -138,8 +138,8 @@ class Machine:
         self._rows += rows
         assert len(set(rows)) == len(rows)
         assert set(rows) <= set(self._running())
-        assert not any(row.sequence.is_complete for row in rows), "no token is computed for nothing"
-        first = {row for row in self._running()[:1] if not row.sequence.is_complete}
+        assert not any(row.choice.is_complete for row in rows), "no token is computed for nothing"
+        first = {row for row in self._running()[:1] if not row.choice.is_complete}
         assert first <= set(rows), "the first in line always runs"
         assert len(self._running()) == self.scheduler.num_running <= self.max_batch_size
         total = sum(one.num_tokens for one in scheduled)
@@ -149,9 +149,9 @@ class Machine:
 
     def _states(self, row: Row) -> list[int]:
         unread = [token for other, token in self._unread if other is row]
-        assert row.sequence.pending == len(unread)
-        tokens = [*row.sequence.prompt, *row.sequence.tokens, *unread]
-        return digest(tokens, row.sequence.request.cache_salt)
+        assert row.choice.pending == len(unread)
+        tokens = [*row.choice.prompt, *row.choice.tokens, *unread]
+        return digest(tokens, row.choice.request.cache_salt)
 
     def _write(self, one: Scheduled) -> int:
         """Compute a row's tokens; the state at the last."""
@@ -181,7 +181,7 @@ LETTERS = bytes(range(97, 123)) * 8
 def requests(draw: st.DrawFn) -> list[Choice]:
     """Choices of a request that has its beginning in common with many others; 54 tokens at most."""
     beginning = draw(st.sampled_from([LETTERS, LETTERS[::-1]]))[: draw(st.integers(1, 40))]
-    return sequences(
+    return make_choices(
         beginning + draw(st.text("ab", max_size=6)).encode(),
         max_tokens=draw(st.integers(1, 8)),
         n=draw(st.sampled_from([1, 1, 2, 3])),
@@ -215,7 +215,7 @@ def test_every_sequence_becomes_what_it_would_be_alone(
     A tenant's name is part of what the model computes, so one that read another's blocks would be found out.
     """
     step = max_batch_size + more_tokens
-    whole = 14  # blocks that hold any of the sequences
+    whole = 14  # blocks that hold any of the choices
     specs = [
         GroupSpec(more + (whole if window is None or not chunked else (window + step) // SIZE + 2), window)
         for more, window in groups
@@ -248,7 +248,7 @@ def test_every_sequence_becomes_what_it_would_be_alone(
 def test_a_cached_prefix_is_not_computed_again(prompt: int, common: int, rest: str, groups: list[GroupSpec]) -> None:
     """P9: a request whose tokens begin with a cached request's tokens reuses its KV blocks."""
     machine = Machine(groups)
-    first, second = sequence(LETTERS[:prompt]), sequence(LETTERS[:common] + rest.encode() + b"!")
+    first, second = make_choice(LETTERS[:prompt]), make_choice(LETTERS[:common] + rest.encode() + b"!")
     machine.add(first)
     machine.finish()
     before = machine.computed
@@ -268,7 +268,7 @@ def test_a_cached_prefix_is_not_computed_again(prompt: int, common: int, rest: s
 @pytest.mark.parametrize(("salt", "cached"), [("one", 28), ("another", 0)])
 def test_tenants_never_share(salt: str, cached: int) -> None:
     machine = Machine(MIXED)
-    first, second = sequence(LETTERS[:30], salt="one"), sequence(LETTERS[:30], salt=salt)
+    first, second = make_choice(LETTERS[:30], salt="one"), make_choice(LETTERS[:30], salt=salt)
     machine.add(first)
     machine.finish()
     machine.add(second)
@@ -289,21 +289,21 @@ def test_tenants_never_share(salt: str, cached: int) -> None:
 )
 def test_prompts_share_a_step_and_waste_none(lengths: list[int], shares: list[int]) -> None:
     machine = Machine(FULL)
-    prompts = [sequence(LETTERS[place : place + length]) for place, length in enumerate(lengths)]
+    prompts = [make_choice(LETTERS[place : place + length]) for place, length in enumerate(lengths)]
     machine.add(*prompts)
     assert machine.step() == dict(zip(prompts, shares, strict=False))
 
 
 def test_what_is_left_goes_to_the_first_in_line() -> None:
     machine = Machine(FULL, max_step_tokens=17)
-    first, second = sequence(LETTERS[:40]), sequence(LETTERS[1:41])
+    first, second = make_choice(LETTERS[:40]), make_choice(LETTERS[1:41])
     machine.add(first, second)
     assert machine.step() == {first: 9, second: 8}
 
 
 def test_rows_that_decode_come_first_and_count() -> None:
     machine = Machine(FULL)
-    early, one, other = sequence(b"?", max_tokens=9), sequence(LETTERS[:40]), sequence(LETTERS[1:41])
+    early, one, other = make_choice(b"?", max_tokens=9), make_choice(LETTERS[:40]), make_choice(LETTERS[1:41])
     machine.add(early)
     machine.step()
     machine.add(one, other)
@@ -313,7 +313,7 @@ def test_rows_that_decode_come_first_and_count() -> None:
 
 def test_a_step_without_chunks_computes_whole_prompts() -> None:
     machine = Machine(FULL, chunked=False)
-    small, large, late = sequence(b"?"), sequence(LETTERS[:40]), sequence(b"!")
+    small, large, late = make_choice(b"?"), make_choice(LETTERS[:40]), make_choice(b"!")
     machine.add(small, large, late)
     assert machine.step() == {small: 1}  # the large one does not fit into what is left, and is not passed
     assert machine.step() == {small: 1, large: 40}
@@ -322,7 +322,7 @@ def test_a_step_without_chunks_computes_whole_prompts() -> None:
 
 def test_the_last_in_line_is_preempted_and_keeps_its_place() -> None:
     machine = Machine([GroupSpec(8, None)], max_step_tokens=40)
-    first, second, third = (sequence(LETTERS[place : place + 14], max_tokens=12) for place in (0, 20, 40))
+    first, second, third = (make_choice(LETTERS[place : place + 14], max_tokens=12) for place in (0, 20, 40))
     machine.add(first, second, third)
     for _ in range(3):
         assert second in machine.step()
@@ -342,7 +342,7 @@ def test_the_last_in_line_is_preempted_and_keeps_its_place() -> None:
 
 def test_a_row_that_is_preempted_leaves_the_step() -> None:
     machine = Machine([GroupSpec(13, None)], max_batch_size=2, max_step_tokens=4)
-    long, short = sequence(LETTERS[:40]), sequence(b"??", max_tokens=30)
+    long, short = make_choice(LETTERS[:40]), make_choice(b"??", max_tokens=30)
     machine.add(long, short)
     while not machine.scheduler.num_preemptions:
         before, step = len(short.tokens), machine.step()
@@ -353,7 +353,7 @@ def test_a_row_that_is_preempted_leaves_the_step() -> None:
 
 def test_a_window_lets_a_long_prompt_through_a_small_pool() -> None:
     machine = Machine([GroupSpec(100, None), GroupSpec(6, 6)])
-    first, second = sequence(LETTERS[:100]), sequence(LETTERS[:150])
+    first, second = make_choice(LETTERS[:100]), make_choice(LETTERS[:150])
     machine.add(first)
     machine.finish()
     machine.add(second)
@@ -364,13 +364,13 @@ def test_a_window_lets_a_long_prompt_through_a_small_pool() -> None:
 
 def test_a_large_one_is_passed_by_32_others_and_by_no_more() -> None:
     machine = Machine([GroupSpec(32, None)], max_step_tokens=64)
-    runner, large = sequence(LETTERS[:40], max_tokens=60), sequence(LETTERS[:100], salt="other")
+    runner, large = make_choice(LETTERS[:40], max_tokens=60), make_choice(LETTERS[:100], salt="other")
     machine.add(runner)
     machine.step()
     machine.add(large)
     others = []
     while large.finish is None:
-        others.append(sequence(b"ab", max_tokens=1))
+        others.append(make_choice(b"ab", max_tokens=1))
         machine.add(others[-1])
         step = machine.step()
         if large in step:
@@ -381,7 +381,7 @@ def test_a_large_one_is_passed_by_32_others_and_by_no_more() -> None:
 
 def test_an_urgent_prompt_has_steps_of_its_own_before_those_that_began_earlier() -> None:
     machine = Machine(FULL)
-    low, normal, late = (sequence(LETTERS[place : place + 40], priority=2 - place) for place in (0, 1, 2))
+    low, normal, late = (make_choice(LETTERS[place : place + 40], priority=2 - place) for place in (0, 1, 2))
     machine.add(low, normal)
     assert machine.step() == {normal: 16}
     machine.add(late)
@@ -394,17 +394,17 @@ def test_an_urgent_prompt_has_steps_of_its_own_before_those_that_began_earlier()
 
 def test_less_urgent_streams_let_a_prompt_end_first_and_never_wait_twice_in_a_row() -> None:
     machine = Machine(FULL)
-    low, equal = sequence(b"?", max_tokens=20, priority=1), sequence(b"!", max_tokens=20)
+    low, equal = make_choice(b"?", max_tokens=20, priority=1), make_choice(b"!", max_tokens=20)
     machine.add(low, equal)
     while not low.tokens:
         machine.step()
-    long, short = sequence(LETTERS[:20]), sequence(LETTERS[1:4])
+    long, short = make_choice(LETTERS[:20]), make_choice(LETTERS[1:4])
     machine.add(long)
     assert machine.step() == {equal: 1, low: 1, long: 14}
     assert machine.step() == {equal: 1, long: 6}
     machine.add(short)
     assert machine.step() == {equal: 1, long: 1, low: 1, short: 3}
-    less = sequence(LETTERS[2:5], priority=2)
+    less = make_choice(LETTERS[2:5], priority=2)
     machine.add(less)
     assert machine.step() == {equal: 1, long: 1, short: 1, low: 1, less: 3}
     machine.finish()
@@ -412,8 +412,8 @@ def test_less_urgent_streams_let_a_prompt_end_first_and_never_wait_twice_in_a_ro
 
 def test_preemption_spares_the_urgent() -> None:
     machine = Machine([GroupSpec(8, None)], max_step_tokens=40)
-    low = sequence(LETTERS[:14], max_tokens=12, priority=2)
-    high = sequence(LETTERS[20:34], max_tokens=12)
+    low = make_choice(LETTERS[:14], max_tokens=12, priority=2)
+    high = make_choice(LETTERS[20:34], max_tokens=12)
     machine.add(low)
     machine.step()
     machine.add(high)
@@ -426,10 +426,13 @@ def test_preemption_spares_the_urgent() -> None:
 
 def test_nobody_less_urgent_passes_one_that_waits_for_blocks() -> None:
     machine = Machine([GroupSpec(32, None)], max_step_tokens=64)
-    runner, large = sequence(LETTERS[:40], max_tokens=60, priority=1), sequence(LETTERS[:100], salt="o", priority=1)
+    runner, large = (
+        make_choice(LETTERS[:40], max_tokens=60, priority=1),
+        make_choice(LETTERS[:100], salt="o", priority=1),
+    )
     machine.add(runner)
     machine.step()
-    low, equal = sequence(b"ab", max_tokens=1, priority=2), sequence(b"ab", max_tokens=1, priority=1)
+    low, equal = make_choice(b"ab", max_tokens=1, priority=2), make_choice(b"ab", max_tokens=1, priority=1)
     machine.add(large, low, equal)
     assert machine.step() == {runner: 1, equal: 2}
     while runner.finish is None:
@@ -440,11 +443,11 @@ def test_nobody_less_urgent_passes_one_that_waits_for_blocks() -> None:
 
 def test_no_stream_of_urgent_prompts_keeps_a_low_one_back_for_ever() -> None:
     machine = Machine(FULL, max_batch_size=2, max_step_tokens=4)
-    low = sequence(b"?", max_tokens=1, priority=1)
+    low = make_choice(b"?", max_tokens=1, priority=1)
     machine.add(low)
     passed = 0
     while low.finish is None and passed < 2_000:
-        machine.add(sequence(LETTERS[:4], max_tokens=1))
+        machine.add(make_choice(LETTERS[:4], max_tokens=1))
         machine.step()
         passed += low.finish is None
     assert passed == 999
@@ -452,7 +455,7 @@ def test_no_stream_of_urgent_prompts_keeps_a_low_one_back_for_ever() -> None:
 
 def test_one_system_prompt_is_computed_once() -> None:
     machine = Machine(MIXED, max_batch_size=32, max_step_tokens=32)
-    twins = [sequence(LETTERS[:64] + bytes([65 + place]) * 3, max_tokens=1) for place in range(32)]
+    twins = [make_choice(LETTERS[:64] + bytes([65 + place]) * 3, max_tokens=1) for place in range(32)]
     machine.add(*twins)
     machine.finish()
     assert machine.computed == 64 + 32 * 3
@@ -461,7 +464,7 @@ def test_one_system_prompt_is_computed_once() -> None:
 
 def test_the_choices_of_one_prompt_share_it() -> None:
     machine = Machine(MIXED)
-    choices = sequences(LETTERS[:30], max_tokens=5, n=4)
+    choices = make_choices(LETTERS[:30], max_tokens=5, n=4)
     machine.add(*choices)
     machine.finish()
     assert machine.computed == 30 + 3 * 2 + 4 * 4
@@ -470,7 +473,7 @@ def test_the_choices_of_one_prompt_share_it() -> None:
 
 def test_a_twin_takes_over_where_the_other_is_cancelled() -> None:
     machine = Machine(MIXED)
-    first, second, third = (sequence(LETTERS[:40]) for _ in range(3))
+    first, second, third = (make_choice(LETTERS[:40]) for _ in range(3))
     machine.add(first, second, third)
     assert machine.step(cancel=first) == {first: 16}
     assert machine.step() == {second: 16}
@@ -481,7 +484,7 @@ def test_a_twin_takes_over_where_the_other_is_cancelled() -> None:
 
 def test_a_cancelled_one_leaves_its_finished_blocks() -> None:
     machine = Machine(FULL)
-    first, second = sequence(LETTERS[:40]), sequence(LETTERS[:40])
+    first, second = make_choice(LETTERS[:40]), make_choice(LETTERS[:40])
     machine.add(first)
     machine.step()
     machine.remove(first)
@@ -493,7 +496,7 @@ def test_a_cancelled_one_leaves_its_finished_blocks() -> None:
 
 def test_some_rows_are_for_urgent_ones_alone() -> None:
     machine = Machine(FULL, max_batch_size=4, reserved=1)
-    wide, urgent = sequences(b"wide", n=8, max_tokens=6, priority=1), sequence(b"now", max_tokens=2)
+    wide, urgent = make_choices(b"wide", n=8, max_tokens=6, priority=1), make_choice(b"now", max_tokens=2)
     machine.add(*wide)
     for _ in range(3):
         machine.step()
@@ -507,12 +510,12 @@ def test_some_rows_are_for_urgent_ones_alone() -> None:
 
 def test_a_request_for_many_answers_leaves_rows_to_others() -> None:
     machine = Machine(FULL, max_batch_size=8)
-    many = sequences(b"wide", n=20)
+    many = make_choices(b"wide", n=20)
     machine.add(*many)
     machine.step()
     machine.step()
     assert machine.scheduler.num_running == 6
-    late = sequence(b"late")
+    late = make_choice(b"late")
     machine.add(late)
     assert late in machine.step()
     machine.finish()
@@ -521,9 +524,9 @@ def test_a_request_for_many_answers_leaves_rows_to_others() -> None:
 def test_what_can_never_fit_is_refused() -> None:
     machine = Machine([GroupSpec(8, None)])
     with pytest.raises(ValueError, match="33 tokens; the key-value cache holds 32"):
-        machine.add(sequence(LETTERS[:33]))
-    machine.add(sequence(LETTERS[:30], max_tokens=10))
-    with pytest.raises(RuntimeError, match="33 tokens of one sequence outgrow"):
+        machine.add(make_choice(LETTERS[:33]))
+    machine.add(make_choice(LETTERS[:30], max_tokens=10))
+    with pytest.raises(RuntimeError, match="33 tokens of one choice outgrow"):
         machine.finish()
     with pytest.raises(ValueError, match="7 tokens a step are too few for 8 rows"):
         Scheduler(machine.blocks, max_batch_size=8, max_step_tokens=7)
@@ -531,7 +534,7 @@ def test_what_can_never_fit_is_refused() -> None:
 
 def test_the_chain_of_keys_is_that_of_prompt_and_answer() -> None:
     machine = Machine(FULL)
-    target = sequence(LETTERS[:6], max_tokens=9, salt="s")
+    target = make_choice(LETTERS[:6], max_tokens=9, salt="s")
     machine.add(target)
     machine.finish()
     tokens, key = [*target.prompt, *target.tokens], root("s")
@@ -543,7 +546,7 @@ def test_the_chain_of_keys_is_that_of_prompt_and_answer() -> None:
 
 def test_a_lost_block_is_found_out() -> None:
     machine = Machine(FULL)
-    machine.add(sequence(LETTERS[:10]))
+    machine.add(make_choice(LETTERS[:10]))
     machine.step()
     machine.blocks.pools[0].allocate()
     with pytest.raises(AssertionError, match="holders"):
@@ -565,8 +568,8 @@ def test_a_scored_prompt_is_computed_in_pieces_whose_logits_fit(chunked: bool) -
 
 def test_who_waits_for_its_turn_is_known() -> None:
     machine = Machine([GroupSpec(100, None)], max_batch_size=2, max_step_tokens=8)
-    low, urgent = sequence(b"a" * 12, priority=2), sequence(b"b" * 16)
-    third = sequence(b"c", max_tokens=1)
+    low, urgent = make_choice(b"a" * 12, priority=2), make_choice(b"b" * 16)
+    third = make_choice(b"c", max_tokens=1)
     machine.add(low)
     machine.step()
     assert (low.is_waiting, low.num_computed) == (False, 8)
@@ -581,7 +584,7 @@ def test_who_waits_for_its_turn_is_known() -> None:
 
 def test_one_that_is_preempted_waits_and_what_it_had_computed_is_no_hit() -> None:
     machine = Machine([GroupSpec(6, None)], max_batch_size=2)
-    first, last = sequence(b"a" * 8, max_tokens=8), sequence(b"b" * 8, max_tokens=8)
+    first, last = make_choice(b"a" * 8, max_tokens=8), make_choice(b"b" * 8, max_tokens=8)
     machine.add(first, last)
     while not machine.scheduler.num_preemptions:
         machine.step()
@@ -593,7 +596,7 @@ def test_one_that_is_preempted_waits_and_what_it_had_computed_is_no_hit() -> Non
 
 def test_one_that_is_taken_out_and_put_back_goes_on_from_its_blocks_which_are_no_hit() -> None:
     machine = Machine([GroupSpec(20, None)])
-    one = sequence(b"a" * 12)
+    one = make_choice(b"a" * 12)
     machine.add(one)
     machine.step()
     machine.remove(one)

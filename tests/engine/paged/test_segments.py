@@ -25,7 +25,7 @@ SCORED: dict[str, Any] = {"prompt_logprobs": True, "logprobs": 2}
 def row(prompt: bytes, generated: bytes = b"", computed: int = 0, **params: Any) -> Row:
     request = EngineRequest("r", tuple(prompt), GenerationParams(ignore_eos=True, **params), seed=0)
     one = Row(Choice(request, 0, TOKENIZER, INFO), 0, Tables(2))
-    one.sequence.tokens = list(generated)
+    one.choice.tokens = list(generated)
     one.num_computed = computed
     return one
 
@@ -61,9 +61,9 @@ def test_all_logits_are_kept_of_a_prompt_that_is_to_be_scored_and_not_of_one_tha
     assert [to_segment(Scheduled(one, 1, True), None).scores for one in (fresh, begun)] == [True, False]
 
 
-def scores_of(sequence: Choice) -> list[TokenLogprob]:
+def scores_of(choice: Choice) -> list[TokenLogprob]:
     """What the first delta tells of the prompt."""
-    delta = sequence.append(0)
+    delta = choice.append(0)
     assert delta is not None and delta.logprobs is not None
     return [*delta.logprobs]
 
@@ -81,7 +81,7 @@ def test_a_whole_prompt_is_scored_and_its_last_logits_are_left() -> None:
     left, sampled = split_scores(scheduled, logits, [0, 1, 1, 1, 2])
     assert sampled == [0, 1, 2]
     assert torch.equal(left, logits[[0, 3, 4]])
-    first, *others = scores_of(scored.sequence)
+    first, *others = scores_of(scored.choice)
     assert (first.token_id, first.logprob) == (ord("a"), None)
     for told, of, token in zip(others, (1, 2), b"bc", strict=True):
         assert (told.token_id, (told.logprob, [one.token_id for one in told.top])) == (
@@ -101,7 +101,7 @@ def test_a_prompt_in_pieces_is_scored_piece_by_piece_and_chosen_from_at_the_end(
     one.num_computed = 4
     left, sampled = split_scores([Scheduled(one, 1, True)], logits[4:], [0])
     assert torch.equal(left, logits[4:]) and sampled == [0]
-    told = scores_of(one.sequence)[1:]
+    told = scores_of(one.choice)[1:]
     assert [each.token_id for each in told] == [*b"bcde"]
     assert [each.logprob for each in told] == [expected(logits[place], token)[0] for place, token in enumerate(b"bcde")]
 
@@ -113,4 +113,4 @@ def test_a_prompt_is_not_scored_twice() -> None:
     split_scores([Scheduled(one, 2, True)], logits[:2], [0, 0])
     left, sampled = split_scores([Scheduled(one, 2, True)], logits[2:], [0])
     assert torch.equal(left, logits[2:]) and sampled == [0]
-    assert [each.logprob for each in scores_of(one.sequence)] == [None, expected(logits[0], ord("b"))[0]]
+    assert [each.logprob for each in scores_of(one.choice)] == [None, expected(logits[0], ord("b"))[0]]
