@@ -27,6 +27,8 @@ from penstock.config.sources import flag
 from penstock.schemas import errors
 from penstock.schemas.asyncapi import CHANNELS
 from penstock.schemas.deployment import SHARED
+from penstock.schemas.openai.completions import ChatRequest
+from penstock.schemas.params import GenerationParams
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.deployment import layout
 from penstock.streams.stores.registry import Registry
@@ -72,6 +74,18 @@ def http() -> str:
         for method, operation in methods.items()
     ]
     return _table("path", "purpose", rows=rows)
+
+
+def parameters() -> str:
+    """Every sampling parameter of chats and of the library, with its range."""
+    rows = []
+    for name, field in GenerationParams.model_json_schema()["properties"].items():
+        kind = field.get("anyOf", [field])[0]
+        if name in ChatRequest.model_fields:
+            value = field.get("default")
+            default = "" if value == [] else _shown(value)
+            rows.append((f"`{name}`", kind["type"], _range(kind), default))
+    return _table("parameter", "type", "range", "default", rows=rows)
 
 
 def subjects() -> str:
@@ -163,6 +177,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "commands": commands,
     "http": http,
+    "parameters": parameters,
     "subjects": subjects,
     "streams": streams,
     "errors": refusals,
@@ -215,6 +230,16 @@ def _option(one: Any) -> tuple[str, str, str]:
     names = [*one.opts, *one.secondary_opts] if one.opts[0].startswith("-") else [one.name.upper()]
     shown = one.show_default if isinstance(one.show_default, str) else _shown(one.default)
     return ", ".join(f"`{name}`" for name in names), shown, str(one.help or "").replace("\\[", "[")
+
+
+def _range(kind: dict[str, Any]) -> str:
+    """The bounds of a number, or of a list and its members, as JSON Schema has them."""
+    one = kind.get("items") or kind.get("additionalProperties") or kind
+    least, above, most = one.get("minimum"), one.get("exclusiveMinimum"), one.get("maximum")
+    text = "64 bits" if "exclusiveMaximum" in one else f"from {least:g}" if least is not None else ""
+    text = f"above {above:g}" if above is not None else text
+    text += f" to {most:g}" if most is not None else ""
+    return ", ".join(part for part in (f"at most {kind['maxItems']}" if "maxItems" in kind else "", text) if part)
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
