@@ -68,3 +68,10 @@ def test_every_header_of_a_message_is_named() -> None:
     headers = {value for name, value in vars(port).items() if name.isupper() and isinstance(value, str)}
     assert len(headers) > 5
     assert sorted(headers - words(PAGE, "NATS subjects")) == []
+
+
+def test_every_log_event_that_operators_look_for_is_logged() -> None:
+    quoted = set(re.findall(r"log(?: line)? `([^`]+)`", (ROOT / "docs" / "operations.md").read_text("utf-8")))
+    events = set(re.findall(r"^\| (?:error|warning|info) \| ([^|]+) \|", PAGE.read_text("utf-8"), re.MULTILINE))
+    assert len(quoted) > 4
+    assert quoted - events == set()
