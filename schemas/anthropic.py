@@ -219,7 +219,7 @@ class CountRequest(Body):
                 yield from (f"tools[].{name}" for name in _OF_TOOLS if getattr(tool, name))
 
     def chat_body(self) -> dict[str, Any]:
-        """The body of a chat request. Raises `InvalidRequest` for a block that has no place where it stands."""
+        """The body of a chat request. Raises `InvalidRequest` for a block that its message cannot hold."""
         body: dict[str, Any] = {"model": self.model, "messages": _chat_messages(self.system, self.messages)}
         if tools := [tool for tool in self.tools or () if isinstance(tool, Tool)]:
             kept = {"name", "description", "input_schema", "strict"}
@@ -274,8 +274,8 @@ def _chat_messages(system: list[TextBlock], messages: list[Message]) -> list[dic
     for part in system:
         _add(chat, "system", "content", part.text)
     called: set[str] = set()
-    for place, message in enumerate(messages):
-        param = f"messages[{place}].content"
+    for index, message in enumerate(messages):
+        param = f"messages[{index}].content"
         for block in message.content:
             match block, message.role:
                 case TextBlock(), role:
@@ -295,7 +295,9 @@ def _chat_messages(system: list[TextBlock], messages: list[Message]) -> list[dic
                     text = f"Error: {text}" if block.is_error else text  # a chat has no other way to say so
                     chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                 case _:
-                    raise InvalidRequest(f"{param}: a block of type {block.type} has no place here.", param=param)
+                    raise InvalidRequest(
+                        f"{param}: a block of type {block.type} cannot stand here; leave it out.", param=param
+                    )
     return chat
 
 

@@ -1,7 +1,7 @@
-"""Responses whose tools have side effects, each of which is on record: what was done beside what the response says.
+"""Responses whose tools have recorded side effects, which are compared with what the responses report.
 
-The tools are those of a shop that the bundled model knows. Every call of one adds a line to a ledger, and answers with
-a number that no other call has: where that line ends. So each line belongs to one call of one response, or to none.
+The tools are those of a shop that the bundled model knows. Every call adds a line to a ledger, and returns a number
+that no other call returns: the offset at which its line ends. So each line belongs to one call of one response, or to none.
 """
 
 from __future__ import annotations
@@ -57,33 +57,33 @@ def get_price(order_id: str) -> dict[str, int]:
 
 
 class Agent(NamedTuple):
-    """What became of one response: its body as it ended, or why there is none."""
+    """The outcome of one response: its final body, or the error."""
 
     response: dict[str, Any] | None
     error: str = ""
-    absent: int = 0  # times that it was not there although it had begun
+    absent: int = 0  # times that the server did not find it although it had begun
 
 
-def request(place: int, model: str) -> dict[str, Any]:
-    wish = f"Find the customer with email {EMAILS[place % len(EMAILS)]}, get its order and tell me its price."
+def request(index: int, model: str) -> dict[str, Any]:
+    wish = f"Find the customer with email {EMAILS[index % len(EMAILS)]}, get its order and tell me its price."
     tools = [{"type": "mcp", "server_label": "functions", "require_approval": "never"}]
     return {"model": model, "input": wish, "temperature": 0, "tools": tools, "background": True}
 
 
 async def run(urls: Sequence[str], body: dict[str, Any], key: str, first: int, patience: float) -> Agent:
-    """Ask for a response in the background, and look until it has ended; a bridge that is away is another's turn."""
-    place, said, id, absent = first, "nothing", None, 0
+    """Create a response in the background, and poll until it has ended; where a bridge fails, at the next one."""
+    bridge, said, id, absent = first, "nothing", None, 0
     try:
         async with asyncio.timeout(patience), httpx2.AsyncClient(timeout=30.0, trust_env=False) as client:
             while True:
-                url = f"{urls[place % len(urls)]}/v1/responses"
+                url = f"{urls[bridge % len(urls)]}/v1/responses"
                 try:
                     if id is None:
                         answer = await client.post(url, json=body, headers={"Idempotency-Key": key})
                     else:
                         answer = await client.get(f"{url}/{id}")
                 except httpx2.HTTPError as error:
-                    said, place = repr(error), place + 1
+                    said, bridge = repr(error), bridge + 1
                 else:
                     said = f"HTTP {answer.status_code}: {answer.text[:200]}"
                     if answer.status_code == 200:
@@ -101,7 +101,7 @@ async def run(urls: Sequence[str], body: dict[str, Any], key: str, first: int, p
 
 
 def ledger_of(path: Path) -> dict[int, str]:
-    """The tool of every line, by where the line ends."""
+    """The tool of every line, by the offset at which the line ends."""
     found, end = {}, 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         end += len(line)
@@ -110,16 +110,16 @@ def ledger_of(path: Path) -> dict[int, str]:
 
 
 def judge_agents(agents: Iterable[Agent], ledger: Mapping[int, str]) -> dict[str, list[Broken]]:
-    """What responses say that was done, beside what was.
+    """Compare the calls that responses report with those in the ledger.
 
-    A call whose process died may be said to be of unknown outcome, and a repeatable one made again; nothing else may
-    be in the ledger that no response has, or in a response that is not in the ledger.
+    A call whose process died may be reported with an unknown outcome, and a repeatable one made again. Otherwise every
+    call in the ledger must be in a response, and every call in a response in the ledger.
     """
     found: dict[str, list[Broken]] = {}
     claimed: Counter[int] = Counter()
     unknown: Counter[str] = Counter()
-    for place, agent in enumerate(agents):
-        name = agent.response["id"] if agent.response else f"agent {place}"
+    for index, agent in enumerate(agents):
+        name = agent.response["id"] if agent.response else f"agent {index}"
         broken = list(_judge_one(agent, ledger, claimed, unknown))
         if broken:
             found[name] = broken

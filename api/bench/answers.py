@@ -1,7 +1,7 @@
-"""A mixed load, a client that gives up nothing, and what tells a lost, a doubled, a different answer from a right one.
+"""A mixed load, a client that never gives up, and a comparison that finds lost, doubled and different answers.
 
-When its connection breaks it goes on at the next bridge: behind the last event id that it has, or, before there was
-one, by the same request with the same `Idempotency-Key`. A bridge that refuses for now is asked again when it said.
+When its connection breaks, the client resumes at the next bridge behind the last event id that it received, or, before
+the first, repeats the request with the same `Idempotency-Key`. It retries a refusal after the `Retry-After` of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .load import Client, Sample, clock
 
-PATIENCE = 120.0  # seconds until a request is given up where nothing is away for longer
+PATIENCE = 120.0  # seconds after which the client gives a request up, where no part is away for longer
 PAUSE = 0.2  # seconds before the next try at another bridge
 WORDS = "der Fluß|水力発電|dam|🙂|naïve|гидро|3.14|«ja»|क्ष|pipe\n|é̂|water.|👩\u200d🔧|end;".split("|")  # noqa: SIM905
 
@@ -24,11 +24,11 @@ Request = tuple[str, dict[str, Any]]  # path and body
 
 
 def mixed_requests(count: int, longest: int, seed: int, model: str) -> list[Request]:
-    """Paths and bodies, of all kinds in turn; the same of the same arguments."""
+    """Paths and bodies of all kinds; equal arguments give equal requests."""
     random, found = Random(seed), []
-    for place in range(count):
+    for index in range(count):
         text = " ".join(f"{random.choice(WORDS)} {random.randrange(1000)}" for _ in range(random.randint(1, 60)))
-        body: dict[str, Any] = {"model": model, "seed": place, "stream": True, "ignore_eos": random.random() < 0.8}
+        body: dict[str, Any] = {"model": model, "seed": index, "stream": True, "ignore_eos": random.random() < 0.8}
         body |= {"priority": random.choice(("high", "normal", "normal", "low")), "n": random.choice((1, 1, 1, 2))}
         body |= {"max_tokens": random.randint(longest // 8, longest), "stream_options": {"include_usage": True}}
         body |= {"temperature": random.choice((0.0, 0.0, 0.7, 1.0)), "top_p": random.choice((0.9, 1.0))}
@@ -45,23 +45,23 @@ def mixed_requests(count: int, longest: int, seed: int, model: str) -> list[Requ
 
 @dataclass(eq=False)
 class ReceivedAnswer(Sample):
-    """All that a client got for one request, over as many connections as it took."""
+    """All that a client received for one request, over as many connections as it took."""
 
-    # What was said, piece by piece, by what it is: "choice 0, text" holds characters.
+    # Each part of the answer in pieces, by what it is: "choice 0, text" holds characters.
     said: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    names: set[str] = field(default_factory=set)  # under which the server ran it: one
+    names: set[str] = field(default_factory=set)  # ids under which the server ran it: one
     # How often it was resumed behind an event id, or repeated before there was one, or refused, by status and code.
     detours: Counter[str] = field(default_factory=Counter)
 
     @property
     def texts(self) -> dict[int, str]:
-        """What was said, by choice."""
+        """The text of each choice."""
         parts = {name.partition(", ")[0]: text for name, text in self.said.items() if name.endswith(", text")}
         return {int(name.removeprefix("choice ")): "".join(text) for name, text in parts.items()}
 
     @property
     def pauses(self) -> list[tuple[float, float]]:
-        """From when to when nothing came; the wait for the first piece is one."""
+        """The times between which nothing came, the wait for the first piece included."""
         return list(pairwise((self.sent, *self.times, self.ended)))
 
     def add(self, event: dict[str, Any], now: float) -> None:
@@ -83,8 +83,8 @@ class ReceivedAnswer(Sample):
 async def ask(
     clients: Sequence[Client], path: str, body: dict[str, Any], key: str, first: int, patience: float = PATIENCE
 ) -> ReceivedAnswer:
-    """Ask at client number `first`, and read to the end, wherever that is. What fails for good is the `error`."""
-    answer, place, sent, reason = ReceivedAnswer(), first, clock(), ""
+    """Send the request by client number `first`, and read to the end by any. `error` is a final failure."""
+    answer, index, sent, reason = ReceivedAnswer(), first, clock(), ""
     headers = {"Penstock-Resumable": "true", "Idempotency-Key": key}
     try:
         async with asyncio.timeout(patience):
@@ -92,9 +92,9 @@ async def ask(
                 answer.error = answer.retry_after = None
                 resume = {"Last-Event-ID": answer.last} if answer.last else {}
                 try:
-                    await clients[place % len(clients)].send(path, body, answer, headers | resume)
+                    await clients[index % len(clients)].send(path, body, answer, headers | resume)
                 except OSError as error:
-                    reason, wait, place = str(error), PAUSE, place + 1
+                    reason, wait, index = str(error), PAUSE, index + 1
                     answer.detours["resumed" if answer.last else "repeated"] += 1
                 else:
                     if answer.retry_after is None:
@@ -116,7 +116,7 @@ class Fault(NamedTuple):
 
 
 def compare(expected: ReceivedAnswer, got: ReceivedAnswer) -> Fault | None:
-    """What is wrong with an answer beside the undisturbed one."""
+    """How an answer differs from the undisturbed one; None if it does not."""
     if got.error is not None or not got.ends:
         return Fault("lost", got.error or "no end")
     if len(got.names) > 1:
@@ -128,7 +128,7 @@ def compare(expected: ReceivedAnswer, got: ReceivedAnswer) -> Fault | None:
 
 
 def difference(expected: Sequence[Any], got: Sequence[Any]) -> Fault | None:
-    """Whether `got` says a part twice, or differs otherwise, and where it begins to."""
+    """Whether `got` repeats a part or differs otherwise, and from where on; None if it is equal."""
     if expected == got:
         return None
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))

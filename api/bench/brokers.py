@@ -61,14 +61,14 @@ class Brokers:
         return ",".join(urlunsplit(url._replace(netloc=f"{url.username}@127.0.0.1:{it.port}")) for url, it in pairs)
 
     async def be_a_follower(self, node: int) -> bool:
-        """Have others lead what a node leads; False where it decides about streams, which is left to it."""
+        """Move the leadership of all streams away from a node; False where it is the meta leader, which stays."""
         if self._cluster is None or await self._cluster.meta_leader() == node:
             return False
         await self._cluster.step_aside(node)
         return True
 
     def delay(self, node: int, seconds: float) -> None:
-        """Deliver late what a node and the others say to each other."""
+        """Delay the traffic between a node and the others."""
         for ends, proxy in self._routes.items():
             if node in ends:
                 proxy.delay = seconds
@@ -83,5 +83,5 @@ class Brokers:
             await self.may_start.wait()
             try:
                 await node.restart()
-            except StartupError:  # the port of a server that is only just gone, say
+            except StartupError:  # for instance, its port is not free yet
                 await asyncio.sleep(LEAST_DELAY)

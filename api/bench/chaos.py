@@ -1,7 +1,7 @@
-"""`penstock bench chaos`: strikes Penstock's processes and connections under load, and looks for what shows it.
+"""`penstock bench chaos`: strikes Penstock's processes and connections under load, and looks for any effect.
 
-Every part is a process of its own, kept alive as `penstock serve` does. All requests run undisturbed first; then again,
-while faults strike, and each answer must be the same, token for token. Afterwards what the broker holds is judged.
+Every part is a process of its own, which is restarted as by `penstock serve`. All requests run undisturbed first; then
+again while faults strike, and each answer must be the same, token for token. At the end it judges what is stored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .server import kept, served_models, workplace
 STAGES = ("validate", "queue", "batch", "stream")
 VICTIMS = ("worker", *STAGES, "tools", "bridge", "broker")
 ECHO_RATE = 25.0  # tokens a second, as of a model, so that there are streams to be cut
-KEPT = 7200.0  # seconds, and bytes, for which what was said is kept, to be judged at the end
+KEPT = 7200.0  # seconds, and bytes, for which events are stored, to be judged at the end
 KEPT_BYTES = 2 << 30
 SLOW_WAITS = 100  # for a slow broker, one after the other, in a response with tools
 PROBE_LIMIT = 30.0  # seconds in which every seat has to be taken once
@@ -129,7 +129,7 @@ class Chaos:
         self._loads: dict[str, dict[str, Any]] = {}  # what was measured of each; set by `_load`
         self._brokers = Brokers()
         with listen("127.0.0.1", 0) as one, listen("127.0.0.1", 0) as two:  # both at once, so that they differ
-            self._ports = {f"bridge {place}": it.getsockname()[1] for place, it in enumerate((one, two))}
+            self._ports = {f"bridge {index}": it.getsockname()[1] for index, it in enumerate((one, two))}
         self._urls = [f"http://127.0.0.1:{port}" for port in self._ports.values()]
 
     async def run(self) -> dict[str, Any]:
@@ -180,10 +180,10 @@ class Chaos:
         strikes: list[Strike],
         began: float,
     ) -> dict[str, Any]:
-        pairs = [(expected[place % len(expected)], one) for place, one in enumerate(got)]
+        pairs = [(expected[index % len(expected)], one) for index, one in enumerate(got)]
         faults = [
-            {"request": place, "id": sorted(pair[1].names), **fault._asdict()}
-            for place, pair in enumerate(pairs)
+            {"request": index, "id": sorted(pair[1].names), **fault._asdict()}
+            for index, pair in enumerate(pairs)
             if (fault := compare(*pair))
         ]
         return {
@@ -211,9 +211,9 @@ class Chaos:
         parts = [Part(name, (*bridge, str(port))) for name, port in self._ports.items()]
         parts += [Part(f"{stage} 0", ("stage", stage)) for stage in STAGES]
         if self._asked.tools:  # two, so that one may take over what the other has begun
-            parts += [Part(f"tools {place}", ("stage", "tools")) for place in range(2)]
+            parts += [Part(f"tools {index}", ("stage", "tools")) for index in range(2)]
         return parts + [
-            Part(f"worker {place}", ("worker", "--id", f"w{place}")) for place in range(self._settings.workers)
+            Part(f"worker {index}", ("worker", "--id", f"w{index}")) for index in range(self._settings.workers)
         ]
 
     async def _url(self, part: Part) -> str:
@@ -223,15 +223,15 @@ class Chaos:
         """All requests, until they have ended and every planned fault is over."""
         planned, due = faults.planned(), asyncio.Semaphore(0)
         total = len(bodies)
-        at = [total * place // (len(planned) + 1) for place in range(1, len(planned) + 1)]
+        at = [total * index // (len(planned) + 1) for index in range(1, len(planned) + 1)]
 
         async def strike() -> None:
             for blow in planned:
                 await due.acquire()
                 await blow()
 
-        def answered(place: int) -> None:
-            for _ in range(at.count(place)):
+        def answered(index: int) -> None:
+            for _ in range(at.count(index)):
                 due.release()
 
         async with asyncio.TaskGroup() as group:
@@ -253,20 +253,20 @@ class Chaos:
     ) -> list[ReceivedAnswer]:
         """Ask everything in the same order, so much at once, and from the beginning again until it may end.
 
-        `answered` is told how many answers there are.
+        It calls `answered` with the number of answers.
         """
         answers: dict[int, ReceivedAnswer] = {}
-        places, total = count(), len(bodies)
+        indices, total = count(), len(bodies)
         clients = [Client(url) for url in self._urls]
 
         async def loop(ended: Ended) -> None:
             async def one_after_another() -> None:
-                while (place := next(places)) < total or not may_end():
-                    path, body = bodies[place % total]
-                    key = f"{label}-{place}"
-                    answers[place] = await ask(clients, path, body, key, place, self._asked.patience)
+                while (index := next(indices)) < total or not may_end():
+                    path, body = bodies[index % total]
+                    key = f"{label}-{index}"
+                    answers[index] = await ask(clients, path, body, key, index, self._asked.patience)
                     answered(len(answers))
-                    ended(answers[place])
+                    ended(answers[index])
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._asked.concurrency):
@@ -276,35 +276,35 @@ class Chaos:
         self._loads[label]["requests"] = len(answers)
         for client in clients:
             client.close()
-        return [answers[place] for place in sorted(answers)]
+        return [answers[index] for index in sorted(answers)]
 
     async def _agents(self, model: str) -> list[Agent]:
         """All responses with tools, a few at once."""
-        places, found = iter(range(self._asked.tools)), dict[int, Agent]()
+        indices, found = iter(range(self._asked.tools)), dict[int, Agent]()
 
         async def one_after_another() -> None:
-            for place in places:
-                body, key = bench_agents.request(place, model), f"agent-{place}"
-                found[place] = await bench_agents.run(self._urls, body, key, place, self._asked.patience)
+            for index in indices:
+                body, key = bench_agents.request(index, model), f"agent-{index}"
+                found[index] = await bench_agents.run(self._urls, body, key, index, self._asked.patience)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(max(1, self._asked.concurrency // 4)):
                 group.create_task(one_after_another())
-        return [found[place] for place in sorted(found)]
+        return [found[index] for index in sorted(found)]
 
     async def _probe(self, rooms: Rooms, model: str) -> tuple[list[ReceivedAnswer], int]:
         """Ask for more than all seats until each was taken; also returns how many the batch stage never filled."""
         rooms.peaks.clear()
         body = {"model": model, "max_tokens": self._asked.longest, "ignore_eos": True, "stream": True}
         body |= {"messages": [{"role": "user", "content": "water"}]}
-        clients, answers, places = [Client(url) for url in self._urls], list[ReceivedAnswer](), count()
+        clients, answers, indices = [Client(url) for url in self._urls], list[ReceivedAnswer](), count()
         until = clock() + PROBE_LIMIT
 
         async def one_after_another() -> None:
             while rooms.never_taken and clock() < until:
-                place = next(places)
-                key, patience = f"probe-{place}", self._asked.patience
-                answers.append(await ask(clients, "/v1/chat/completions", body, key, place, patience))
+                index = next(indices)
+                key, patience = f"probe-{index}", self._asked.patience
+                answers.append(await ask(clients, "/v1/chat/completions", body, key, index, patience))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(2 * rooms.seats):

@@ -117,7 +117,7 @@ class Bench:
 
         Raises `StartupError` for what does not fit.
         """
-        import torch  # only now: whoever looks at `--help` need not wait for it
+        import torch  # only now, for `--help` does not need it
 
         from ...engine.loading import resolve_device
         from . import limits as bench_limits

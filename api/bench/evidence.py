@@ -1,4 +1,4 @@
-"""What the broker holds after the load of `penstock bench chaos`, read for its judge: streams, dead letters, room."""
+"""Reads what the broker holds after the load of `penstock bench chaos`, for the judge: streams, dead letters, seats."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ...streams.topology import DEAD, EVENTS, STREAM, Subjects, topology
 from .judge import Broken, events_of, judge, outputs_of
 from .load import clock
 
-IDLE_LIMIT = 60.0  # seconds until what is left in a queue is left for good
+IDLE_LIMIT = 60.0  # seconds after which messages left in a queue count as stuck
 POLL = 0.2
-FRESH = 5.0  # seconds for which a word counts; a copy that has died says nothing any more
+FRESH = 5.0  # seconds after which a copy that publishes nothing counts as dead
 
 Verdict = dict[str, list[Broken]]  # by request, or by whatever else is at fault
 
@@ -41,7 +41,9 @@ class Evidence:
                 events_of(request, events[request]), outputs_of(request, outputs[request]), texts.get(request)
             )
             if root_of(request) not in texts:
-                broken.append(Broken("every request has a client", "nobody asked for it, or got it under another name"))
+                broken.append(
+                    Broken("every request has a client", "no client asked for it, or one got it under another name")
+                )
             if broken:
                 found[request] = broken
         for message in await self._all(DEAD):
@@ -76,10 +78,10 @@ class Evidence:
 
 
 class Rooms:
-    """What workers say of their room, and copies of the batch stage of what is on its way. Made by `heard`."""
+    """What workers publish of their free seats, and copies of the batch stage of requests sent. Made by `heard`."""
 
     def __init__(self, registry: Registry) -> None:
-        self.peaks: dict[str, int] = {}  # most seats taken at once, by worker, since whoever looks cleared it
+        self.peaks: dict[str, int] = {}  # most seats taken at once, by worker, since the caller cleared it
         self._registry = registry
         self._newest: dict[str, Room] = {}  # by worker; set by _hear
         self._in_flight: dict[str, tuple[float, InFlight]] = {}  # by sender, with when; set by _hear_sender
@@ -110,7 +112,7 @@ class Rooms:
         return sum(max(0, card.capacity - self.peaks.get(card.id, 0)) for card in self._registry.workers)
 
     async def at_rest(self) -> list[Broken]:
-        """What is wrong with the room of workers that have nothing to do; waits until nothing is, for a while."""
+        """Wait until all idle workers have all their seats free; returns what is wrong after `IDLE_LIMIT`."""
         broken: list[Broken] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(IDLE_LIMIT):
@@ -125,14 +127,14 @@ class Rooms:
         for card in self._registry.workers:
             room = self._newest.get(card.id)
             if room is None or room.incarnation != card.incarnation:
-                found.append(Broken("workers say what room they have", f"{card.id} has not"))
+                found.append(Broken("workers publish their free seats", f"{card.id} has not"))
             elif room.active or room.free != card.capacity:
                 detail = f"{card.id}: {room.active} active, {room.free} free of {card.capacity}"
-                found.append(Broken("a worker at rest has all its room", detail))
+                found.append(Broken("an idle worker has all its seats free", detail))
         for when, word in self._in_flight.values():
             if clock() - when < FRESH and (seats := {name: count for name, count in word.seats.items() if count}):
                 found.append(Broken("what was sent has arrived", f"batch stage {word.sender}: {seats}"))
-        return found or ([] if self._registry.workers else [Broken("workers live", "none does")])
+        return found or ([] if self._registry.workers else [Broken("workers are alive", "none is")])
 
     def _hear(self, message: Message) -> None:
         room = Room.model_validate_json(message.data)

@@ -1,6 +1,6 @@
-"""What strikes during `penstock bench chaos`: kills, TCP resets, halts, a blackout of everything, a slow follower.
+"""The faults of `penstock bench chaos`: kills, TCP resets, stops, a blackout of everything, a slow follower.
 
-A strike counts only when it struck: the process is gone, the connections were there. Its end is when the part serves
+A strike counts only if it had an effect: the process has died, connections were open. It ends when the part serves
 again.
 """
 
@@ -26,7 +26,7 @@ from .brokers import Brokers
 from .load import clock
 from .server import START_LIMIT
 
-POLL = 0.2  # seconds between two looks at who is back
+POLL = 0.2  # seconds between two checks whether a part is back
 LEAST_SLOW = 0.05  # seconds that a slow follower is behind at least
 SLOW_FOR = 20.0  # seconds until another node is the slow one
 
@@ -54,7 +54,7 @@ class Strike:
 
 
 class Pause(NamedTuple):
-    """A stretch in which a client heard nothing, in seconds, and the request."""
+    """A time in which a client received nothing, in seconds, and the index of its request."""
 
     seconds: float
     request: int
@@ -66,13 +66,13 @@ def longest_pauses(strikes: Sequence[Strike], answers: Sequence[ReceivedAnswer])
     Those of less than `POLL` are how tokens come.
     """
     found = [Pause(0.0, -1)] * len(strikes)
-    order = sorted(range(len(strikes)), key=lambda place: strikes[place].at)
+    order = sorted(range(len(strikes)), key=lambda index: strikes[index].at)
     for request, answer in enumerate(answers):
         for since, until in (pause for pause in answer.pauses if pause[1] - pause[0] > POLL):
-            within = [place for place in order if since <= strikes[place].at < until]
-            under_way = [place for place in order if strikes[place].at < since <= strikes[place].until]
-            for place in within[:1] or under_way[-1:]:
-                found[place] = max(found[place], Pause(until - since, request))
+            within = [index for index in order if since <= strikes[index].at < until]
+            under_way = [index for index in order if strikes[index].at < since <= strikes[index].until]
+            for index in within[:1] or under_way[-1:]:
+                found[index] = max(found[index], Pause(until - since, request))
     return found
 
 
@@ -96,7 +96,7 @@ class Faults:
                 group.create_task(self._slow_down())
 
     def planned(self) -> list[Blow]:
-        """What is to happen once, in this order, one after the other."""
+        """The strikes that happen once, one after the other, in this order."""
         asked, nodes = self._asked, len(self._brokers.nodes)
         kills = [partial(self._kill, f"broker {turn % nodes}") for turn in range(asked.broker_restarts)]
         stops = [partial(self._stop, seconds) for seconds in asked.stops]
@@ -104,7 +104,7 @@ class Faults:
         return [*kills, *stops, *blackout]
 
     async def settle(self) -> None:
-        """Return when every part that was struck is back, or given up."""
+        """Return when every part that was struck is back, or has not come back in `START_LIMIT`."""
         for strike in self.strikes:
             if strike.away is None:
                 await self._recover(strike)
@@ -120,7 +120,7 @@ class Faults:
             await self._kill(part)
 
     async def _kill(self, part: str) -> None:
-        """Kill, and return when another process serves in its place; what is dead already has to come back first."""
+        """Kill a part, once it is alive, and return when another process serves as it."""
         while (pid := self._living().get(part)) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL)
         strike = Strike("kill", part, clock())
@@ -145,7 +145,7 @@ class Faults:
                 strike.away = clock() - strike.at
 
     async def _stop(self, seconds: float) -> None:
-        """Halt a part, connections and all, and let it go on."""
+        """Stop a part, whose connections stay open, and let it continue."""
         while (part := self._choose()) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL)
         pid = self._living()[part]
@@ -181,7 +181,7 @@ class Faults:
         nodes = len(self._brokers.nodes)
         for node in cycle(range(nodes)):
             is_follower = False
-            with contextlib.suppress(BrokerAway, BrokerUnavailable):  # it is dead, or nobody leads
+            with contextlib.suppress(BrokerAway, BrokerUnavailable):  # it is dead, or the stream has no leader
                 is_follower = await self._brokers.be_a_follower(node)
             if not is_follower:
                 await asyncio.sleep(POLL)
@@ -197,7 +197,7 @@ class Faults:
                 strike.away = clock() - strike.at
 
     def _choose(self) -> str | None:
-        """A living part of the kinds that are to be struck; each kind is as likely."""
+        """A living part of the kinds to strike, each kind with the same probability."""
         kind, copy = self._random.choice(self._asked.victims), self._random.random()
         copies = [name for name in self._living() if name.partition(" ")[0] == kind]
         return copies[int(copy * len(copies))] if copies else None
@@ -233,7 +233,7 @@ class Faults:
         """The process of each part."""
         found = {name: child.pid for name, child in self._keeper.running.items() if child.returncode is None}
         nodes = enumerate(self._brokers.nodes)
-        return found | {f"broker {place}": node.pid for place, node in nodes if node.alive}
+        return found | {f"broker {index}": node.pid for index, node in nodes if node.alive}
 
 
 def _signal(pid: int, number: signal.Signals) -> bool:

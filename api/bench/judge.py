@@ -1,6 +1,6 @@
-"""The laws that what is stored of a request obeys, whatever was killed meanwhile. Messages in, broken laws out.
+"""The laws that the stored messages of a request obey, whatever was killed meanwhile. Messages in, broken laws out.
 
-It knows no broker, and shares no code with the stages that it judges: what STREAM and EVENTS hold is read again here.
+It knows no broker, and shares no code with the stages that it judges: it parses STREAM and EVENTS independently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...schemas.codec import DecodeError
 from ...schemas.events import FINAL, Accepted, Delta, Done, Event, ItemEvent, Queued, Started, Token, Turn
 from ...streams.port import Message
 
-MOST = 5  # broken laws that are told of one request; what follows the first is mostly its consequence
+MOST = 5  # broken laws that are reported of one request; most follow from the first
 
 
 class Broken(NamedTuple):
@@ -33,7 +33,7 @@ class _Choice:
     reason: str | None = None
 
     def take(self, kind: str, at: str, piece: Token | Delta) -> Iterator[Broken]:
-        """`kind` and `at` say in which stream, and where."""
+        """Add a piece, and yield the laws it breaks; `kind` and `at` name the stream and the position in it."""
         if self.reason is not None:
             yield Broken(f"{kind} end with the finish reason", f"{at}: {piece.index} after {self.reason}")
         elif piece.index != len(self.tokens):
@@ -116,7 +116,7 @@ def _ended(account: Account, done: Done) -> Iterator[Broken]:
         yield Broken("every choice has its finish reason", f"{reasons} of tokens, {done.finish_reasons} at the end")
     count = sum(len(choice.tokens) for choice in account.choices.values())
     if count != done.usage.completion_tokens:
-        yield Broken("the usage is what was said", f"{done.usage.completion_tokens} instead of {count} tokens")
+        yield Broken("the usage counts the tokens", f"{done.usage.completion_tokens} instead of {count} tokens")
 
 
 def _read_outputs(request: str, messages: Sequence[Message], account: Account) -> Iterator[Broken]:
@@ -144,12 +144,12 @@ def _read_outputs(request: str, messages: Sequence[Message], account: Account) -
                 case Delta():
                     if output.epoch not in holders:
                         yield Broken("an epoch is announced first", f"{at}: epoch {output.epoch}")
-                    elif output.epoch == newest:  # what a former holder says is fenced off
+                    elif output.epoch == newest:  # outputs of former holders are fenced off
                         yield from account.choice(output.choice).take("outputs", at, output)
 
 
 def _compared(events: Account, outputs: Account, texts: Mapping[int, str] | None) -> Iterator[Broken]:
-    """What the client got, what the events say and what the workers said, beside one another."""
+    """Compare what the client received, the events and the outputs of workers."""
     if isinstance(events.final, Done):
         for index in sorted(events.choices.keys() | outputs.choices.keys()):
             told, said = events.choice(index).tokens, outputs.choice(index).tokens
@@ -161,6 +161,6 @@ def _compared(events: Account, outputs: Account, texts: Mapping[int, str] | None
             stored, got = events.choice(index).text, texts.get(index, "")
             if stored != got:
                 same = next((i for i, pair in enumerate(zip(stored, got, strict=False)) if len(set(pair)) > 1), None)
-                place = min(len(stored), len(got)) if same is None else same
-                detail = f"choice {index} from {place} on: {got[place:][:40]!r} instead of {stored[place:][:40]!r}"
+                offset = min(len(stored), len(got)) if same is None else same
+                detail = f"choice {index} from {offset} on: {got[offset:][:40]!r} instead of {stored[offset:][:40]!r}"
                 yield Broken("the client got what is stored", detail)

@@ -1,9 +1,9 @@
-"""Load for any server that speaks OpenAI's HTTP, and when each piece of each answer came back.
+"""Loads any server that speaks OpenAI's HTTP API, and records when each piece of each answer arrived.
 
 The client shares its machine with what it measures: by httptools a chunk costs it 40 µs, by httpx2 110 µs.
 
-A benchmark gives a loop what asks once: `open_loop` asks at an even rate, `closed_loop` keeps so many running. Both
-hand each `Sample` that has ended to a callback, failed ones too, and raise nothing.
+A benchmark passes a loop the coroutine that sends one request: `open_loop` sends at an even rate, `closed_loop` keeps a
+number of requests running. Both pass each `Sample` to a callback when it has ended, failed ones too, and raise nothing.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ async def open_loop(ask: Ask, ended: Ended, *, rate: float, seconds: float) -> N
 
     start = clock()
     async with asyncio.TaskGroup() as group:
-        for place in range(ceil(rate * seconds)):
-            await asyncio.sleep(start + place / rate - clock())
+        for index in range(ceil(rate * seconds)):
+            await asyncio.sleep(start + index / rate - clock())
             group.create_task(one())
 
 

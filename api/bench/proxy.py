@@ -21,7 +21,7 @@ class Proxy:
     """Made by `start`. `delay` is in seconds, in each direction, of what arrives from now on."""
 
     def __init__(self, target: int) -> None:
-        self.delay = 0.0  # set by whoever strikes
+        self.delay = 0.0  # set by the caller
         self.port = 0  # set by start
         self._target = target
         self._sent, self._received = Event(), Event()  # set while clients' bytes, or the server's, go through

@@ -28,7 +28,7 @@ COUNTS |= {"requests_per_second": "requests / s", "output_tokens_per_second": "o
 TIMES = {"ttft_ms": "TTFT, ms", "tpot_ms": "TPOT, ms", "e2e_ms": "end to end, ms", "longest_gap_ms": "longest gap, ms"}
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
-# Opened before the load, so that a file which cannot be written is told then.
+# Opened before the load, so that a file which cannot be written is an error then.
 Json = Annotated[
     typer.FileBinaryWrite | None,
     typer.Option(lazy=False, metavar="FILE", help="For all figures and settings; - is standard output."),
@@ -36,7 +36,7 @@ Json = Annotated[
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
-    """Those of an option such as 1,8,32, each once, in rising order. Raises `BadParameter`."""
+    """The numbers of an option such as 1,8,32, each once, in rising order. Raises `BadParameter`."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
         raise typer.BadParameter(f"{option} {text}: must be whole numbers above 0 with commas between, such as 1,8,32")
@@ -44,7 +44,7 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def milliseconds(seconds: Iterable[float | None], percent: float) -> float | None:
-    """The least of those there are that `percent` of them do not exceed (nearest rank); None where there are none."""
+    """The percentile of all that are not None, by nearest rank, in milliseconds; None where there are none."""
     values = sorted(value for value in seconds if value is not None)
     return 1000 * values[max(0, ceil(len(values) * percent / 100) - 1)] if values else None
 

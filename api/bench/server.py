@@ -23,7 +23,7 @@ START_LIMIT = 180.0  # seconds until all parts run: torch is loaded once for eac
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A directory that goes with all that is in it, and no news of parts that come and go."""
+    """A temporary directory, and silent logs: parts that start and end are not reported."""
     logging.basicConfig(handlers=[logging.NullHandler()])
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as state:
@@ -34,8 +34,8 @@ def workplace() -> Iterator[Path]:
 async def running(settings: Settings, parts: Sequence[Part], urls: Sequence[str]) -> AsyncIterator[None]:
     """A broker and `parts` around it, kept alive as `penstock serve` does; ready at all `urls` once entered.
 
-    Where streams are to have several replicas, so many nats-servers are the broker.
-    Their state and what they log go with them. Raises `StartupError` with their last words where they cannot run.
+    With `nats_replicas` above 1 the broker is a cluster of so many nats-servers.
+    Their state and logs are deleted with them. Raises `StartupError` with their last lines where they cannot run.
     """
     async with contextlib.AsyncExitStack() as stack:
         state = stack.enter_context(workplace())
@@ -89,5 +89,5 @@ async def served_models(url: str, api_key: str = "") -> list[str]:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         reason = str(error).partition("\n")[0].replace("All connection attempts failed", "nothing listens there")
     except (ValueError, KeyError, TypeError):
-        reason = "what it says at /v1/models is no list of models"
+        reason = "its answer at /v1/models is not a list of models"
     raise StartupError(f"no OpenAI-compatible server answers at {url}: {reason}; start one there or name another URL")

@@ -45,7 +45,7 @@ class Keys:
     def __init__(self, given: Iterable[str], file: Path | None = None) -> None:
         """`given` as `ApiKey.parse` takes them. Raises `ConfigurationError`, which names the faulty lines."""
         self._file = file
-        self._given = _owners({f"key {place}": entry for place, entry in enumerate(given, 1)})
+        self._given = _owners({f"key {number}": entry for number, entry in enumerate(given, 1)})
         self._read: Mapping[str, ApiKey] = {}  # by hash; set by _load
         self._version: object = None  # of the file, when it was read last
         if file is not None:
@@ -81,17 +81,17 @@ class Keys:
 
 
 def _owners(entries: Mapping[str, str]) -> dict[str, ApiKey]:
-    """By hash, of entries by their places."""
+    """The owners by the hash of their key; `entries` are by where they were given."""
     found: dict[str, ApiKey] = {}
     faults = []
-    for place, entry in entries.items():
+    for origin, entry in entries.items():
         try:
             key = ApiKey.parse(entry)
         except ValueError as error:
-            faults.append(f"{place}: {error}")
+            faults.append(f"{origin}: {error}")
         else:
             if found.setdefault(key.digest, key) != key:
-                faults.append(f"{place}: this key is another tenant's too, or has another max_priority")
+                faults.append(f"{origin}: this key is another tenant's too, or has another max_priority")
     if faults:
         raise ConfigurationError(faults)
     return found

@@ -133,14 +133,14 @@ def _lines(request: Request, gateway: Gateway, body: dict[str, Any]) -> list[byt
     if len({one.custom_id for one in asked}) < len(asked):
         raise InvalidRequest("Each custom_id must be another.", code="duplicate_custom_id", param="requests")
     lines = [one.line for one in asked]
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if len(line) > gateway.settings.max_body_size:  # whoever reads the file stops there
-            fault = f"requests[{place}] has more than {gateway.settings.max_body_size} bytes as a line of a file."
-            raise InvalidRequest(fault, code="line_too_long", param=f"requests[{place}]")
+            fault = f"requests[{index}] has more than {gateway.settings.max_body_size} bytes as a line of a file."
+            raise InvalidRequest(fault, code="line_too_long", param=f"requests[{index}]")
         try:
             read_line(line, MESSAGES)
         except InvalidRequest as error:
-            param = f"requests[{place}].{error.param}".replace(".body", ".params")
+            param = f"requests[{index}].{error.param}".replace(".body", ".params")
             raise InvalidRequest(f"{param}: {error}", code=error.code, param=param) from None
     return lines
 

@@ -1,6 +1,6 @@
-"""From client events to Anthropic's message and its stream: pure, one renderer a request.
+"""Renders events as Anthropic's message and its stream. Pure; one renderer a request.
 
-A stream is blocks, one after the other: what is thought, said or called.
+A stream consists of blocks, one after the other: thinking, text and tool calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ERRORS = {
 
 
 class MessageRenderer(Renderer):
-    """A call's pieces may have text between them, which then comes behind the call, but not another call's."""
+    """Renders one request. Text between the pieces of a call follows behind the call."""
 
     def __init__(self, request: str, model: str) -> None:
         super().__init__("/v1/chat/completions", request, model, 0, streaming=True)
@@ -118,7 +118,7 @@ class MessageRenderer(Renderer):
 
     def _close(self) -> Iterator[bytes]:
         while self._open is not None:
-            if self._open == "thinking":  # some clients drop a thought that nobody has signed
+            if self._open == "thinking":  # some clients drop a thought without a signature
                 yield self._add({"type": "signature_delta", "signature": self.request})
             yield sse({"type": "content_block_stop", "index": self._blocks - 1})
             self._open = None
@@ -132,8 +132,8 @@ def sse(piece: Piece) -> bytes:
 
 
 def error_payload(status: int, message: str, request: str, code: str | None = None) -> Piece:
-    """Anthropic's error object, which is an event of its stream too. Clients shorten their history and go on where the
-    message says, in Anthropic's words, that it is too long."""
+    """Anthropic's error object, also as an event of a stream. Clients shorten their history and retry where the message
+    is Anthropic's for a prompt that is too long."""
     if code == "context_length_exceeded":
         message = f"Prompt is too long: {message}"
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
@@ -148,7 +148,7 @@ def _input(call: ToolCallDelta) -> Piece:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise GenerationFailed(f"The model called {call.name} with what is no JSON object.")
+        raise GenerationFailed(f"The model called {call.name} with arguments that are not a JSON object; try again.")
     return found
 
 

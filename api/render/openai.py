@@ -1,4 +1,4 @@
-"""From client events to OpenAI's responses and stream chunks: pure, one renderer a request."""
+"""Renders events as OpenAI's responses and stream chunks. Pure; one renderer a request."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _REASONS: dict[FinishReason, str] = {
 
 
 class Extras(NamedTuple):
-    """What a client wants to be told beside its answer: the usage behind a stream, or in each of its chunks; the ids of
-    the tokens. `n` are the choices of each prompt."""
+    """What a client asks for beside its answer: the usage behind a stream or in each of its chunks, and token ids.
+    `n` is the number of choices of each prompt."""
 
     usage: bool = False
     continuous_usage: bool = False
@@ -42,7 +42,7 @@ class Extras(NamedTuple):
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Extras:
-        """Of a body that need not be valid."""
+        """The extras of a body, which need not be valid."""
         options = body.get("stream_options")
         options = options if isinstance(options, dict) else {}
         n = body.get("n")
@@ -55,7 +55,7 @@ class Extras(NamedTuple):
 
 
 class Renderer:
-    """Renders one request. `streaming` decides between chunks and whole objects."""
+    """Renders one request, as chunks if `streaming`, else as one object."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class Renderer:
             self._head["service_tier"] = "default" if service_tier == "auto" else service_tier
 
     def begin(self, accepted: Accepted) -> None:
-        """Whoever renders this request, and when, says the same of it."""
+        """Take the time and prompts of the request, so that every renderer of it writes the same bytes."""
         self._head["created"] = accepted.created
         self._accepted = accepted
 
     def chunks(self, token: Token) -> Iterator[bytes]:
-        """SSE messages for one token event; none for one that says nothing yet, as where a character takes several."""
+        """The SSE messages of a token event; none for one without content, as of an incomplete character."""
         reason = token.finish_reason and _REASONS[token.finish_reason]
         is_news = token.text or token.reasoning or token.tool_calls or token.logprobs or reason is not None
         self._told += len(token.token_ids)
@@ -127,7 +127,7 @@ class Renderer:
         return orjson.dumps({**self._head, **head, "choices": choices, "usage": _usage(done.usage)})
 
     def _add_extras(self, choice: dict[str, Any], said: list[Token], *, first: bool) -> dict[str, Any]:
-        """To a choice, of which `said` is told now, what vLLM has there; gives what belongs beside the choices."""
+        """Add vLLM's fields to a choice that renders `said`; returns those that belong beside the choices."""
         if (reason := said[-1].stop_reason if said else None) is not None:
             choice["stop_reason"] = reason
         if not self._extras.token_ids:
@@ -218,7 +218,7 @@ def error_payload(error: ErrorBody) -> dict[str, Any]:
 
 
 def error_message(error: ErrorBody) -> bytes:
-    """An error inside a stream: without it the client takes a cut for success."""
+    """The SSE message of an error, without which a client takes a broken stream for a complete one."""
     return b"data: " + orjson.dumps(error_payload(error)) + b"\n\n"
 
 

@@ -1,6 +1,6 @@
-"""From the events of a response, and of the chat requests that are its turns, to OpenAI's Responses API: pure.
+"""Renders the events of a response and of its turns, which are chat requests, for OpenAI's Responses API. Pure.
 
-The same events give the same bytes, whoever reads them and when; so a client that was cut off goes on where it was.
+The same events give the same bytes at any bridge and time, so a client whose stream broke can resume it.
 """
 
 from __future__ import annotations
@@ -75,12 +75,11 @@ _DEFAULTS: _Object = {
 
 
 class ResponseRenderer:
-    """Renders one response: fed with its own events and those of its turns, in order, it tells what comes behind the
-    message `starting_after`. `body` is the request as it came, and looked at no sooner than it was accepted; `created`
-    is in Unix seconds."""
+    """Renders one response from its own events and those of its turns, in order; it omits messages up to
+    `starting_after`. `body` is the request as it came, and not read before it was accepted; `created` is in Unix seconds."""
 
     def __init__(self, id: str, body: Mapping[str, Any], created: int, *, model: str, starting_after: int = -1) -> None:
-        self.started = False  # whether the response has begun to be told
+        self.started = False  # whether the response's first message was rendered
         self.finished = False
         self._id = id
         self._body = body
@@ -89,7 +88,7 @@ class ResponseRenderer:
         self._ending: _Object = {"status": "queued" if body.get("background") else "in_progress"}
         self._starting_after = starting_after
         self._sequence = 0
-        self._places: dict[str, int] = {}  # item id → output index
+        self._output_indices: dict[str, int] = {}  # item id → output index
         self._output: dict[str, _Object] = {}  # item id → item, in order
         self._unfinished: list[str] = []  # ids of items
         self._turn: TurnItems | None = None
@@ -97,16 +96,16 @@ class ResponseRenderer:
         self._usages: list[Mapping[str, int]] = []  # of turns that have ended
 
     def render(self, event: Event) -> bytes:
-        """SSE messages; none for an event that says nothing, nor behind the end."""
+        """The SSE messages of an event; none for queue positions, nor behind the end."""
         if self.finished or isinstance(event, Queued):
             return b""
         return b"".join(self._tell(event) if event.request == self._id else self._tell_turn(event))
 
     def broken(self, error: ErrorBody) -> bytes:
-        """The last message of a stream whose response has no place, or goes on elsewhere."""
-        place = max(self._sequence, self._starting_after + 1)
+        """The last message of a stream whose response was refused, or continues at another bridge."""
+        number = max(self._sequence, self._starting_after + 1)
         said = {"code": error.code, "message": error.message, "param": error.param}
-        return sse({"type": "error", **said, "sequence_number": place})
+        return sse({"type": "error", **said, "sequence_number": number})
 
     def response(self) -> _Object:
         """The response as it stands."""
@@ -173,11 +172,11 @@ class ResponseRenderer:
                 self._job = ""
                 self._usages.append(asdict(event.usage))
                 yield from self._tell_changes(self._turn.finish(event.finish_reasons[0]))
-            case _:  # how the response goes on is for its own events to say
+            case _:  # the response's own events say how it continues
                 pass
 
     def _leave_turn(self) -> Iterator[bytes]:
-        """Every item that was begun is finished; but what a turn was saying when it broke off is kept nowhere."""
+        """Finish every item that was begun; those of a turn that broke off are not part of the response."""
         is_void = self._turn is not None and bool(self._job or self._unfinished)
         if self._turn and self._job:
             yield from self._tell_changes(self._turn.finish("error"))
@@ -201,7 +200,7 @@ class ResponseRenderer:
 
     def _tell_item(self, item: _Object, *, finished: bool) -> Iterator[bytes]:
         kind, id = item["type"], item["id"]
-        if id not in self._places:
+        if id not in self._output_indices:
             yield from self._add(item | _EMPTY.get(kind, {}))
             if kind == "mcp_call":
                 if item["arguments"]:
@@ -212,30 +211,30 @@ class ResponseRenderer:
 
     def _add(self, item: _Object) -> Iterator[bytes]:
         id, kind = item["id"], item["type"]
-        place = self._places[id] = len(self._places)
+        index = self._output_indices[id] = len(self._output_indices)
         self._output[id] = item
         self._unfinished.append(id)
-        yield self._message("output_item.added", output_index=place, item=item)
+        yield self._message("output_item.added", output_index=index, item=item)
         if kind in _RUN:
-            yield self._message(f"{kind}.in_progress", **self._place(item))
+            yield self._message(f"{kind}.in_progress", **self._position(item))
         if kind in _PARTS:
-            yield self._message("content_part.added", **self._place(item), part=_PARTS[kind])
+            yield self._message("content_part.added", **self._position(item), part=_PARTS[kind])
 
     def _delta(self, change: Change) -> bytes:
         kind = change.item["type"]
         logprobs = {"logprobs": change.logprobs} if kind == "message" else {}
-        return self._message(f"{_TEXTS[kind]}.delta", **self._place(change.item), delta=change.delta, **logprobs)
+        return self._message(f"{_TEXTS[kind]}.delta", **self._position(change.item), delta=change.delta, **logprobs)
 
     def _whole(self, item: _Object) -> Iterator[bytes]:
-        kind, place = item["type"], self._place(item)
+        kind, position = item["type"], self._position(item)
         self._output[item["id"]] = item
         if kind in _PARTS:
             part = item["content"][0]
             logprobs = {"logprobs": part["logprobs"]} if kind == "message" else {}
-            yield self._message(f"{_TEXTS[kind]}.done", **place, text=part["text"], **logprobs)
-            yield self._message("content_part.done", **place, part=part)
+            yield self._message(f"{_TEXTS[kind]}.done", **position, text=part["text"], **logprobs)
+            yield self._message("content_part.done", **position, part=part)
         elif kind in _TEXTS:
-            yield self._message(f"{_TEXTS[kind]}.done", **place, arguments=item["arguments"])
+            yield self._message(f"{_TEXTS[kind]}.done", **position, arguments=item["arguments"])
         if item.get("status") != "in_progress":
             yield from self._finish(item)
 
@@ -245,12 +244,12 @@ class ResponseRenderer:
         self._unfinished.remove(id)
         if kind in _RUN and item.get("status") != "incomplete":
             outcome = "completed" if item["error"] is None else "failed"
-            yield self._message(f"{kind}.{outcome}", **self._place(item))
-        yield self._message("output_item.done", output_index=self._places[id], item=item)
+            yield self._message(f"{kind}.{outcome}", **self._position(item))
+        yield self._message("output_item.done", output_index=self._output_indices[id], item=item)
 
-    def _place(self, item: _Object) -> _Object:
-        place = {"item_id": item["id"], "output_index": self._places[item["id"]]}
-        return place | {"content_index": 0} if item["type"] in _PARTS else place
+    def _position(self, item: _Object) -> _Object:
+        position = {"item_id": item["id"], "output_index": self._output_indices[item["id"]]}
+        return position | {"content_index": 0} if item["type"] in _PARTS else position
 
     def _message(self, name: str, **fields: Any) -> bytes:
         number = self._sequence
@@ -274,7 +273,7 @@ def response_object(begun: Begun, turns: Sequence[Turned], ended: Ended | None) 
 
 
 def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object:
-    """What is said of the request, without its secrets."""
+    """The fields that repeat the request, without its secrets."""
     given = {name: value for name, value in body.items() if value is not None}
     conversation = given.get("conversation")
     tier = given.get("service_tier", "auto")

@@ -37,7 +37,7 @@ def chat_messages(
     Raises `InvalidRequest` for an output without its call and a reference to nothing.
     """
     names = {(tool.label, tool.tool): tool.name for tool in tools}
-    functions = {place: name for name, place in namespaced.items()}
+    functions = {key: name for name, key in namespaced.items()}
     asked = {item["id"] for item in items if item["type"] == "mcp_approval_request"}
     answers = {
         item["approval_request_id"]: item
@@ -48,7 +48,7 @@ def chat_messages(
     chat = _Chat()
     if instructions:
         chat.say("system", instructions)
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         match item["type"]:
             case "message" if item["role"] == "assistant":
                 turn = chat.turn(item)
@@ -63,8 +63,8 @@ def chat_messages(
                 own: str = item["name"]
                 chat.call(item, item["call_id"], functions.get((item.get("namespace", ""), own), own))
             case "function_call_output":
-                if not chat.answer(item["call_id"], _text(item["output"])) and place >= before:
-                    param = f"input[{place - before}].call_id"
+                if not chat.answer(item["call_id"], _text(item["output"])) and index >= before:
+                    param = f"input[{index - before}].call_id"
                     raise InvalidRequest(f"{param}: no call before it has the id {item['call_id']!r}.", param=param)
                 chat.answered = True
             case "mcp_call" | "mcp_approval_request" if item.get("approval_request_id") not in asked:
@@ -73,8 +73,8 @@ def chat_messages(
                     name: str = item["name"]
                     chat.call(item, item["id"], names.get((item["server_label"], name), name))
                     chat.answer(item["id"], _outcome(answer))
-            case "item_reference" if item["id"] not in known and place >= before:
-                param = f"input[{place - before}].id"
+            case "item_reference" if item["id"] not in known and index >= before:
+                param = f"input[{index - before}].id"
                 raise InvalidRequest(f"{param}: there is no item {item['id']!r} before it.", param=param)
         known.add(item["id"])
     chat.close()

@@ -222,9 +222,9 @@ class Approval(NamedTuple):
 
 def input_items(given: str | Sequence[InputItem] | None, owner: str) -> Items:
     """The items in full, as they are shown and kept. One that has no id gets one from the id of its `owner` and its
-    place; references are left for whoever knows the other items."""
+    position; references are left to a caller that knows the other items."""
     items = [Message(role="user", content=given)] if isinstance(given, str) else given or ()
-    return [_in_full(item, f"{owner.rpartition('_')[2]}i{place}") for place, item in enumerate(items)]
+    return [_in_full(item, f"{owner.rpartition('_')[2]}i{index}") for index, item in enumerate(items)]
 
 
 def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
@@ -249,12 +249,12 @@ def approved_calls(history: Items, given: Items) -> list[Approval]:
     answered = {item["approval_request_id"] for item in history if item.get("approval_request_id")}
     made = {item.get("approval_request_id") for item in given if item["type"] == "mcp_call"}
     found = []
-    for place, item in enumerate(given):
+    for index, item in enumerate(given):
         if item["type"] == "mcp_approval_request":
             asked.setdefault(item["id"], item)  # what is kept here stands
         if item["type"] != "mcp_approval_response":
             continue
-        request, param = item["approval_request_id"], f"input[{place}].approval_request_id"
+        request, param = item["approval_request_id"], f"input[{index}].approval_request_id"
         if request not in asked:
             raise InvalidRequest(f"{param}: nothing before it asks for approval as {request!r}.", param=param)
         if request in answered:

@@ -161,7 +161,7 @@ class ResponsesRequest(Body):
             if isinstance(space, NamespaceTool)
             for tool in space.tools
         }
-        named = [inside[place].model_copy(update={"name": name}) for name, place in self.namespaced.items()]
+        named = [inside[key].model_copy(update={"name": name}) for name, key in self.namespaced.items()]
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)] + named
 
     @property
@@ -180,9 +180,9 @@ class ResponsesRequest(Body):
 
     def sources(self, tenant: str = "default") -> tuple[Source, ...]:
         """Where the tools come from that are run here. Raises `InvalidRequest` for a secret that is not sealed."""
-        for place, tool in enumerate(self.tools or ()):
+        for index, tool in enumerate(self.tools or ()):
             if isinstance(tool, McpTool) and tool.secrets:
-                param = f"tools[{place}].{'headers' if tool.headers else 'authorization'}"
+                param = f"tools[{index}].{'headers' if tool.headers else 'authorization'}"
                 raise InvalidRequest(f"{param}: secrets are taken over HTTP alone, which seals them.", param=param)
         return tuple(tool.source.model_copy(update={"tenant": tenant}) for tool in self.mcp_tools)
 
@@ -274,20 +274,20 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
     if request.background and request.store is False:
         yield "background", "what runs in the background is stored; leave store out"
     names: set[str] = set()
-    for place, tool in enumerate(request.tools or ()):
+    for index, tool in enumerate(request.tools or ()):
         if isinstance(tool, HostedTool):
             continue
         if isinstance(tool, NamespaceTool) and len({one.name for one in tool.tools}) < len(tool.tools):
-            yield f"tools[{place}].tools", "two functions have one name"
+            yield f"tools[{index}].tools", "two functions have one name"
         part, name = ("server_label", tool.server_label) if isinstance(tool, McpTool) else ("name", tool.name)
         if (key := f"{tool.type} {name}") in names:
-            yield f"tools[{place}].{part}", f"there is another {name!r}"
+            yield f"tools[{index}].{part}", f"there is another {name!r}"
         names.add(key)
         if isinstance(tool, McpTool):
             if tool.authorization and any(header.lower() == "authorization" for header in tool.headers or ()):
-                yield f"tools[{place}].authorization", "headers have one too"
+                yield f"tools[{index}].authorization", "headers have one too"
             if tool.sealed is not None and tool.secrets:
-                yield f"tools[{place}].sealed", "stands for headers and authorization, and not beside them"
+                yield f"tools[{index}].sealed", "stands for headers and authorization, and not beside them"
     if len(request.namespaced) < sum(
         len(tool.tools) for tool in request.tools or () if isinstance(tool, NamespaceTool)
     ):

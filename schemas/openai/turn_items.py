@@ -36,8 +36,8 @@ class Change(NamedTuple):
 
 def item_id(kind: str, turn: TurnId, number: int) -> str:
     """The id of the item `number` of a turn; what was there before the first turn belongs to turn 0."""
-    place = f"{turn.turn:04}{turn.attempt:04}{number:04}"
-    return f"{_PREFIXES[kind]}_{turn.response.removeprefix('resp_')}{place}"
+    position = f"{turn.turn:04}{turn.attempt:04}{number:04}"
+    return f"{_PREFIXES[kind]}_{turn.response.removeprefix('resp_')}{position}"
 
 
 class TurnItems:

@@ -71,7 +71,7 @@ def test_what_is_right_breaks_no_law() -> None:
         ("events are contiguous", (ACCEPTED, TWO, OTHER, DONE)),
         ("events end with the finish reason", (ACCEPTED, ONE, TWO, TWO, OTHER, DONE)),
         ("every choice has its finish reason", (ACCEPTED, ONE, OTHER, DONE)),
-        ("the usage is what was said", (ACCEPTED, ONE, TWO, OTHER, Done("r", DONE.finish_reasons, Usage(7, 5, 12)))),
+        ("the usage counts the tokens", (ACCEPTED, ONE, TWO, OTHER, Done("r", DONE.finish_reasons, Usage(7, 5, 12)))),
         ("events are the request's own", (ACCEPTED, ONE, TWO, OTHER, Done("q", DONE.finish_reasons, DONE.usage))),
         ("items have every number once", (ACCEPTED, ItemEvent("r", 0, {}), ItemEvent("r", 0, {}), FAILED)),
         ("items have every number once", (ACCEPTED, ItemEvent("r", 1, {}), FAILED)),

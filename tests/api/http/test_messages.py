@@ -421,7 +421,7 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
             "messages[0].content[0].content[0]: Input should be a block of type text or tool_reference",
         ),
         (content({"type": "tool_result", "tool_use_id": "t9"}), "no tool_use before it has the id 't9'"),
-        (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "tool_use has no place here"),
+        (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "tool_use cannot stand here"),
         (content("Hello"), "messages[0].content[0]"),
         (content(role="tool"), "messages[0].role"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
