@@ -229,7 +229,8 @@ def _described(command: Any, name: str) -> Iterator[str]:
 def _option(one: Any) -> tuple[str, str, str]:
     names = [*one.opts, *one.secondary_opts] if one.opts[0].startswith("-") else [one.name.upper()]
     shown = one.show_default if isinstance(one.show_default, str) else _shown(one.default)
-    return ", ".join(f"`{name}`" for name in names), shown, str(one.help or "").replace("\\[", "[")
+    meaning = str(one.help or "").replace("\\[", "[") + (f" Also `{one.envvar}`." if one.envvar else "")
+    return ", ".join(f"`{name}`" for name in names), shown, meaning
 
 
 def _range(kind: dict[str, Any]) -> str:
