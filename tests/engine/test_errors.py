@@ -214,7 +214,7 @@ def test_requests_that_can_never_be_served(
     ("change", "message"),
     [
         ({"seed": 2**63}, "does not fit into 64 bits"),
-        ({"generated": ((5,), (6,))}, "generated has 2 choices; n is 1"),
+        ({"generated": ((5,), (6,))}, "generated has 2 choices, but n is 1"),
         ({"generated": ((512,),)}, "generated: token id 512 is outside"),
     ],
 )

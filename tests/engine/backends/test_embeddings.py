@@ -264,7 +264,7 @@ def test_what_is_no_such_model_is_refused_at_load(tmp_path: Path, model_director
         ({"quantization": "int8"}, "quantization"),
         ({"cache_answers": True}, "cache_answers"),
         ({"device": "cuda:99"}, "cuda:99"),
-        ({"max_sequence_length": 257}, "has 256 tokens"),
+        ({"max_sequence_length": 257}, "takes 256 tokens"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_at_load(values: dict[str, Any], message: str) -> None:
