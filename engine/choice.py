@@ -1,4 +1,4 @@
-"""One choice of one request while it runs: what is common to all backends between a sampled token and a delta."""
+"""One choice of a request while it runs: the part that all backends share, from a sampled token to a delta."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprob:
-    """Log-probability of a chosen token under the raw distribution, and its best rivals as (id, log-probability)."""
+    """The log-probability of a chosen token in the raw distribution, and the best tokens as (id, log-probability)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -30,37 +30,37 @@ class ChosenLogprob:
 class Choice:
     """The state of one choice.
 
-    A backend reads `prompt`, `tokens` and `finish`, samples within `matcher`, and calls `append`; of the rest it sets
-    `cached_tokens`, `pending`, `is_waiting` and `num_computed`. A token leaves in a delta together with its text: while
-    some of the text may be the beginning of a stop string, both are held back. Stop strings are looked for from the
-    token on with which `min_tokens` is reached; text before it cannot be part of one.
+    A backend reads `prompt`, `tokens` and `finish`, samples within `matcher`, and calls `append`; it also sets
+    `cached_tokens`, `pending`, `is_waiting` and `num_computed`. A delta carries a token together with its text: while
+    some of the text may be the start of a stop string, both are held back. Stop strings are matched only from the token
+    on that reaches `min_tokens`; earlier text cannot be part of one.
 
-    Where the log-probabilities of the prompt are asked for, a backend hands them to `score` before the first `append`.
+    If the request asks for the prompt's log-probabilities, a backend passes them to `score` before the first `append`.
     """
 
     def __init__(
         self,
         request: EngineRequest,
-        place: int,
+        index: int,
         tokenizer: TokenizerLike,
         info: ModelInfo,
         matcher: Matcher | None = None,
     ) -> None:
-        """The choice at `place` of `request`, counted from 0, replayed to where an earlier holder left it.
+        """The choice `index` of `request`, counted from 0, advanced by the tokens that `request.generated` has for it.
 
-        `matcher` is the choice's own, at the beginning of the request's grammar.
+        `matcher` is the choice's own, at the start of the request's grammar.
         """
         params = request.params
         self.request = request
-        self.number = request.first_choice + place
+        self.number = request.first_choice + index
         self.prompt = request.prompt
         self.matcher = matcher
         self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
         self.finish: FinishReason | None = None  # why no token will follow; set by `_advance`, `end`, `fail`
-        self.cached_tokens = 0  # prompt tokens that were not computed again; set by the backend
-        self.pending = 0  # tokens that the model has chosen and nobody has read yet; set by the backend
-        self.is_waiting = True  # for its turn behind others, or for room; set by the backend
-        self.num_computed = 0  # tokens computed for it, those computed again included; set by a backend with chunks
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache; set by the backend
+        self.pending = 0  # tokens chosen on the device that the host has not read yet; set by the backend
+        self.is_waiting = True  # for its turn or for room; set by the backend
+        self.num_computed = 0  # tokens computed so far, recomputed ones included; set by a backend with chunked prefill
         self.end_token_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else tokenizer.eos_token_ids
         )
@@ -75,35 +75,35 @@ class Choice:
             self._scores.append(TokenLogprob(first.text, self.prompt[0], None, first.bytes))
         self._stops = StopMatcher(params.stop)
         self._length = 0  # characters of clean text so far; set by `_add_text`
-        self._text = ""  # clean text that no delta has carried yet; set by `_add_text` and `_take`
-        self._unsent: deque[tuple[int, TokenLogprob | None]] = deque()  # its tokens, each with its end in the text
-        for token in request.generated[place] if request.generated else ():
+        self._text = ""  # clean text not yet in a delta; set by `_add_text` and `_take`
+        self._unsent: deque[tuple[int, TokenLogprob | None]] = deque()  # tokens not yet in a delta: end in the text, …
+        for token in request.generated[index] if request.generated else ():
             self._advance(token, None)
         self._text = ""
         self._unsent.clear()
 
     @property
     def index(self) -> int:
-        """The place of the next token to be chosen."""
+        """The index of the next token to choose."""
         return len(self.tokens) + self.pending
 
     @property
     def is_complete(self) -> bool:
-        """Whether no token is to be chosen any more."""
+        """Whether all tokens are chosen."""
         return self.finish is not None or self.index >= self._limit
 
     @property
     def is_scored(self) -> bool:
-        """Whether nobody needs the log-probabilities of the prompt, or not again."""
+        """Whether the log-probabilities of the prompt are complete, or not needed."""
         return not self.request.params.prompt_logprobs or bool(self.tokens) or len(self._scores) == len(self.prompt)
 
     def score(self, start: int, logprobs: Sequence[ChosenLogprob]) -> None:
-        """Take the log-probabilities of the prompt's tokens from place `start` on, 1 or where the last ones ended."""
+        """Add the log-probabilities of the prompt from token `start` on: first 1, then where the last call ended."""
         tokens = self.prompt[start : start + len(logprobs)]
         self._scores[start:] = [self._describe(*one) for one in zip(tokens, logprobs, strict=True)]
 
     def append(self, token: int, logprob: ChosenLogprob | None = None) -> Delta | None:
-        """Take the next token; the delta that it makes ready, if any. May set `finish`."""
+        """Add the next token; returns the delta that is ready to send, if any. May set `finish`."""
         self._advance(token, None if logprob is None else self._describe(token, logprob))
         if self.finish is not None:
             return self._take(len(self._unsent))
@@ -116,20 +116,20 @@ class Choice:
         return self._take(ready) if ready else None
 
     def end(self, reason: FinishReason) -> Delta:
-        """Finish from outside; the last delta brings what was still held back."""
+        """Finish the choice for `reason`; returns the last delta, with all that was held back."""
         if self.finish is None:
             self._add_text(self._detokenizer.flush())
         self.finish = reason
         return self._take(len(self._unsent))
 
     def fail(self, cause: Exception) -> Delta:
-        """Finish with an error; works even where decoding is what failed.
+        """Finish with an error, even if decoding is what failed; returns the last delta.
 
-        Only a `Refusal` speaks to the client; other causes go to the log.
+        The client sees the message of a `Refusal`; other causes go to the log.
         """
         if not isinstance(cause, Refusal):
             _log.error("request %s failed", self.request.id, exc_info=cause)
-            cause = GenerationFailed(f"the engine failed on this request ({type(cause).__name__})")
+            cause = GenerationFailed(f"the engine failed on this request ({type(cause).__name__}); send it again")
         self.finish = "error"
         return self._take(len(self._unsent), ErrorBody.of(cause))
 
@@ -153,7 +153,7 @@ class Choice:
             self.finish = "length"
 
     def _add_text(self, text: str) -> bool:
-        """Add clean text; whether it was cut at a stop string."""
+        """Add clean text; returns whether a stop string cut it."""
         self._text += text
         self._length += len(text)
         if not self.request.params.stop or len(self.tokens) < self.request.params.min_tokens:
@@ -166,7 +166,7 @@ class Choice:
         return True
 
     def _take(self, count: int, error: ErrorBody | None = None) -> Delta:
-        """Make a delta of the first `count` unsent tokens; all text goes with the last of them."""
+        """Make a delta of the first `count` unsent tokens and their text."""
         index = len(self.tokens) - len(self._unsent)
         taken = [self._unsent.popleft() for _ in range(count)]
         text, self._text = self._text, ""
@@ -191,7 +191,7 @@ class Choice:
         )
 
     def _stop_reason(self) -> str | int | None:
-        """The stop string or token of the request's own that ended the choice."""
+        """The request's stop string or stop token that ended the choice."""
         if self.finish == "stop_sequence":
             return self._stops.found
         last = self.tokens[-1] if self.tokens else None

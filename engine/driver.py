@@ -1,4 +1,4 @@
-"""The engine's thread: takes requests in, steps the backend, hands deltas out. Nothing else touches the backend."""
+"""The engine's thread: accepts requests, steps the backend, delivers deltas. Nothing else touches the backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .choice import Choice
 from .handle import RequestHandle
 from .stalls import StallClock
 
-_Key = tuple[str, int, int]  # request, epoch, choice: what a delta is addressed with
+_Key = tuple[str, int, int]  # request, epoch, choice: the address of a delta
 
 _log = logging.getLogger(__name__)
 
@@ -45,18 +45,18 @@ class _Running(NamedTuple):
 class Driver:
     """Owns a backend and the thread that loads and runs it.
 
-    `submit`, `cancel` and `close` may be called from any thread; they leave a command that takes effect between two
-    steps. The thread sleeps while there is nothing to do.
+    Any thread may call `submit`, `cancel` and `close`; they queue a command that takes effect between two steps. The
+    thread sleeps while it has no work.
 
-    No other thread computes: OpenMP keeps helpers for each thread that ever did, and once they outnumber the cores they
-    sleep between any two products instead of spinning, at half the speed.
+    No other thread may compute: OpenMP keeps a team for each thread that ever did, and once the teams outnumber the
+    cores, their threads sleep between products instead of spinning, which halves the speed.
     """
 
     def __init__(self, load: Callable[[], Backend], stall_timeout: float) -> None:
-        """Returns when `load` has; raises what it raised. See `StallClock` for `stall_timeout`, in seconds."""
-        self.num_steps = 0  # set by the thread: rises for as long as it is alive and has work
-        self.num_tokens = 0  # generated, all requests together; set by the thread
-        self.error: BaseException | None = None  # what ended the thread; set by the thread
+        """Start the thread and wait for `load`, which may raise. `stall_timeout` is in seconds: see `StallClock`."""
+        self.num_steps = 0  # set by the thread: grows as long as it lives and has work
+        self.num_tokens = 0  # generated, for all requests; set by the thread
+        self.error: BaseException | None = None  # the exception that ended the thread; set by the thread
         self._commands: deque[_Add | _Cancel | _Call] = deque()
         self._running: dict[_Key, _Running] = {}
         self._changed = threading.Condition()  # guards the two above and `_closing`
@@ -75,33 +75,33 @@ class Driver:
     def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
         """Run the choices of one request; their deltas go to `handle`.
 
-        Raises `InvalidRequest` for choices that are running already, `GenerationFailed` once the thread has ended.
+        Raises `InvalidRequest` for choices that already run, `GenerationFailed` once the thread has ended.
         """
         new = {_key(choice): _Running(choice, handle) for choice in choices}
         with self._changed:
             if not self.healthy:
                 raise GenerationFailed("the engine has stopped")
             if new.keys() & self._running.keys():
-                raise InvalidRequest(f"request {handle.request.id!r} is running already", param="id")
+                raise InvalidRequest(f"request {handle.request.id!r} already runs; choose another id", param="id")
             self._running |= new
             self._commands.extend(_Add(running.choice) for running in new.values())
             self._changed.notify()
 
     def cancel(self, request: str) -> bool:
-        """Stop every choice of `request` before its next token; whether any was running."""
+        """Stop every choice of `request` before its next token. Returns whether any was running."""
         with self._changed:
             choices = [running.choice for key, running in self._running.items() if key[0] == request]
         self.cancel_choices(choices)
         return bool(choices)
 
     def cancel_choices(self, choices: list[Choice]) -> None:
-        """Stop these before their next token; those that have finished stay as they are."""
+        """Stop these choices before their next token; finished ones stay as they are."""
         with self._changed:
             self._commands.append(_Cancel(choices))
             self._changed.notify()
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
-        """Run something between two steps, on the thread that owns the backend.
+        """Run `work` between two steps, on the thread that owns the backend.
 
         Raises `GenerationFailed` once the thread has ended.
         """
@@ -114,7 +114,7 @@ class Driver:
         return result
 
     def close(self, timeout: float | None) -> bool:
-        """Cancel what runs, free the model and end the thread; whether it ended within `timeout` seconds."""
+        """Cancel what runs, free the model and end the thread. Returns whether it ended within `timeout` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -139,7 +139,7 @@ class Driver:
             self._refuse_calls()
             self.backend.close()
         except BaseException as error:
-            _log.exception("the engine's thread has ended")
+            _log.exception("engine thread died")
             with self._changed:
                 self.error = error
             stopped = GenerationFailed("the engine has stopped")
@@ -147,7 +147,7 @@ class Driver:
             self._refuse_calls()
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do; False when it is time to end."""
+        """Sleep until there is work; returns False when the thread should end."""
         with self._changed:
             while not self._commands and not self._closing and (delay := self.backend.delay()) > 0:
                 delay = min(delay, self._stalls.interval if self._running else inf)
@@ -157,7 +157,7 @@ class Driver:
             return not self._closing
 
     def _obey(self) -> list[Delta]:
-        """Carry out the commands; the deltas of what ends by them."""
+        """Execute the queued commands; returns the deltas of the choices that they end."""
         with self._changed:
             commands, self._commands = self._commands, deque()
         deltas = []
@@ -166,7 +166,7 @@ class Driver:
                 case _Add(choice):
                     if choice.finish is None:
                         self.backend.add(choice)
-                    else:  # an earlier holder had sent its last token already
+                    else:  # another worker has already sent its last token
                         deltas.append(choice.end(choice.finish))
                 case _Cancel(choices):
                     for choice in choices:
@@ -184,8 +184,8 @@ class Driver:
         try:
             return self.backend.step() if self.backend.delay() <= 0 else []
         except Exception as error:
-            # The backend could not say whose fault it was, so everything it held may be damaged.
-            _log.exception("a step of the engine failed")
+            # The backend could not attribute the failure, so all of its choices may be damaged.
+            _log.exception("engine step failed")
             with self._changed:
                 untouched = {command.choice for command in self._commands if isinstance(command, _Add)}
             damaged = [choice for choice in self._unfinished() if choice not in untouched]
@@ -194,10 +194,10 @@ class Driver:
             return [choice.fail(error) for choice in damaged]
 
     def _end_stalls(self) -> list[Delta]:
-        """Have the backend begin again what it does not go on with; the last deltas of what that did not help."""
+        """Restart choices that stall for the first time, and fail the others; returns the last deltas of these."""
         deltas = []
-        told = f"no progress for {self._stall_timeout:g} s"
-        error = GenerationFailed(f"The engine made {told}, twice; send the request again.")
+        limit = self._stall_timeout
+        error = GenerationFailed(f"The engine made no progress for {limit:g} s, twice; send the request again.")
         restarted, failed = set(), set()
         for choice, is_first in self._stalls.check(self._unfinished()):
             self.backend.remove(choice)
@@ -209,25 +209,25 @@ class Driver:
                 deltas.append(choice.fail(error))
                 failed.add(choice.request.id)
         for request in restarted:
-            _log.warning("request %s has made %s: it begins again", request, told)
+            _log.warning("request %s made no progress for %g s, restarting it", request, limit)
         for request in failed:
-            _log.error("request %s has made %s, the second time: it ends", request, told)
+            _log.error("request %s made no progress for %g s again, failing it", request, limit)
         return deltas
 
     def _refuse_calls(self) -> None:
-        """Nobody will run them any more."""
+        """Fail the calls that the thread will no longer run."""
         with self._changed:
             for command in self._commands:
                 if isinstance(command, _Call):
                     command.result.set_exception(GenerationFailed("the engine has stopped"))
 
     def _unfinished(self) -> list[Choice]:
-        """Everything whose last delta has not been delivered."""
+        """The choices whose last delta has not been delivered."""
         with self._changed:
             return [running.choice for running in self._running.values()]
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """Put deltas into their handles and wake the readers: one call for each event loop, not for each token."""
+        """Put deltas into their handles and wake the readers, with one call for each event loop."""
         loops: dict[asyncio.AbstractEventLoop, dict[RequestHandle, None]] = {}
         with self._changed:
             for delta in deltas:
@@ -241,7 +241,7 @@ class Driver:
         for loop, handles in loops.items():
             try:
                 loop.call_soon_threadsafe(_wake, list(handles))
-            except RuntimeError:  # the loop is closed, so nobody will ever read this
+            except RuntimeError:  # the loop is closed: no one will read these handles
                 for handle in handles:
                     handle.cancel()
 

@@ -1,4 +1,4 @@
-"""Where the engine's thread leaves a request's deltas, and where whoever asked picks them up."""
+"""The handle of a request: the engine's thread puts its deltas in, and the caller takes them out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .request import EngineRequest
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
-    """Adjacent deltas of each choice made into one, choices in order of their first delta."""
+    """Merge the deltas of each choice into one, in order of the choices' first deltas."""
     by_choice: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_choice.setdefault(delta.choice, []).append(delta)
@@ -33,9 +33,9 @@ def _join(parts: list[Delta]) -> Delta:
 
 
 class RequestHandle:
-    """A running request, read in the event loop that opened it.
+    """A running request; read it in the event loop that opened it.
 
-    Deltas come from the engine's thread through a deque, which needs no lock for that.
+    Deltas arrive from the engine's thread through a deque, which needs no lock.
     """
 
     def __init__(self, request: EngineRequest, cancel: Callable[[], None]) -> None:
@@ -50,18 +50,18 @@ class RequestHandle:
         self._pausing: asyncio.Future[None] | None = None  # set by `pause`
 
     def put(self, delta: Delta) -> None:
-        """Called by the engine's thread, which has `wake` called afterwards."""
+        """Add a delta; the engine's thread calls this, then schedules `wake`."""
         self._pending.append(delta)
         self._unput -= delta.finish_reason is not None
 
     def wake(self) -> None:
-        """Called in `loop` when something was put."""
+        """Wake the reader; called in `loop` after `put`."""
         self._news.set()
         if self._unput == 0 and self._pausing is not None:
             _release(self._pausing)
 
     async def pause(self, seconds: float) -> None:
-        """Let deltas gather for a while, unless nothing more will come."""
+        """Let deltas accumulate for `seconds`, or until the last one has arrived."""
         if self._unput == 0:
             return
         pausing = self._pausing = self.loop.create_future()
@@ -72,7 +72,7 @@ class RequestHandle:
             timer.cancel()
 
     async def take(self) -> list[Delta]:
-        """Wait for news and return all of it, merged: a slow reader gets fewer, larger deltas.
+        """Wait for deltas and return all of them, merged: a slow reader gets fewer, larger deltas.
 
         Never empty, except after the request has finished.
         """
@@ -85,7 +85,7 @@ class RequestHandle:
         return deltas
 
     def cancel(self) -> None:
-        """Stop before the next token; every choice still ends with a delta, its finish reason "cancelled"."""
+        """Stop before the next token; every choice still ends with a delta, with finish reason "cancelled"."""
         if not self.finished:
             self._cancel()
 

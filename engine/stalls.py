@@ -1,4 +1,4 @@
-"""Notices a request that makes no progress while the engine around it lives. Knows no backend and no thread."""
+"""Detects a request that makes no progress while the engine runs. Knows no backend and no thread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from .choice import Choice
 
-_CHECKS = 8  # in the time that a choice may stand still
-_LEAST_CHECKS = 3  # without progress: a single step may take longer than that time, and leave a choice out
+_CHECKS = 8  # checks within the limit
+_LEAST_CHECKS = 3  # without progress before a stall: one step may take longer than the limit and leave a choice out
 
 
 class Stall(NamedTuple):
@@ -20,15 +20,15 @@ class Stall(NamedTuple):
 @dataclass(slots=True)
 class _Watched:
     progress: tuple[int, int]
-    since: float  # clock time of the last progress that was seen
+    since: float  # clock time of the last observed progress
     checks: int = 0  # since then
     stalls: int = 0
 
 
 class StallClock:
-    """A choice stalls once nothing was computed for it in `limit` seconds, though it is its turn.
+    """Reports a choice as stalled if nothing is computed for it in `limit` seconds, though it is its turn.
 
-    While a choice waits for its turn or for room (`Choice.is_waiting`), any other's progress counts as its own.
+    While a choice waits for its turn or for room (`Choice.is_waiting`), any other choice's progress counts as its own.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float]) -> None:
@@ -43,9 +43,9 @@ class StallClock:
         return self._clock() - self._checked >= self.interval
 
     def check(self, unfinished: Iterable[Choice]) -> list[Stall]:
-        """Those of the unfinished choices, all of the engine's, that stall; called between two steps.
+        """The stalled ones among all of the engine's unfinished choices; call it between two steps.
 
-        The clock of a choice starts anew when it is returned.
+        Returning a choice restarts its clock.
         """
         now = self._checked = self._clock()
         before = self._watched

@@ -1,4 +1,4 @@
-"""A choice while the scheduler has it, and what it computes of one in a step. Never sees a tensor."""
+"""The scheduler's view of a choice, and what a step computes of it. Never sees a tensor."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from ..choice import Choice
 from .block_pool import chain, root
 from .blocks import Tables
 
-_PRIORITY = 1_000  # places in line that it is worth
-_MAX_SCORED = 256  # tokens of a step whose logits are all kept
+_PRIORITY = 1_000  # arrivals that one level of priority outranks
+_MAX_SCORED = 256  # the most tokens of a step whose logits are all kept
 
 
 class Row:
-    """One choice while the scheduler has it. All is set by `Scheduler`."""
+    """One choice in the scheduler, which sets all attributes."""
 
-    __slots__ = ("awaits", "choice", "num_computed", "passed", "place", "running", "tables")
+    __slots__ = ("awaits", "choice", "num_computed", "order", "passed", "running", "tables")
 
     def __init__(self, choice: Choice, arrival: int, tables: Tables) -> None:
         self.choice = choice
-        self.place = arrival + _PRIORITY * choice.request.priority  # in line
+        self.order = arrival + _PRIORITY * choice.request.priority  # of the line, ascending
         self.tables = tables
         self.num_computed = 0  # tokens whose keys and values are in the pools
         self.running = False
-        self.awaits = b""  # the key of a block that a running row computes and this one will reuse
-        self.passed = 0  # rows admitted before it while it waited for blocks
+        self.awaits = b""  # the key of a block that another row is computing and this one will reuse
+        self.passed = 0  # rows that were admitted while this one waited for blocks
 
     @property
     def priority(self) -> int:
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def num_lacking(self) -> int:
-        """Tokens that a step may compute; all their logits are kept where a prompt is scored, so these are fewer."""
+        """The tokens that a step may compute; fewer for a scored prompt, since the step keeps all their logits."""
         lacking = self.num_tokens - self.num_computed
         return lacking if self.choice.is_scored else min(lacking, _MAX_SCORED)
 
@@ -45,7 +45,7 @@ class Row:
         return self.num_known + self.choice.pending
 
     def extend_keys(self, block_size: int) -> None:
-        """Bring the chain up to the last full block of known tokens."""
+        """Extend the chain of keys to the last full block of known tokens."""
         keys, prompt, tokens = self.tables.keys, self.choice.prompt, self.choice.tokens
         for end in range((len(keys) + 1) * block_size, self.num_known + 1, block_size):
             begin = end - block_size
@@ -55,7 +55,7 @@ class Row:
 
 
 class Scheduled(NamedTuple):
-    """`num_tokens` of a row's tokens, from `num_computed` on. `samples`: they reach its last, so one is chosen next."""
+    """The next `num_tokens` of a row, from `num_computed` on; `samples` if a token is chosen after them."""
 
     row: Row
     num_tokens: int

@@ -1,14 +1,15 @@
-"""Which tokens the next step computes, and who holds blocks for them. Never sees a tensor, and runs nothing.
+"""Schedules steps: which tokens the next one computes, and which row holds which blocks. Never sees a tensor.
 
-All stand in one line, by priority and then by arrival. Rows that decode come first, one token each; what they leave of
-the step's budget goes to prompts in line order, begun or not, all of one priority, and half a step at most where a more
-urgent row decodes. In the step that ends those prompts rows that decode in a lower priority wait, never twice in a row.
+All rows form one line, ordered by priority and arrival. Decoding rows come first, with one token each. The rest of a
+step's token budget goes to prompts in line order, started or not, all of one priority; they get at most half of the
+step while a more urgent row decodes. In the step that completes those prompts, decoding rows of a lower priority wait,
+but never in two steps in a row.
 
-Where blocks run out, the running row that is last in line gives back all of its own and waits at its old place to be
-computed again; what it had finished stays cached. The first in line always runs.
+When blocks run out, the scheduler preempts the last running row in line: it releases its blocks and waits, in its old
+order, to be computed again; its published blocks stay cached. The first row in line always runs.
 
-A row that waits takes no blocks from those that run, nor is it passed by one of a lower priority while it waits for
-them. No stream of urgent ones keeps a row back for ever: a priority is worth so many places in line, and no more.
+A waiting row takes no blocks from running ones, and no row of a lower priority is admitted while it waits for blocks.
+Urgent rows cannot starve others: a level of priority outranks a limited number of arrivals.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from ..choice import Choice
 from .blocks import KVBlocks, Tables
 from .rows import Row, Scheduled
 
-_MAX_OVERTAKES = 32  # of a row that waits for blocks; then those behind it wait as well
-_MAX_BLOCKED = 8  # rows that wait for blocks are looked at in one step; each costs a match of its whole prompt
-_place = attrgetter("place")
+_MAX_OVERTAKES = 32  # rows admitted past one that waits for blocks; then the rows behind it wait as well
+_MAX_BLOCKED = 8  # rows waiting for blocks that one step considers; each costs a match of its whole prompt
+_order = attrgetter("order")
 
 
 class Scheduler:
-    """Call `schedule`, compute, `commit`; choices may be removed in between, but no row scheduled twice.
+    """Call `schedule`, compute, then `commit`; choices may be removed in between, but not scheduled again.
 
-    Of a choice, no more than `blocks.capacity` tokens can be computed: its owner sees to that. Without `chunked` a
-    prompt is computed in one step, be it larger than `max_step_tokens` (`blocks` must be told), if it is the first.
+    The caller ensures that no choice grows beyond `blocks.capacity` tokens. Without `chunked` a prompt is computed in
+    one step, even if the first in line is larger than `max_step_tokens` (`blocks` must allow for that).
     """
 
     def __init__(
         self, blocks: KVBlocks, max_batch_size: int, max_step_tokens: int, chunked: bool = True, reserved: int = 0
     ) -> None:
-        """`reserved` rows of a batch are for priority 0 alone; one request takes no more than `most_together` of them.
+        """`reserved` rows of a batch are only for priority 0; one request gets at most `most_together` rows.
 
-        Raises `ValueError` where a full batch would leave no token for a prompt.
+        Raises `ValueError` if a step has fewer tokens than a full batch needs.
         """
         if max_step_tokens < max_batch_size:
             raise ValueError(f"{max_step_tokens} tokens a step are too few for {max_batch_size} rows")
@@ -52,15 +53,15 @@ class Scheduler:
         self._max_batch_size = max_batch_size
         self._reserved = min(reserved, max_batch_size - 1)
         self._most_of_one = most_together(max_batch_size)  # rows of one request
-        self._rows_of: Counter[int] = Counter()  # that run, by the identity of their request
+        self._rows_of: Counter[int] = Counter()  # running rows, by the identity of their request
         self._max_step_tokens = max_step_tokens
-        self._share = max(max_step_tokens // 2, 1) if chunked else None  # of a prompt while others wait
+        self._share = max(max_step_tokens // 2, 1) if chunked else None  # the tokens of a prompt while others wait
         self._rows: dict[Choice, Row] = {}
         self._arrivals = 0
         self._waiting: list[Row] = []  # both in line order
         self._running: list[Row] = []
-        self._has_waited = False  # whether the last step left out a row that could decode; set by _decoding
-        self._claims: dict[bytes, Row] = {}  # keys of prompts' blocks -> the running row that will publish them
+        self._has_waited = False  # whether the last step left out a row that could decode; set by `_decoding`
+        self._claims: dict[bytes, Row] = {}  # keys of prompt blocks -> the running row that will publish them
 
     @property
     def num_running(self) -> int:
@@ -74,16 +75,16 @@ class Scheduler:
         return choice in self._rows
 
     def add(self, choice: Choice) -> None:
-        """Put a choice in line. Raises `ValueError` for one that the pools can never hold."""
+        """Queue a choice. Raises `ValueError` for one that the pools can never hold."""
         row = Row(choice, self._arrivals, Tables(len(self._blocks.pools)))
         if row.num_tokens > self._blocks.capacity:
             raise ValueError(f"{row.num_tokens} tokens; the key-value cache holds {self._blocks.capacity}")
         self._arrivals += 1
         self._rows[choice] = row
-        insort(self._waiting, row, key=_place)
+        insort(self._waiting, row, key=_order)
 
     def remove(self, choice: Choice) -> None:
-        """Forget a choice; its finished blocks stay cached. An unknown one is no error."""
+        """Drop a choice; its published blocks stay cached. An unknown one is no error."""
         row = self._rows.pop(choice, None)
         if row is None:
             return
@@ -94,7 +95,7 @@ class Scheduler:
             self._waiting.remove(row)
 
     def discard(self, choice: Choice) -> list[list[int]]:
-        """As `remove`, for one whose keys and values are worthless; its blocks, by group, that nobody has any more."""
+        """`remove` a choice whose keys and values are invalid; returns, by group, its blocks without another holder."""
         row = self._rows[choice]
         blocks = [list(table) for table in row.tables.blocks]
         self._blocks.forget(row.tables)
@@ -103,27 +104,27 @@ class Scheduler:
         return [[b for b in table if not pool.is_held(b)] for table, pool in zip(blocks, pools, strict=True)]
 
     def schedule(self) -> list[Scheduled]:
-        """The rows of the next step, those that decode first; without those whose last token is chosen already.
+        """The rows of the next step, decoding ones first, without those whose last token is already chosen.
 
-        Raises `RuntimeError` where one choice alone has outgrown the pools.
+        Raises `RuntimeError` if one choice alone has outgrown the pools.
         """
         preemptions = self.num_preemptions
         scheduled: list[Scheduled] = []
         prefills: list[Row] = []
-        for row in self._running:  # preemption takes rows off its end, this one at most
+        for row in self._running:  # preemption removes rows from the end, up to this one
             lacking = row.num_tokens - row.num_computed
             if lacking > 1:
                 prefills.append(row)
             elif lacking and not row.choice.is_complete and self._grow(row, row.num_computed + 1):
                 scheduled.append(Scheduled(row, 1, True))
-        if not (prefills or self._waiting):  # nothing of the rest: 20 µs of a step
+        if not (prefills or self._waiting):  # skip the rest: it takes 20 µs
             self._has_waited = False
             return scheduled
         left = self._max_step_tokens - len(scheduled)
         urgent = min((one.row.priority for one in scheduled), default=inf)
         shares: dict[Row, int] = {}
         blocked: list[Row] = []
-        for row in merge(prefills, self._entrants(blocked), key=_place):
+        for row in merge(prefills, self._entrants(blocked), key=_order):
             if left <= 0 or (shares and row.priority != next(iter(shares)).priority):
                 break
             if row.priority > urgent and self._share is not None:
@@ -154,13 +155,13 @@ class Scheduler:
         return scheduled
 
     def commit(self, scheduled: list[Scheduled]) -> None:
-        """The keys and values of these tokens are written, or will be before any later step reads them.
+        """Record that these tokens' keys and values are written, or will be before any later step reads them.
 
-        Best called before their rows' tokens are appended: a row that finishes is removed, and caches no more.
+        Call it before appending the rows' tokens: a row that finishes is removed and publishes no more blocks.
         """
         block_size = self._blocks.block_size
         for row, count, _ in scheduled:
-            if not row.running:  # removed since
+            if not row.running:  # removed meanwhile
                 continue
             row.num_computed += count
             row.choice.num_computed += count
@@ -175,7 +176,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless rows, tables and pools account for each other."""
         for line in (self._waiting, self._running):
-            assert all(one.place <= other.place for one, other in pairwise(line)), "out of line order"
+            assert all(one.order <= other.order for one, other in pairwise(line)), "out of line order"
         assert set(self._rows.values()) == {*self._waiting, *self._running}, "a row is lost"
         assert len(self._rows) == len(self._waiting) + len(self._running), "a row waits and runs"
         assert len(self._running) <= self._max_batch_size, f"{len(self._running)} rows run"
@@ -195,13 +196,13 @@ class Scheduler:
         self._blocks.check_integrity(row.tables for row in self._running)
 
     def _count(self, lacking: int, left: int, first: bool) -> int:
-        """How many of the tokens that a prompt lacks it gets at first; `left` is left of the step's budget."""
+        """How many of its `lacking` tokens a prompt gets at first, with `left` tokens of the step's budget."""
         if self._share is not None:
             return min(lacking, left, self._share)
         return lacking if first or lacking <= left else 0
 
     def _entrants(self, blocked: list[Row]) -> Iterator[Row]:
-        """Rows that wait, in line order, for as long as one may enter; `blocked` gets those that do not fit."""
+        """Yield waiting rows to admit, in line order; the caller adds those that do not fit to `blocked`."""
         for row in self._waiting.copy():
             if len(self._running) == self._max_batch_size or len(blocked) == _MAX_BLOCKED:
                 return
@@ -213,7 +214,7 @@ class Scheduler:
                 yield row
 
     def _match(self, row: Row) -> int | None:
-        """How many leading blocks of a waiting row are cached; None where a running one computes the next."""
+        """How many leading blocks of a waiting row are cached; None if a running row is computing the next one."""
         row.extend_keys(self._blocks.block_size)
         if not row.choice.is_scored:
             return 0
@@ -225,7 +226,7 @@ class Scheduler:
         return matched
 
     def _admit(self, row: Row, matched: int, count: int, shares: dict[Row, int], blocked: list[Row]) -> bool:
-        """Let a waiting row in, with blocks for `count` tokens, if all of it fits beside the prompts in `shares`."""
+        """Admit a waiting row, with blocks for `count` tokens, if all of it fits beside the prompts in `shares`."""
         reserved = sum(map(self._lacking_blocks, shares))
         if not self._blocks.fits(row.tables, matched, row.num_tokens, reserved):
             blocked.append(row)
@@ -238,19 +239,19 @@ class Scheduler:
         return True
 
     def _spread(self, shares: dict[Row, int], left: int) -> None:
-        """Give what is left of the budget to prompts, the first in line first."""
+        """Distribute the rest of the budget to prompts, in line order."""
         if self._share is None:
             return
-        for row in sorted(shares, key=_place):
+        for row in sorted(shares, key=_order):
             more = min(row.num_lacking - shares[row], left)
             if self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
                 shares[row] += more
                 left -= more
 
     def _decoding(self, scheduled: list[Scheduled], shares: dict[Row, int]) -> list[Scheduled]:
-        """Which of the rows that could decode do so beside these prompts.
+        """Which of the decoding rows run in the same step as these prompts.
 
-        Beside 16 others the first token of an urgent prompt of 120 would come a fifth later.
+        16 decoding rows would delay the first token of an urgent prompt of 120 tokens by a fifth.
         """
         ends = all(row.num_computed + count == row.num_tokens for row, count in shares.items())
         if not shares or not ends or self._has_waited:
@@ -265,22 +266,22 @@ class Scheduler:
         return -(-row.num_tokens // self._blocks.block_size) - len(row.tables.blocks[0])
 
     def _grow(self, row: Row, num_tokens: int) -> bool:
-        """Find blocks for a running row, at the cost of those behind it; False where it is preempted itself."""
+        """Extend a running row's tables, preempting rows behind it if need be; False if it is preempted itself."""
         while not self._blocks.grow(row.tables, num_tokens):
             if len(self._running) == 1:
                 raise RuntimeError(f"{num_tokens} tokens of one choice outgrow the key-value cache")
             last = self._running.pop()
             self._leave(last)
-            insort(self._waiting, last, key=_place)
+            insort(self._waiting, last, key=_order)
             self.num_preemptions += 1
             if last is row:
                 return False
         return True
 
     def _enter(self, row: Row, matched: int) -> None:
-        """A row starts running, with its `matched` leading blocks and a claim to the others of its prompt."""
+        """Start a row, which holds its `matched` leading blocks and claims the other blocks of its prompt."""
         self._waiting.remove(row)
-        insort(self._running, row, key=_place)
+        insort(self._running, row, key=_order)
         self._rows_of[id(row.choice.request)] += 1
         self._blocks.attach(row.tables, matched)
         row.running = True
@@ -294,7 +295,7 @@ class Scheduler:
             self._claims.setdefault(key, row)
 
     def _leave(self, row: Row) -> None:
-        """A row stops running: what it holds and claims is free."""
+        """Stop a row and release its blocks and claims."""
         self._unclaim(row, row.tables.keys[row.tables.num_published :])
         self._blocks.release(row.tables)
         request = id(row.choice.request)

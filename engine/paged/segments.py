@@ -1,4 +1,4 @@
-"""Between the scheduler and the runner: rows as segments, and the logits of prompts as their scores."""
+"""Connects the scheduler to the runner: turns rows into segments, and the logits of prompts into scores."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .packing import Segment
 from .rows import Row, Scheduled
 
 
-def to_segment(scheduled: Scheduled, place: int | None) -> Segment:
-    """`place` is that of a pending token among those chosen last."""
+def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:
+    """The segment of a row; `pending` is the index of its token in the last step, if the host has not read that."""
     row, count, samples = scheduled
-    tokens = _tokens(row, count) if place is None else [~place]
+    tokens = _tokens(row, count) if pending is None else [~pending]
     return Segment(tokens, row.num_computed, row.tables.blocks, samples, not row.choice.is_scored)
 
 
 def split_scores(
     scheduled: Sequence[Scheduled], logits: Tensor, sampled: Sequence[int]
 ) -> tuple[Tensor, Sequence[int]]:
-    """Hand prompts their log-probabilities; the logits that are left are those that tokens are chosen from."""
+    """Score prompts with their logits; returns the other logits, from which to choose tokens, and their segments."""
     kept: list[int] = []
-    for index, places in groupby(range(len(sampled)), key=sampled.__getitem__):
-        first, *others = places
+    for index, rows in groupby(range(len(sampled)), key=sampled.__getitem__):
+        first, *others = rows
         row, _, samples = scheduled[index]
         choice, start = row.choice, row.num_computed + 1
         if not choice.is_scored and (tokens := choice.prompt[start : start + 1 + len(others)]):
@@ -33,11 +33,11 @@ def split_scores(
             choice.score(start, score(logits[first : first + len(tokens)], tokens, count))
         if samples:
             kept.append(others[-1] if others else first)
-    return logits[kept], [sampled[place] for place in kept]
+    return logits[kept], [sampled[row] for row in kept]
 
 
 def _tokens(row: Row, count: int) -> Sequence[int]:
-    """`count` tokens from the first that is not computed."""
+    """The next `count` tokens that are not computed."""
     prompt, tokens = row.choice.prompt, row.choice.tokens
     start = row.num_computed - len(prompt)
     if start >= 0:

@@ -176,7 +176,7 @@ async def test_several_prompts_may_share_a_request_id(echo: InferenceEngine) -> 
 
 async def test_the_same_choice_is_refused_while_it_runs(echo: InferenceEngine) -> None:
     handle = echo.open(request("same"))
-    with pytest.raises(InvalidRequest, match="'same' is running already"):
+    with pytest.raises(InvalidRequest, match="'same' already runs"):
         echo.open(request("same"))
     handle.cancel()
 

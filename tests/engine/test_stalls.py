@@ -124,7 +124,7 @@ async def test_a_request_that_stalls_begins_again_and_misses_nothing(caplog: pyt
         assert not mate.finished and engine.stats().num_running == 1
         mate.cancel()
     assert [record.getMessage() for record in caplog.records] == [
-        "request held has made no progress for 0.05 s: it begins again"
+        "request held made no progress for 0.05 s, restarting it"
     ]
 
 

@@ -131,7 +131,7 @@ class Machine:
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.blocks.usage) == (0, 0, 0)
 
     def _running(self) -> list[Row]:
-        return sorted({row for row in self._rows if row.running}, key=lambda row: row.place)
+        return sorted({row for row in self._rows if row.running}, key=lambda row: row.order)
 
     def _check(self, scheduled: list[Scheduled]) -> None:
         rows = [one.row for one in scheduled]
@@ -320,7 +320,7 @@ def test_a_step_without_chunks_computes_whole_prompts() -> None:
     assert machine.step() == {small: 1, large: 1, late: 1}
 
 
-def test_the_last_in_line_is_preempted_and_keeps_its_place() -> None:
+def test_the_last_in_line_is_preempted_and_keeps_its_order() -> None:
     machine = Machine([GroupSpec(8, None)], max_step_tokens=40)
     first, second, third = (make_choice(LETTERS[place : place + 14], max_tokens=12) for place in (0, 20, 40))
     machine.add(first, second, third)

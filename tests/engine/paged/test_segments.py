@@ -51,7 +51,7 @@ def test_a_segment_has_the_tokens_that_are_not_computed(computed: int, count: in
         assert segment == Segment([*tokens], computed, [[4, 5], [6]], samples, False)
 
 
-def test_a_token_that_nobody_has_read_is_named_by_its_place() -> None:
+def test_a_token_that_is_not_read_yet_is_named_by_its_index() -> None:
     one = row(b"prompt", b"ge", 8)
     assert [to_segment(Scheduled(one, 1, True), place).tokens for place in (0, 3)] == [[-1], [-4]]
 
