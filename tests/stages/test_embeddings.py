@@ -100,7 +100,7 @@ def test_dimensions_and_token_ids_reach_the_engine(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
-        ({"dimensions": 3}, "dimensions", "have 2 numbers"),
+        ({"dimensions": 3}, "dimensions", "from 1 to 2"),
         ({"input": ["a", ""]}, "input[1]", "blank"),
         ({"input": "a" * 513}, "input", "513 tokens"),
         ({"input": [[259]]}, "input", "outside the vocabulary"),

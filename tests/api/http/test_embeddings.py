@@ -131,7 +131,7 @@ def test_the_same_key_is_the_same_request(client: httpx2.Client) -> None:
         ({"input": "word " * 300}, 400, "input", "302 tokens, but the context length of this model is 256"),
         ({"input": ["a"] * 2049}, 400, "input", "2049 entries"),
         ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
-        ({"dimensions": 385}, 400, "dimensions", "have 384 numbers"),
+        ({"dimensions": 385}, 400, "dimensions", "from 1 to 384"),
         ({"dimensions": "8"}, 400, "dimensions", "valid integer"),
         ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
         ({"truncate_prompt_tokens": 8}, 400, "truncate_prompt_tokens", "shorten the input"),
