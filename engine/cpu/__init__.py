@@ -1,1 +1,1 @@
-"""The compiled kernels for CPUs, how weights lie in memory for them, and how a process that computes is set up."""
+"""The compiled kernels for CPUs, their memory layout of weights, and the set-up of a process that computes."""

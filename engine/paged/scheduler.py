@@ -188,11 +188,11 @@ class Scheduler:
             tables, size = row.tables, self._blocks.block_size
             assert row.running, "a running row does not know that it runs"
             assert row.num_computed <= row.num_tokens, f"{row.num_computed} computed of {row.num_tokens} tokens"
-            assert row.num_computed <= len(tables.blocks[0]) * size, "computed tokens lie in no block"
+            assert row.num_computed <= len(tables.blocks[0]) * size, "a computed token has no block"
             assert tables.num_published <= row.num_computed // size, "published before it is computed"
             assert tables.num_published <= len(tables.keys) <= row.num_known // size, "keys of unknown tokens"
         for key, row in self._claims.items():
-            assert row.running and key in row.tables.keys[row.tables.num_published :], "a claim nobody works on"
+            assert row.running and key in row.tables.keys[row.tables.num_published :], "a claim without a running row"
         self._blocks.check_integrity(row.tables for row in self._running)
 
     def _count(self, lacking: int, left: int, first: bool) -> int:

@@ -86,4 +86,4 @@ def echo() -> Iterator[InferenceEngine]:
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     """Sixteen prompts of different lengths, 1 to 61 tokens."""
-    return [[3 + (7 * row + place * place) % 500 for place in range(1 + 4 * row)] for row in range(16)]
+    return [[3 + (7 * row + index * index) % 500 for index in range(1 + 4 * row)] for row in range(16)]

@@ -155,7 +155,7 @@ def test_rows_of_different_lengths_leave_one_by_one(
     shape: str, model_directory: Callable[[str], Path], prompts: list[list[int]]
 ) -> None:
     target = backend(model_directory(shape))
-    lengths = [GenerationParams(temperature=0, max_tokens=20 - 3 * place, ignore_eos=True) for place in range(6)]
+    lengths = [GenerationParams(temperature=0, max_tokens=20 - 3 * index, ignore_eos=True) for index in range(6)]
     expected = [alone(target, prompt, params) for prompt, params in zip(prompts[:6], lengths, strict=True)]
     rows = [add(target, prompt, params) for prompt, params in zip(prompts[:6], lengths, strict=True)]
     finish(target)

@@ -111,7 +111,7 @@ def test_failing_works_where_decoding_fails(caplog: pytest.LogCaptureFixture) ->
     min_tokens=st.integers(0, 10),
 )
 def test_a_successor_delivers_exactly_the_rest(text: str, stops: tuple[str, ...], cut: int, min_tokens: int) -> None:
-    """Whatever prefix of the deltas an earlier holder has delivered, text and tokens go on without gap or repeat."""
+    """Whatever prefix of the deltas another worker has sent, text and tokens continue without gap or repeat."""
     params = GenerationParams(stop=stops, min_tokens=min_tokens, max_tokens=60)
     ids = [*text.encode(), END_OF_TEXT]
     whole = feed(make_choice(params), ids)

@@ -58,14 +58,14 @@ def test_a_single_request_equals_the_oracle(
 async def test_the_stream_equals_the_whole(llama: InferenceEngine, prompts: list[list[int]]) -> None:
     params = GenerationParams(max_tokens=40, seed=3, n=2, stop=("e",), logprobs=1)
     whole = await llama.agenerate(prompts[3], params)
-    for place, choice in enumerate(whole.choices):
-        deltas = [delta async for delta in llama.generate_stream(prompts[3], params) if delta.choice == place]
+    for index, choice in enumerate(whole.choices):
+        deltas = [delta async for delta in llama.generate_stream(prompts[3], params) if delta.choice == index]
         assert "".join(delta.text for delta in deltas) == choice.text
         assert tuple(token for delta in deltas for token in delta.token_ids) == choice.token_ids
         assert tuple(entry for delta in deltas for entry in delta.logprobs or ()) == choice.logprobs
         assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [choice.finish_reason]
         assert [delta.index for delta in deltas] == [
-            sum(len(earlier.token_ids) for earlier in deltas[:place]) for place in range(len(deltas))
+            sum(len(earlier.token_ids) for earlier in deltas[:index]) for index in range(len(deltas))
         ]
 
 
@@ -125,9 +125,9 @@ def test_logprobs_are_the_references(
     params = GenerationParams(temperature=0.7, top_k=5, logit_bias={7: 3.0}, seed=1, max_tokens=8, logprobs=3)
     output = llama.generate(prompts[6], params)
     assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
-    for place, entry in enumerate(output.logprobs):
-        raw = logits_after(reference_of("llama"), [*prompts[6], *output.token_ids[:place]]).log_softmax(-1)
-        assert entry.token_id == output.token_ids[place]
+    for index, entry in enumerate(output.logprobs):
+        raw = logits_after(reference_of("llama"), [*prompts[6], *output.token_ids[:index]]).log_softmax(-1)
+        assert entry.token_id == output.token_ids[index]
         assert entry.logprob == pytest.approx(raw[entry.token_id].item(), abs=1e-4)
         assert [top.token_id for top in entry.top] == raw.topk(3).indices.tolist()
         assert [top.logprob for top in entry.top] == pytest.approx(raw.topk(3).values.tolist(), abs=1e-4)
@@ -169,7 +169,7 @@ def test_penalties_equal_a_naive_reference(
 
 
 def test_the_answer_is_cut_at_the_end_of_the_context(llama: InferenceEngine) -> None:
-    prompt = [5 + place % 300 for place in range(2040)]
+    prompt = [5 + index % 300 for index in range(2040)]
     output = llama.generate(prompt, GenerationParams(temperature=0, max_tokens=100, ignore_eos=True))
     assert len(output.token_ids) == 8
     assert output.finish_reason == "length"

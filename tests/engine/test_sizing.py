@@ -1,4 +1,4 @@
-"""What is chosen where nobody has said how many requests run together and what memory they get."""
+"""What the engine chooses where the configuration leaves the batch size or the memory open."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def container(root: Path, cgroup: str, **files: str) -> Memory:
 
 
 KIB = 1024
-NOBODY = (1000 * KIB, 600 * KIB)
+UNLIMITED = (1000 * KIB, 600 * KIB)
 
 
 @pytest.mark.parametrize(
     ("cgroup", "files", "memory"),
     [
-        ("0::/\n", {}, NOBODY),
-        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/b/memory.current": "5\n"}, NOBODY),
+        ("0::/\n", {}, UNLIMITED),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/b/memory.current": "5\n"}, UNLIMITED),
         (
             "0::/a/b\n",
             {
@@ -143,7 +143,7 @@ NOBODY = (1000 * KIB, 600 * KIB)
         (
             "9:name=systemd:/\n4:cpu,memory:/x\n",
             {},
-            NOBODY,
+            UNLIMITED,
         ),
         (
             "4:memory:/x\n0::/\n",

@@ -1,4 +1,4 @@
-"""A request that makes no progress is noticed for itself, and nobody who only waits for its turn."""
+"""The engine notices a request without progress, and leaves alone those that only wait for their turn."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_that_waits_behind_others_does_not_stall() -> None:
     assert clock.checks(1, waiting) == [(waiting, True)]
 
 
-def test_one_that_waits_for_nobody_stalls() -> None:
+def test_one_that_does_not_wait_stalls() -> None:
     clock, waiting = Clock(), make_choice(is_waiting=True)
     clock.checks(8, waiting)
     assert clock.checks(1, waiting, make_choice(is_waiting=True)) == [(waiting, True)]  # one that comes is no progress
@@ -86,7 +86,7 @@ def test_a_step_that_takes_long_is_no_stall_of_those_it_leaves_out() -> None:
 
 
 class Stubborn(EchoBackend):
-    """Does not go on with prompts that begin with `!`, the first `times` that they run."""
+    """Stops at prompts that begin with `!`, the first `times` that they run."""
 
     def __init__(self, times: int, config: EngineConfig = CONFIG) -> None:
         super().__init__(config)

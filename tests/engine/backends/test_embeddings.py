@@ -216,7 +216,7 @@ def test_passes(requests: list[list[int]], room: int) -> None:
     backend = Fake()
     backend.room = room
     inputs = [
-        (20 + 10 * name + place,) * length for name, each in enumerate(requests) for place, length in enumerate(each)
+        (20 + 10 * name + index,) * length for name, each in enumerate(requests) for index, length in enumerate(each)
     ]
     for ids in inputs:
         request = EmbeddingInput(str(ids[0] // 10), ids, GenerationParams(), seed=0, first_choice=ids[0] % 10)
@@ -291,7 +291,7 @@ def test_a_backend_without_embeddings_names_one_with() -> None:
 
 
 async def held(engine: InferenceEngine, fake: Fake) -> asyncio.Task[Any]:
-    """Something that keeps the backend in a pass until it goes on."""
+    """Keeps the backend in a pass until it is released."""
     fake.goes.clear()
     holding = asyncio.create_task(engine.aembed([[1]]))
     await asyncio.to_thread(fake.entered.acquire)
@@ -337,8 +337,8 @@ async def test_a_cancelled_request_stops_before_its_next_pass(fake: tuple[Infere
     engine, backend = fake
     backend.goes.clear()
     handles = [
-        engine.open(EmbeddingInput("r", (5,) * (8 - place), GenerationParams(), seed=0, epoch=4, first_choice=place))
-        for place in range(3)
+        engine.open(EmbeddingInput("r", (5,) * (8 - index), GenerationParams(), seed=0, epoch=4, first_choice=index))
+        for index in range(3)
     ]
     await asyncio.to_thread(backend.entered.acquire)
     for handle in handles:

@@ -177,7 +177,7 @@ def make_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 def rounds(lengths: list[int], more: list[int]) -> list[list[Segment]]:
     """Prompts side by side, in blocks that lie apart; then one token, or several, more of each."""
-    tables = [[len(lengths) * place + row for place in range(12)] for row in range(len(lengths))]
+    tables = [[len(lengths) * index + row for index in range(12)] for row in range(len(lengths))]
     first = [
         Segment([(7 * row + i * i) % 170 for i in range(n)], 0, [tables[row]], True) for row, n in enumerate(lengths)
     ]
@@ -216,7 +216,7 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
 
 
 def test_long_prompts_are_left_to_products_of_many_rows() -> None:
-    """Their keys are read by the kernels afterwards: one memory, whoever wrote it."""
+    """The kernels read their keys afterwards: both decoders share one memory."""
     config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
     config |= {"intermediate_size": 48, "sliding_window": None}
     found = []

@@ -52,8 +52,8 @@ def load(model_directory: Callable[[str], Path]) -> Load:
 def make_choices(backend: PagedBackend, request: EngineRequest) -> list[Choice]:
     grammars = GrammarCompiler(backend.tokenizer)
     return [
-        Choice(request, place, backend.tokenizer, backend.info, grammars.matcher(request.params))
-        for place in range(request.params.n)
+        Choice(request, index, backend.tokenizer, backend.info, grammars.matcher(request.params))
+        for index in range(request.params.n)
     ]
 
 
@@ -168,7 +168,7 @@ class TestLateEnds:
         assert backend.blocks.usage == 0
 
     def test_its_blocks_are_the_next_ones(self, load: Load) -> None:
-        """Room for one request: whoever comes next writes where the token too many was written."""
+        """Room for one request: the next one writes where the token too many was written."""
         backend = load(kv_cache_memory=ByteSize(2 * BLOCK_BYTES))
         known = answer(load(ahead=False))
         first = add(backend, params=GREEDY.model_copy(update={"stop_token_ids": (known[0],), "max_tokens": 20}))
@@ -179,7 +179,7 @@ class TestLateEnds:
         for other in others:
             assert other.tokens == answer(reference, list(other.prompt), other.request.params)
 
-    def test_numbers_of_the_token_too_many_spread_to_nobody(self, load: Load) -> None:
+    def test_numbers_of_the_token_too_many_do_not_spread(self, load: Load) -> None:
         """The token that ends one has no numbers; only the step too many computes it, in a block that others get."""
         known = answer(load(ahead=False))
         backend = load(kv_cache_memory=ByteSize(2 * BLOCK_BYTES), compile_kernels=False)  # which read no padding
@@ -281,10 +281,10 @@ def test_no_schedule_changes_an_answer(pair: tuple[PagedBackend, PagedBackend], 
     cancelled: set[Choice] = set()
     step = 0
     while step <= 30 or backend.delay() <= 0:
-        for place, arrival in enumerate(arrivals):
+        for index, arrival in enumerate(arrivals):
             if arrival.at == step:
                 prompt = tuple(POOL[arrival.prompt])
-                request = EngineRequest(str(place), prompt, arrival.params, seed=place, priority=arrival.priority)
+                request = EngineRequest(str(index), prompt, arrival.params, seed=index, priority=arrival.priority)
                 live.append((arrival, make_choices(backend, request)))
                 for choice in live[-1][1]:
                     backend.add(choice)

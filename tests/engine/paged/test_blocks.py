@@ -26,7 +26,7 @@ def keys_of(tokens: Sequence[int], size: int, salt: str = "") -> list[bytes]:
 
 
 def fill(pool: BlockPool, keys: Iterable[bytes]) -> list[int]:
-    """Cache a block for each key, held by nobody."""
+    """Cache a block for each key, without a holder."""
     blocks = [pool.allocate() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
         pool.publish(block, key)
@@ -35,7 +35,7 @@ def fill(pool: BlockPool, keys: Iterable[bytes]) -> list[int]:
 
 
 def names(count: int) -> list[bytes]:
-    return [bytes([place]) for place in range(count)]
+    return [bytes([index]) for index in range(count)]
 
 
 def compute(blocks: KVBlocks, tokens: Sequence[int], salt: str = "") -> Tables:
@@ -124,7 +124,7 @@ def test_the_least_recently_used_goes_first(limit: int, script: list[tuple[str, 
     """P10: eviction removes the least recently used and ends within the limit."""
     pool = BlockPool(limit)
     held: Counter[int] = Counter()
-    unheld: list[bytes] = []  # the reference: keys that nobody holds, least recently used first
+    unheld: list[bytes] = []  # the reference: keys without a holder, least recently used first
     key_of: dict[int, bytes] = {}
     for step, (verb, choice) in enumerate(script):
         expected: list[bytes] = []
@@ -212,10 +212,10 @@ def test_the_longest_reusable_prefix_is_matched(
     size: int, windows: list[int | None], missing: list[set[int]], length: int
 ) -> None:
     blocks = KVBlocks(size, [GroupSpec(10, window) for window in windows], max_step_tokens=1)
-    cached = [set(range(10)) - places for places in missing]
+    cached = [set(range(10)) - indices for indices in missing]
     keys = names(10)
     for pool, present in zip(blocks.pools, cached, strict=False):
-        fill(pool, [keys[place] for place in sorted(present)])
+        fill(pool, [keys[index] for index in sorted(present)])
 
     def reusable(count: int) -> bool:
         """By definition: everything that the token after the match sees is there."""
@@ -249,7 +249,7 @@ def test_a_sequence_can_grow_to_the_capacity_and_holds_what_it_sees(
         blocks.slide(tables, computed)
         for table, spec in zip(tables.blocks, specs, strict=True):
             first = 0 if spec.window is None else max(computed - spec.window + 1, 0) // size
-            assert [block != NO_BLOCK for block in table] == [place >= first for place in range(len(table))]
+            assert [block != NO_BLOCK for block in table] == [index >= first for index in range(len(table))]
         blocks.check_integrity([tables])
     full = [spec.num_blocks * size for spec in specs if spec.window is None]
     if full:

@@ -66,7 +66,7 @@ def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[T
             table = list(range((choice + 1) * num_blocks - 1, choice * num_blocks - 1, -1))
             segments.append(Segment(tokens, start, [table] * len(runner.groups), True))
         logits, sampled, _ = runner.forward(segments)
-        found += [logits[list(sampled).index(place)].clone() for place in range(len(step))]
+        found += [logits[list(sampled).index(index)].clone() for index in range(len(step))]
     return found
 
 
@@ -116,7 +116,7 @@ def record(runner: Runner) -> Capture:
 
 
 def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner]) -> None:
-    """Fewer rows than were recorded leave everybody else's blocks alone, whoever used the rows before."""
+    """Fewer rows than were recorded do not touch the blocks of requests that used the rows before."""
     runner = runners[1]
     plain = run(runner, STEPS)
     runner.allocate([NUM_BLOCKS] * len(runner.groups))

@@ -218,8 +218,8 @@ def walk(grammar: Grammar, chance: random.Random, script: str = "") -> tuple[int
         if chance.random() < 0.7:  # tokens that another worker has chosen are accepted without a look
             np.testing.assert_array_equal(matcher.mask(), bits)
             looked += 1
-        places = np.flatnonzero(np.unpackbits((bits & ~matcher._ends).view(np.uint8), bitorder="little"))
-        allowed = set(places[places < len(VOCABULARY)].tolist())
+        indices = np.flatnonzero(np.unpackbits((bits & ~matcher._ends).view(np.uint8), bitorder="little"))
+        allowed = set(indices[indices < len(VOCABULARY)].tolist())
         along = [token for token in allowed if left.startswith(VOCABULARY[token])] if left else []
         usual = allowed.intersection(PRINTABLE) if chance.random() < 0.95 else allowed
         if not allowed:
@@ -270,7 +270,7 @@ def test_words_beside_calls_and_in_them_cost_few(name: str) -> None:
 
 
 def test_definitions_that_all_name_each_other_are_looked_at_once() -> None:
-    names = [f"n{place}" for place in range(20)]
+    names = [f"n{index}" for index in range(20)]
     all_of_them = [{"$ref": f"#/$defs/{name}"} for name in names]
     definitions = {name: {"anyOf": [*all_of_them, {"type": "null"}]} for name in names}
     assert free_text(Grammar(kind="json_schema", text=json.dumps({"$ref": "#/$defs/n0", "$defs": definitions}))) is None

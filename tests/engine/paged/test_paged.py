@@ -58,7 +58,7 @@ def finish(backend: PagedBackend | AnswerCache) -> int:
 
 
 def finish_step(backend: PagedBackend) -> bool:
-    """One step more; whether anything goes on after it."""
+    """Run one more step; returns whether anything is left to run."""
     backend.step()
     return backend.delay() <= 0
 
@@ -83,7 +83,7 @@ def poison(backend: PagedBackend) -> Any:
 
 
 class TestFailures:
-    """P22, inside a step: whoever is at fault ends, the others get the tokens that they get alone."""
+    """P22, within a step: the culprit fails, and the others get the tokens that they get alone."""
 
     prompts = ([5, 6, 7], [8] * 20, [9, 10])
 
@@ -119,7 +119,7 @@ class TestFailures:
         assert backend.blocks.usage == 0
 
     def test_numbers_that_are_none_do_not_spread(self, load: Load) -> None:
-        """Neither to those in the same step, nor to whoever gets the blocks, nor to who begins with the same tokens."""
+        """Neither to rows of the same step, nor to the next holder of the blocks, nor to a prompt like it."""
         expected = self.alone(load)
         backend = load(kv_cache_memory=ByteSize(24 * 16384))
         run = poison(backend)
@@ -243,7 +243,7 @@ class TestPrefixes:
                 engine.load_prefixes(tmp_path / "file")
             with pytest.raises(OSError):
                 engine.save_prefixes(tmp_path / "missing" / "file")
-            assert engine.generate(prompt, GREEDY).finish_reason == "length", "the engine goes on"
+            assert engine.generate(prompt, GREEDY).finish_reason == "length", "the engine still works"
 
     def test_other_backends_say_that_they_have_none(self, echo: InferenceEngine, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="no prefix cache"):

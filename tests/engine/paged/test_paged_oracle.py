@@ -51,7 +51,7 @@ StartEngine = Callable[..., InferenceEngine]
 
 def made_up(length: int, salt: int = 0) -> list[int]:
     """A prompt; two that differ in length or salt have no beginning in common."""
-    return [3 + (7 * length + 131 * salt + place * place) % 500 for place in range(length)]
+    return [3 + (7 * length + 131 * salt + index * index) % 500 for index in range(length)]
 
 
 PROMPTS = [made_up(length) for length in (1, 15, 16, 17, 33, 70)]

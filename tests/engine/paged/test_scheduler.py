@@ -25,7 +25,7 @@ def make_choices(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "",
     """The choices of one request."""
     params = GenerationParams(max_tokens=max_tokens, n=n, ignore_eos=True)
     request = EngineRequest("r", tuple(prompt), params, seed=0, cache_salt=salt, priority=priority)
-    return [Choice(request, place, TOKENIZER, INFO) for place in range(n)]
+    return [Choice(request, index, TOKENIZER, INFO) for index in range(n)]
 
 
 def make_choice(prompt: bytes, max_tokens: int = 4, salt: str = "", priority: int = 0) -> Choice:
@@ -102,7 +102,7 @@ class Machine:
         for row in self._running():
             for table, spec in zip(row.tables.blocks, self.groups, strict=True):
                 passed = 0 if spec.window is None else max(row.num_computed - spec.window + 1, 0) // SIZE
-                assert set(table[:passed]) <= {NO_BLOCK}, "what nobody sees any more is given back"
+                assert set(table[:passed]) <= {NO_BLOCK}, "blocks behind the window are released"
         chosen = [
             (one.row, choose(state, one.row.choice))
             for one, state in zip(scheduled, states, strict=True)
@@ -256,7 +256,7 @@ def test_a_cached_prefix_is_not_computed_again(prompt: int, common: int, rest: s
     machine.finish()
     cached = [*first.prompt, *first.tokens[:-1]]  # the last token was chosen, never read
     same = next(
-        (place for place, (one, other) in enumerate(zip(cached, second.prompt, strict=False)) if one != other),
+        (index for index, (one, other) in enumerate(zip(cached, second.prompt, strict=False)) if one != other),
         min(len(cached), len(second.prompt)),
     )
     reused = min(same, len(second.prompt) - 1) // SIZE * SIZE
@@ -289,7 +289,7 @@ def test_tenants_never_share(salt: str, cached: int) -> None:
 )
 def test_prompts_share_a_step_and_waste_none(lengths: list[int], shares: list[int]) -> None:
     machine = Machine(FULL)
-    prompts = [make_choice(LETTERS[place : place + length]) for place, length in enumerate(lengths)]
+    prompts = [make_choice(LETTERS[index : index + length]) for index, length in enumerate(lengths)]
     machine.add(*prompts)
     assert machine.step() == dict(zip(prompts, shares, strict=False))
 
@@ -322,7 +322,7 @@ def test_a_step_without_chunks_computes_whole_prompts() -> None:
 
 def test_the_last_in_line_is_preempted_and_keeps_its_order() -> None:
     machine = Machine([GroupSpec(8, None)], max_step_tokens=40)
-    first, second, third = (make_choice(LETTERS[place : place + 14], max_tokens=12) for place in (0, 20, 40))
+    first, second, third = (make_choice(LETTERS[index : index + 14], max_tokens=12) for index in (0, 20, 40))
     machine.add(first, second, third)
     for _ in range(3):
         assert second in machine.step()
@@ -381,7 +381,7 @@ def test_a_large_one_is_passed_by_32_others_and_by_no_more() -> None:
 
 def test_an_urgent_prompt_has_steps_of_its_own_before_those_that_began_earlier() -> None:
     machine = Machine(FULL)
-    low, normal, late = (make_choice(LETTERS[place : place + 40], priority=2 - place) for place in (0, 1, 2))
+    low, normal, late = (make_choice(LETTERS[index : index + 40], priority=2 - index) for index in (0, 1, 2))
     machine.add(low, normal)
     assert machine.step() == {normal: 16}
     machine.add(late)
@@ -424,7 +424,7 @@ def test_preemption_spares_the_urgent() -> None:
     assert (low.tokens, high.tokens) == (naive(low), naive(high))
 
 
-def test_nobody_less_urgent_passes_one_that_waits_for_blocks() -> None:
+def test_no_less_urgent_row_passes_one_that_waits_for_blocks() -> None:
     machine = Machine([GroupSpec(32, None)], max_step_tokens=64)
     runner, large = (
         make_choice(LETTERS[:40], max_tokens=60, priority=1),
@@ -455,7 +455,7 @@ def test_no_stream_of_urgent_prompts_keeps_a_low_one_back_for_ever() -> None:
 
 def test_one_system_prompt_is_computed_once() -> None:
     machine = Machine(MIXED, max_batch_size=32, max_step_tokens=32)
-    twins = [make_choice(LETTERS[:64] + bytes([65 + place]) * 3, max_tokens=1) for place in range(32)]
+    twins = [make_choice(LETTERS[:64] + bytes([65 + index]) * 3, max_tokens=1) for index in range(32)]
     machine.add(*twins)
     machine.finish()
     assert machine.computed == 64 + 32 * 3

@@ -53,7 +53,7 @@ def test_a_segment_has_the_tokens_that_are_not_computed(computed: int, count: in
 
 def test_a_token_that_is_not_read_yet_is_named_by_its_index() -> None:
     one = row(b"prompt", b"ge", 8)
-    assert [to_segment(Scheduled(one, 1, True), place).tokens for place in (0, 3)] == [[-1], [-4]]
+    assert [to_segment(Scheduled(one, 1, True), index).tokens for index in (0, 3)] == [[-1], [-4]]
 
 
 def test_all_logits_are_kept_of_a_prompt_that_is_to_be_scored_and_not_of_one_that_was() -> None:
@@ -103,11 +103,11 @@ def test_a_prompt_in_pieces_is_scored_piece_by_piece_and_chosen_from_at_the_end(
     assert torch.equal(left, logits[4:]) and sampled == [0]
     told = scores_of(one.choice)[1:]
     assert [each.token_id for each in told] == [*b"bcde"]
-    assert [each.logprob for each in told] == [expected(logits[place], token)[0] for place, token in enumerate(b"bcde")]
+    assert [each.logprob for each in told] == [expected(logits[index], token)[0] for index, token in enumerate(b"bcde")]
 
 
 def test_a_prompt_is_not_scored_twice() -> None:
-    """One that is computed again, as it was preempted, has its scores already, and then one place in the logits."""
+    """One that is computed again, as it was preempted, has its scores already, and then one row of logits."""
     logits = torch.randn(3, 259, generator=torch.Generator().manual_seed(3))
     one = row(b"ab", **SCORED)
     split_scores([Scheduled(one, 2, True)], logits[:2], [0, 0])
