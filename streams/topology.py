@@ -1,8 +1,8 @@
-"""Where everything travels: the subjects, and the streams and buckets that `Broker.ensure` makes of them.
+"""The subjects of all messages, and the streams and buckets of a deployment, which `Broker.ensure` creates.
 
-A stage's input is its name: stage `queue` consumes `<root>.queue.>`. Names put into subjects are single tokens
-(`schemas.jobs.TOKEN_PATTERN`), which the edges check; anything else is a `ValueError` here, since a tenant called `>`
-would reach everybody's messages.
+A stage consumes the subjects of its own name: stage `queue` consumes `<root>.queue.>`. Names in subjects are single
+tokens (`schemas.jobs.TOKEN_PATTERN`), as the bridges check; for others the methods here raise `ValueError`, because a
+tenant called `>` would reach the messages of every tenant.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ FILES = "files"
 BATCH_STATES = "batches"
 BATCH_RESULTS = "batch-results"
 DEAD_DATA = "dead-data"  # large bodies of dead letters
-OBJECT_DATA = "object-data"  # the bytes of what `objects` keeps elsewhere
+OBJECT_DATA = "object-data"  # the bytes of objects that other buckets describe
 
-RELAY_GRACE = 180.0  # seconds: outputs and events outlive the longest request until its last holder is missed
+RELAY_GRACE = 180.0  # seconds that outputs and events outlive the longest request, until its last worker counts as dead
 
 GRACE = 2 * 86400.0  # seconds: two of a batch's windows
 
-CONSUMER_IDLE = 3600.0  # seconds after which the server forgets a consumer that was somebody's alone
+CONSUMER_IDLE = 3600.0  # seconds after which the server deletes the consumer of a process that is gone
 
 _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
 
 
 def stage_stream(name: str) -> str:
-    """The streams that feed the work-queue stage `name`, but for their lane."""
+    """The name, without the lane, of the streams that feed the work-queue stage `name`."""
     return f"STAGE_{_token(name).upper()}"
 
 
 def lane_stream(name: str, priority: str) -> str:
-    """The stream of one lane. Each lane has limits of its own, so that no priority fills what is another's."""
+    """The stream of one lane. Each lane has its own limits, so that no priority can fill another one's."""
     return f"{name}_{_token(priority).upper()}"
 
 
@@ -65,7 +65,7 @@ def batch_stream(priority: str) -> str:
 
 
 def partition(tenant: str, request: str, partitions: int) -> int:
-    """Which of `partitions` a tenant's request belongs to: the same in every process and release."""
+    """The partition, from 0, of a tenant's request: the same in every process and release."""
     return zlib.crc32(f"{tenant}.{request}".encode()) % partitions
 
 
@@ -76,7 +76,7 @@ class Topology(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """Every subject below `root`. The methods ending in `_all` and `_of` give wildcards, to consume and to hear."""
+    """Every subject below `root`. Methods ending in `_all`, `_of` and `_at` return wildcards."""
 
     root: str
 
@@ -105,7 +105,7 @@ class Subjects:
         return f"{self.root}.infer.{_token(worker)}"
 
     def stream(self, share: int, tenant: str, request: str) -> str:
-        """`share` is what `partition` gave for the request."""
+        """The outputs of a request, whose `partition()` is `share`."""
         return f"{self.root}.stream.{share}.{_token(tenant)}.{_token(request)}"
 
     def stream_all(self, share: int) -> str:
@@ -115,7 +115,7 @@ class Subjects:
         return f"{self.root}.events.{_token(tenant)}.{_token(bridge)}.{_token(request)}"
 
     def events_at(self, tenant: str, request: str) -> str:
-        """The events of a request, whichever bridge asked for it."""
+        """The events of a request of any bridge."""
         return f"{self.root}.events.{_token(tenant)}.*.{_token(request)}"
 
     def events_of(self, bridge: str) -> str:
@@ -150,21 +150,21 @@ class Subjects:
         return f"{self.root}.control.cancel.*.*"
 
     def room(self, worker: str) -> str:
-        """Where a worker says how much more it takes."""
+        """Where a worker publishes how many more requests it accepts."""
         return f"{self.root}.control.room.{_token(worker)}"
 
     def room_all(self) -> str:
         return f"{self.root}.control.room.*"
 
     def in_flight(self, sender: str) -> str:
-        """Where a copy of the batch stage says which seats it has sent and no worker has counted yet."""
+        """Where a copy of the batch stage publishes the seats in flight that no worker has counted yet."""
         return f"{self.root}.control.in-flight.{_token(sender)}"
 
     def in_flight_all(self) -> str:
         return f"{self.root}.control.in-flight.*"
 
     def admission(self) -> str:
-        """Where the queue says what it takes."""
+        """Where the queue publishes which priorities it accepts."""
         return f"{self.root}.control.admission"
 
 
@@ -191,17 +191,16 @@ def topology(
 ) -> Topology:
     """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
 
-    Limits are in messages, and hold for each priority: `jobs_limit` for what comes in, `queue_limit` for each such
-    stage and for the batch queue, `tenant_limit` within one for each tenant. `relay_bytes` and `relay_age` (seconds)
-    bound what STREAM and EVENTS keep for those who lost their place; in files they cost no more than in memory, and a
-    broker that is killed loses nothing of them. The `_ttl`s say for how many seconds a worker lives without a
-    heartbeat, a partition's lease without a renewal, a model without a worker, a stored response, a dead letter, a file
-    and what is known of a batch. `store_limit` is in bytes: each stream and bucket has its share of them, so that what
-    is kept can never take the room of what runs.
+    Limits are in messages and apply to each priority: `jobs_limit` to incoming jobs, `queue_limit` to each such stage
+    and to the batch queue, `tenant_limit` to each tenant within a queue. `relay_bytes` and `relay_age` (seconds) bound
+    what STREAM and EVENTS keep for resuming and takeover; on disk they are as fast as in memory and survive a killed
+    broker. The `_ttl`s are the seconds after which these expire: a worker without a heartbeat, a partition's lease
+    without a renewal, a model without a worker, a stored response, a dead letter, a file and the state of a batch.
+    `store_limit` is in bytes: each stream and bucket has a fixed share, so that stored data never displaces jobs.
     """
     subjects = Subjects(root)
     work = [
-        # Message ids are the publishers' in JOBS, and one tenant's must not be taken for another's repetition.
+        # In JOBS, publishers choose the message ids, and one tenant's must not count as another's duplicate.
         *_lanes(JOBS, subjects.jobs_of, jobs_limit, per_subject=tenant_limit or 0, dedup_window=0.1),
         *(
             spec
@@ -209,7 +208,7 @@ def topology(
             for spec in _lanes(stage_stream(name), partial(subjects.stage_of, name), queue_limit)
         ),
         *_lanes(BATCH, subjects.batch_all, queue_limit, per_subject=tenant_limit or 0),
-        # Full, it makes the batch stage wait: the lanes' limits are what refuses.
+        # When it is full, the batch stage waits; the limits of the lanes refuse requests.
         _work_queue(INFER, f"{root}.infer.*", infer_limit),
         *_lanes(TOOLS, subjects.tools_of, tools_limit),
         _work_queue(BATCHES, subjects.batches_all(), batches_limit),
@@ -221,7 +220,7 @@ def topology(
     dead = StreamSpec(DEAD, (subjects.dead_all(),), "limits", "file", max_messages=dead_limit, max_age=dead_ttl)
     buckets = (
         BucketSpec(WORKERS, ttl=workers_ttl),
-        BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known again as soon as the broker is back
+        BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known as soon as the broker restarts
         BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
         BucketSpec(STATE, storage="file"),
         BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + GRACE, storage="file"),
@@ -229,13 +228,13 @@ def topology(
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=leases_ttl),
         BucketSpec(FAILURES, ttl=3600.0),
-        # Longer than a file's life: a batch may still need one whose time is over.
+        # Longer than the life of a file, because a batch may still need an expired one.
         *(BucketSpec(name, ttl=files_ttl + GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )
     return _bounded(Topology((*work, *relays, dead), buckets), store_limit - 2 * relay_bytes)
 
 
-# Parts of the store. Those not named here are lanes of work queues, which all have `_LANE`.
+# Shares of the store, in parts. Streams not named here are lanes of work queues, with `_LANE` parts each.
 _LANE = 2
 _SHARES = {
     INFER: 4,
@@ -251,11 +250,11 @@ _SHARES = {
     BATCH_STATES: 1,
     BATCH_RESULTS: 4,
 }
-_IN_MEMORY = 16 << 20  # bytes of a bucket there
+_IN_MEMORY = 16 << 20  # bytes of each bucket in memory
 
 
 def _bounded(whole: Topology, room: int) -> Topology:
-    """With `max_bytes` everywhere: the streams and buckets that have none in files share `room` bytes."""
+    """Set every `max_bytes`: streams and buckets on disk without one share `room` bytes."""
     specs: list[StreamSpec | BucketSpec] = [*whole.streams, *whole.buckets]
     unbounded = [spec for spec in specs if spec.storage == "file" and not spec.max_bytes]
     parts = sum(_SHARES.get(spec.name, _LANE) for spec in unbounded)
@@ -303,5 +302,5 @@ def _work_queue(
 
 def _token(name: str) -> str:
     if _is_token(name) is None:
-        raise ValueError(f"{name!r} cannot be a token of a subject: only letters, digits, '_' and '-' can")
+        raise ValueError(f"{name!r} cannot be a token of a subject: use only letters, digits, '_' and '-'")
     return name

@@ -1,1 +1,1 @@
-"""The broker over NATS JetStream, and the servers that Penstock starts itself."""
+"""The broker over NATS JetStream, and the NATS servers that Penstock starts."""

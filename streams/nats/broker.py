@@ -1,4 +1,4 @@
-"""`Broker` over NATS JetStream: `link` is the connection, `pull` consumes, `direct` reads, `buckets` keeps keys."""
+"""`Broker` over NATS JetStream: `link` is the connection, `pull` consumes, `direct` reads, `buckets` stores keys."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ from .pull import PullConsumer
 
 log = logging.getLogger(__name__)
 
-PUBLISHED = "io.nats.jetstream.api.v1.pub_ack_response"  # a type of the server's answers
+PUBLISHED = "io.nats.jetstream.api.v1.pub_ack_response"  # the type of an answer to a publish
 
 
 class JetStreamBroker:
-    """See `port.Broker`. `timeout` bounds, in seconds, how long any call waits for the server.
+    """Implements `Broker`. Every call waits for the server for `timeout` seconds at most.
 
-    `replicas` is the number of servers that hold each stream. Streams in memory that a restarted server has lost are
-    made again, empty, as soon as it is back.
+    `replicas` is the number of servers that hold each stream. If a restarted server has lost streams in memory, the
+    broker creates them again, empty, as soon as it has reconnected.
     """
 
     def __init__(self, link: Link, *, namespace: str, replicas: int = 1) -> None:
-        self.replicas = replicas  # of what is made from now on; set by deployment.agree
+        self.replicas = replicas  # of streams created from now on; set by Deployment
         self._link = link
         self._namespace = namespace
-        self._configs: dict[str, Json] = {}  # what `ensure` was asked for, by stream name
+        self._configs: dict[str, Json] = {}  # as `ensure` requested them, by stream name
         self._consumers: list[PullConsumer] = []
         link.on_recover(self._restore)
 
@@ -77,9 +77,9 @@ class JetStreamBroker:
         name: str = "penstock",
         replicas: int = 1,
     ) -> JetStreamBroker:
-        """Connect to the server at `url`, or to one of several with commas between; later losses repair themselves.
+        """Connect to the server at `url`, or to one of several separated by commas; the broker reconnects by itself.
 
-        Raises `BrokerAway` if none answers, or if it runs without JetStream, and `StartupError` if it refuses us.
+        Raises `BrokerAway` if no server answers or JetStream is off, and `StartupError` if the server refuses us.
         """
         link = await Link.connect(url, name=name, timeout=timeout)
         try:
@@ -115,32 +115,32 @@ class JetStreamBroker:
             wanted, present = (max(0, config["max_bytes"]) if config else 0 for config in pair)
             return wanted - present
 
-        # What shrinks goes first: the server reserves what all together may hold.
+        # Shrinking streams go first: the server reserves the sum of all limits.
         for config, present in sorted(pairs, key=growth):
             if present is None:
                 await self._ensure(config)
             else:
                 _check_fixed(config, present)
                 try:
-                    # What an operator has added, such as a placement, stays.
+                    # An operator's additions, such as a placement, stay.
                     await call(self._link, f"STREAM.UPDATE.{config['name']}", present | config)
                 except ApiError as error:
                     raise _refused(config, error) from error
             self._configs[config["name"]] = config
 
     def configs(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> list[Json]:
-        """What the server is asked for, in its own words."""
+        """The configurations that the server is asked for, in its own format."""
         return [
             *(stream_config(self._stream(spec.name), spec, self.replicas) for spec in streams),
             *(bucket_config(self._bucket(spec.name), spec, self.replicas) for spec in buckets),
         ]
 
     def server_name(self, name: str) -> str:
-        """The stream that the server has for a stream (`JOBS`) or a bucket (`workers`)."""
+        """The server's name for a stream (`JOBS`) or for the stream of a bucket (`workers`)."""
         return f"{BUCKET}{self._bucket(name)}" if name == name.lower() else self._stream(name)
 
     async def consumers(self, stream: str) -> list[Json]:
-        """What the server says of each consumer."""
+        """The server's description of each consumer."""
         found: list[Json] = []
         while True:
             answer = await call(self._link, f"CONSUMER.LIST.{self._stream(stream)}", {"offset": len(found)})
@@ -149,7 +149,7 @@ class JetStreamBroker:
                 return found
 
     async def unsettled(self, stream: str) -> int:
-        """Messages that somebody has still to take or to acknowledge; 0 where there is no such stream."""
+        """The number of messages not yet delivered or acknowledged; 0 if there is no such stream."""
         with allowed(STREAM_MISSING):
             info = await call(self._link, f"STREAM.INFO.{self._stream(stream)}")
             if info["config"]["retention"] == "workqueue":
@@ -158,7 +158,7 @@ class JetStreamBroker:
         return 0
 
     async def set_aside(self, stream: str) -> bool:
-        """Take a stream's subjects away, so that others can have them; what it holds stays. False if there is none."""
+        """Take a stream's subjects away, so that others can have them; its messages stay. False if there is none."""
         name = self._stream(stream)
         config = await self.present(name)
         if config is not None:
@@ -167,13 +167,13 @@ class JetStreamBroker:
         return config is not None
 
     async def remove(self, stream: str) -> None:
-        """Delete a stream with all that is in it; harmless where there is none."""
+        """Delete a stream with its messages; harmless if there is none."""
         self._configs.pop(self._stream(stream), None)
         with allowed(STREAM_MISSING):
             await call(self._link, f"STREAM.DELETE.{self._stream(stream)}")
 
     async def present(self, name: str) -> Json | None:
-        """The configuration of the stream that the server knows as `name`."""
+        """The configuration of the stream with the server's name `name`; None if there is none."""
         with allowed(STREAM_MISSING):
             config: Json = (await call(self._link, f"STREAM.INFO.{name}"))["config"]
             return config
@@ -188,7 +188,7 @@ class JetStreamBroker:
         except ApiError as error:
             if error.code not in WRONG_REVISION:
                 raise
-            # The server looks at the sequence before the id, so this may be our own message, whose answer was lost.
+            # The server checks the sequence before the id, so this may be our own message, whose answer was lost.
             (stream,) = (await call(self._link, "STREAM.NAMES", {"subject": subject}))["streams"]
             newest = await last_message(self._link, stream, subject)
             if newest is None or newest.headers.get(MESSAGE_ID) != message_id:
@@ -256,7 +256,7 @@ class JetStreamBroker:
         await self._link.close()
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> Published:
-        """Publish, and return when stored. Raises as `publish` does; a bucket looks closer at the `ApiError`."""
+        """Publish, and return when stored. Raises as `publish` does, and `ApiError`, which a bucket examines."""
         check_size(data, headers, self._link.max_payload)
         try:
             stored = await ask(self._link, subject, data, headers)
@@ -277,14 +277,14 @@ class JetStreamBroker:
         try:
             await call(self._link, f"STREAM.CREATE.{config['name']}", config)
         except ApiError as error:
-            # A server whose room is given away says so before it looks whether the stream is there.
+            # A server without free space reports that before it checks whether the stream exists.
             is_there = error.code in (STREAM_EXISTS, *STREAM_FULL)
             if not is_there or (present := await self.present(config["name"])) is None:
                 raise _refused(config, error) from error
             _check_fixed(config, present)
 
     async def _restore(self) -> None:
-        """Make again what a restarted server has lost; what exists may be newer than what we know, and stays."""
+        """Create the streams that a restarted server has lost; existing ones may be newer than our copy, and stay."""
         for name, config in self._configs.items():
             try:
                 await call(self._link, f"STREAM.CREATE.{name}", config, at_once=True)
@@ -303,7 +303,7 @@ class JetStreamBroker:
 
 
 def _refused(config: Json, error: ApiError) -> StartupError:
-    advice = f" for the {config['max_bytes']:,} bytes of it; lower --store-limit, or give the server more"
+    advice = f" for its {config['max_bytes']:,} bytes; lower --store-limit, or give the server more space"
     return StartupError(f"stream {config['name']}: {error}{advice if error.code in STREAM_FULL else ''}")
 
 

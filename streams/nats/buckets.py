@@ -1,6 +1,6 @@
-"""Keys and values in JetStream: one stream a bucket, one message a key, as other NATS clients lay them out.
+"""Keys and values in JetStream: one stream per bucket, one message per key, in the layout of other NATS clients.
 
-A deleted key leaves nothing behind (other clients leave a marker for watchers, which ours has none of).
+A deleted key leaves nothing behind (other clients leave a marker for watchers; we have no watchers).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MARKERS = ("KV-Operation", "Nats-Marker-Reason")  # left by other clients and b
 
 
 class JetStreamBucket:
-    """Implements `Bucket`. `store` publishes with the given headers and raises `ApiError` where the server objects."""
+    """Implements `Bucket`. `store` publishes with the given headers and raises `ApiError` if the server refuses."""
 
     def __init__(self, link: Link, name: str, store: Store) -> None:
         self._link = link
@@ -34,13 +34,13 @@ class JetStreamBucket:
         return None if message is None or _is_marker(message) else self._entry(message)
 
     async def entries(self, prefix: str = "") -> list[Entry]:
-        # A wildcard stands for whole tokens, so of a prefix that ends within one a little more is read.
+        # A wildcard stands for whole tokens, so a prefix that ends within one reads slightly too much.
         wildcard = f"{self._prefix}{prefix[: prefix.rfind('.') + 1]}>"
         held = await held_subjects(self._link, self._stream, wildcard)
         newest: dict[str, Message] = {}
         for message in await stored_messages(self._link, self._stream, wildcard) if held.by_subject else ():
-            newest.pop(message.subject, None)  # a replica that lagged gave an older one
-            # It gives what is deleted, too; but what is newer than the list is no less a key.
+            newest.pop(message.subject, None)  # a lagging replica returned an older value
+            # It returns deleted keys too, but a message newer than the list is a key all the same.
             if message.subject in held.by_subject or message.sequence > held.last:
                 newest[message.subject] = message
         entries = [self._entry(message) for message in newest.values() if not _is_marker(message)]
@@ -64,7 +64,7 @@ class JetStreamBucket:
         except ApiError as error:
             if error.code not in WRONG_REVISION:
                 raise
-            # The server looks at the revision before the id, so this may be our own write, whose answer was lost.
+            # The server checks the revision before the id, so this may be our own write, whose answer was lost.
             newest = await last_message(self._link, self._stream, self._prefix + key)
             ours = newest is not None and newest.headers.get(MESSAGE_ID) == headers[MESSAGE_ID]
             return newest.sequence if newest is not None and ours else None
@@ -73,7 +73,7 @@ class JetStreamBucket:
         await call(self._link, f"STREAM.PURGE.{self._stream}", {"filter": self._prefix + key})
 
     async def _write(self, key: str, value: bytes, headers: dict[str, str]) -> Published:
-        # By the id, a write whose answer was lost is known for one's own.
+        # The id identifies a write of ours whose answer was lost.
         headers[MESSAGE_ID] = self._ids.next().decode()
         return await self._store(self._prefix + key, value, headers)
 

@@ -1,6 +1,6 @@
-"""A JetStream cluster on this machine: nats-servers on loopback that know each other, for tests and `bench chaos`.
+"""A JetStream cluster on this machine: connected nats-servers on loopback, for tests and `bench chaos`.
 
-Clients learn of no server but those in `urls` (`no_advertise`), so a proxy in front of one stays between.
+The servers advertise no addresses to clients (`no_advertise`), so a client cannot bypass a proxy in `urls`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ _ANSWER_TIMEOUT = 2.0  # seconds; a stopped server answers nobody
 _POLL = 0.1
 
 
-# From which node to which, whose routes are taken at this port; returns the port to dial instead.
+# Called with the indices of two nodes and the second one's route port; returns the port that the first one dials.
 Dial = Callable[[int, int, int], Awaitable[int]]
 
 
 class _Ports(NamedTuple):
-    """A node's own, besides the one for clients."""
+    """The ports of a node, besides the one for clients."""
 
     route: int
     monitor: int
-    nowhere: int  # where nobody listens
+    nowhere: int  # where nothing listens
 
 
 class LocalCluster:
-    """Made by `start`. Nodes are counted from 0; `urls` and each node's ports stay the same through its restarts.
+    """Create it with `start`. Node indices count from 0; `urls` and the ports of a node stay the same when it restarts.
 
-    The ports are reserved by sockets that are bound without listening, beside which a server may listen and nobody
-    else gets them: they are free for their node however long it is away.
+    Sockets that are bound but do not listen reserve the ports, so they stay free for their node while it is down.
     """
 
     def __init__(self, nodes: list[EmbeddedServer], monitors: list[str], reserved: contextlib.ExitStack) -> None:
@@ -64,23 +63,23 @@ class LocalCluster:
     ) -> LocalCluster:
         """Start `size` servers, each with a directory below `state_dir`; returns once a stream can be made on all.
 
-        `dial` may put something between two of them. Raises `StartupError`.
+        `dial` may put a proxy between two of them. Raises `StartupError`.
         """
         token, nodes = secrets.token_hex(16), []
         async with contextlib.AsyncExitStack() as stack:
             reserved = stack.enter_context(contextlib.ExitStack())
             routes, monitors, nowhere = ([_reserve(reserved) for _ in range(size)] for _ in range(3))
-            for place in range(size):
-                # Every server needs all routes from the beginning: it reads from them how many votes an election takes.
+            for index in range(size):
+                # Every server needs all routes from the beginning: it derives the quorum of an election from them.
                 others = [
-                    await dial(place, other, port) if dial else port
+                    await dial(index, other, port) if dial else port
                     for other, port in enumerate(routes)
-                    if other != place
+                    if other != index
                 ]
-                own = _Ports(routes[place], monitors[place], nowhere[place])
-                more = _configuration(place, token, own, others)
+                own = _Ports(routes[index], monitors[index], nowhere[index])
+                more = _configuration(index, token, own, others)
                 node = await EmbeddedServer.start(
-                    state_dir / f"n{place}", binary, sync_interval, token=token, more=more
+                    state_dir / f"n{index}", binary, sync_interval, token=token, more=more
                 )
                 stack.push_async_callback(node.stop)
                 nodes.append(node)
@@ -91,113 +90,113 @@ class LocalCluster:
 
     @property
     def urls(self) -> str:
-        """All nodes with commas between, and with the token: keep it out of logs."""
+        """All nodes, separated by commas, with the token: keep it out of logs."""
         return ",".join(node.url for node in self.nodes)
 
-    async def kill(self, place: int) -> None:
+    async def kill(self, index: int) -> None:
         """End a node by SIGKILL; returns when the process is gone."""
-        self.nodes[place].signal(signal.SIGKILL)
-        self._stopped.discard(place)
-        await self.nodes[place].wait()
+        self.nodes[index].signal(signal.SIGKILL)
+        self._stopped.discard(index)
+        await self.nodes[index].wait()
 
-    def stop(self, place: int) -> None:
-        """Halt a node by SIGSTOP: its connections stay open, and nobody answers on them."""
-        self.nodes[place].signal(signal.SIGSTOP)
-        self._stopped.add(place)
+    def stop(self, index: int) -> None:
+        """Suspend a node by SIGSTOP: its connections stay open without an answer."""
+        self.nodes[index].signal(signal.SIGSTOP)
+        self._stopped.add(index)
 
-    def cont(self, place: int) -> None:
-        """Let a stopped node go on."""
-        self.nodes[place].signal(signal.SIGCONT)
-        self._stopped.discard(place)
+    def cont(self, index: int) -> None:
+        """Resume a suspended node by SIGCONT."""
+        self.nodes[index].signal(signal.SIGCONT)
+        self._stopped.discard(index)
 
-    async def restart(self, place: int) -> None:
-        """Start a node that is gone again; returns when it takes connections, perhaps before it is up to date."""
-        await self.nodes[place].restart()
+    async def restart(self, index: int) -> None:
+        """Restart a dead node; returns when it accepts connections, perhaps before it is up to date."""
+        await self.nodes[index].restart()
 
     async def ready(self) -> None:
-        """Return when every node that runs holds all that the cluster does, and the cluster has a leader.
+        """Return when every running node is up to date and the cluster has a leader.
 
         Raises `StartupError`.
         """
-        running = [place for place, node in enumerate(self.nodes) if node.alive and place not in self._stopped]
+        running = [index for index, node in enumerate(self.nodes) if node.alive and index not in self._stopped]
         try:
             async with asyncio.timeout(_READY_TIMEOUT), self._client() as client:
-                for place in running:
-                    while not await self._is_current(client, place, len(running)):  # noqa: ASYNC110
+                for index in running:
+                    while not await self._is_current(client, index, len(running)):  # noqa: ASYNC110
                         await asyncio.sleep(_POLL)
         except TimeoutError:
             raise StartupError(
-                f"the NATS cluster has no leader after {_READY_TIMEOUT:g} s; look into nats-server.log of each node"
+                f"the NATS cluster has no leader after {_READY_TIMEOUT:g} s; read the nats-server.log of each node"
             ) from None
 
     async def leader_of(self, stream: str) -> int | None:
-        """The node that leads a stream, by the server's name for it (`PENSTOCK_JOBS`); None while none does."""
+        """The index of the node that leads a stream (the server's name, `PENSTOCK_JOBS`); None while none does."""
         return (await self._leaders()).get(stream)
 
     async def meta_leader(self) -> int | None:
-        """The node that decides about streams and consumers."""
+        """The index of the node that manages streams and consumers."""
         async with self._client() as client:
-            for place in range(len(self.nodes)):
-                found = await self._ask(client, place, "/jsz") or {}
+            for index in range(len(self.nodes)):
+                found = await self._ask(client, index, "/jsz") or {}
                 if leader := found.get("meta_cluster", {}).get("leader"):
-                    return _place(leader)
+                    return _index_of(leader)
         return None
 
-    async def step_aside(self, place: int) -> None:
-        """Have other nodes lead the streams and consumers that a node leads.
+    async def step_aside(self, index: int) -> None:
+        """Make other nodes lead the streams and consumers that a node leads.
 
-        Raises `BrokerAway` where the node is, and `BrokerUnavailable` where nobody answers.
+        Raises `BrokerAway` if the node is down, and `BrokerUnavailable` if it does not answer.
         """
         async with self._client() as client:
-            found = await self._ask(client, place, "/jsz?accounts=1&streams=1&consumers=1") or {}
+            found = await self._ask(client, index, "/jsz?accounts=1&streams=1&consumers=1") or {}
         streams = [one for account in found.get("account_details", ()) for one in account["stream_detail"]]
-        led = [f"STREAM.LEADER.STEPDOWN.{one['name']}" for one in streams if _is_led(one, place)]
+        led = [f"STREAM.LEADER.STEPDOWN.{one['name']}" for one in streams if _is_led(one, index)]
         led += [
             f"CONSUMER.LEADER.STEPDOWN.{one['name']}.{consumer['name']}"
             for one in streams
             for consumer in one.get("consumer_detail") or ()
-            if _is_led(consumer, place)
+            if _is_led(consumer, index)
         ]
-        link = await Link.connect(self.nodes[place].url, name="step-aside", timeout=_ANSWER_TIMEOUT)
+        link = await Link.connect(self.nodes[index].url, name="step-aside", timeout=_ANSWER_TIMEOUT)
         try:
             for method in led:
-                with contextlib.suppress(ApiError):  # it has gone, or has another leader already
+                with contextlib.suppress(ApiError):  # it was deleted, or already has another leader
                     await call(link, method)
         finally:
             await link.close()
 
     async def close(self) -> None:
-        """End all nodes, and let go of their directories and ports."""
-        for place in tuple(self._stopped):
-            self.cont(place)
+        """Stop all nodes and release their directories and ports."""
+        for index in tuple(self._stopped):
+            self.cont(index)
         await asyncio.gather(*(node.stop() for node in self.nodes))
         self._reserved.close()
 
     async def _leaders(self) -> dict[str, int]:
         async with self._client() as client:
-            for place in range(len(self.nodes)):
-                found = await self._ask(client, place, "/jsz?accounts=1&streams=1") or {}
+            for index in range(len(self.nodes)):
+                found = await self._ask(client, index, "/jsz?accounts=1&streams=1") or {}
                 streams = [one for account in found.get("account_details", ()) for one in account["stream_detail"]]
                 clusters = {one["name"]: one.get("cluster", {}).get("leader") for one in streams}
                 if found:
-                    return {name: _place(leader) for name, leader in clusters.items() if leader}
+                    return {name: _index_of(leader) for name, leader in clusters.items() if leader}
         return {}
 
-    async def _is_current(self, client: httpx2.AsyncClient, place: int, size: int) -> bool:
-        meta = (await self._ask(client, place, "/jsz") or {}).get("meta_cluster", {})
+    async def _is_current(self, client: httpx2.AsyncClient, index: int, size: int) -> bool:
+        meta = (await self._ask(client, index, "/jsz") or {}).get("meta_cluster", {})
         if leader := meta.get("leader"):
-            about = await self._ask(client, _place(leader), "/jsz") or {}
+            about = await self._ask(client, _index_of(leader), "/jsz") or {}
             replicas = about.get("meta_cluster", {}).get("replicas", ())
             current = sum(replica.get("current", False) for replica in replicas)
-            return current >= size - 1 and await self._ask(client, place, "/healthz") is not None
+            return current >= size - 1 and await self._ask(client, index, "/healthz") is not None
         return False
 
-    async def _ask(self, client: httpx2.AsyncClient, place: int, path: str) -> dict[str, Any] | None:
-        """What a node's monitoring says, None where it says nothing or that something is amiss."""
-        if place in self._stopped:
+    async def _ask(self, client: httpx2.AsyncClient, index: int, path: str) -> dict[str, Any] | None:
+        """The answer of a node's monitoring endpoint; None if it does not answer, or with an error."""
+        if index in self._stopped:
             return None
         try:
-            answer = await client.get(self._monitors[place] + path)
+            answer = await client.get(self._monitors[index] + path)
         except httpx2.HTTPError:
             return None
         return dict(answer.json()) if answer.status_code == 200 else None
@@ -206,14 +205,14 @@ class LocalCluster:
         return httpx2.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
 
 
-def _configuration(place: int, token: str, own: _Ports, others: list[int]) -> list[str]:
+def _configuration(index: int, token: str, own: _Ports, others: list[int]) -> list[str]:
     return [
-        f"server_name: n{place}",
+        f"server_name: n{index}",
         f'http: "127.0.0.1:{own.monitor}"',
         "cluster {",
         "  name: local",
         f'  listen: "127.0.0.1:{own.route}"',
-        # Servers tell each other where they may be dialled; these know it, and must not go round what `dial` gave.
+        # Servers gossip their addresses; with a dead one, they cannot bypass the ports that `dial` returned.
         f'  advertise: "127.0.0.1:{own.nowhere}"',
         "  no_advertise: true",
         f"  authorization {{ user: node, password: {json.dumps(token)} }}",
@@ -222,16 +221,16 @@ def _configuration(place: int, token: str, own: _Ports, others: list[int]) -> li
     ]
 
 
-def _is_led(detail: dict[str, Any], place: int) -> bool:
-    return bool(detail.get("cluster", {}).get("leader") == f"n{place}")
+def _is_led(detail: dict[str, Any], index: int) -> bool:
+    return bool(detail.get("cluster", {}).get("leader") == f"n{index}")
 
 
-def _place(name: str) -> int:
+def _index_of(name: str) -> int:
     return int(name.removeprefix("n"))
 
 
 def _reserve(stack: contextlib.ExitStack) -> int:
-    """A port that stays reserved for a server of ours until the stack is closed."""
+    """A port that stays reserved for one of our servers until the stack is closed."""
     one = stack.enter_context(socket.socket())
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     one.bind(("127.0.0.1", 0))

@@ -1,8 +1,8 @@
-"""One configuration a deployment: agreed in the broker by whoever comes first, changed by an explicit act alone.
+"""One configuration per deployment, stored in the broker: the first part writes it, explicit commands change it.
 
-Every part reads it, refuses to start where somebody gave it another value, and works with the agreed ones. Parts make
-the streams that are missing and change none: else whoever starts last would rewrite the limits of all, and delete what
-they had kept.
+Every part reads it, refuses to start if it was given another value, and runs with the agreed values. Parts create
+missing streams and change no existing one: otherwise the last part to start would impose its limits on all, and delete
+messages that the others want kept.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _STOPPED = ("pipeline", "stream_partitions", "heartbeat_interval")  # may change
 
 
 class Agreed(NamedTuple):
-    """`revision` is 0 where nothing is agreed yet: then the configuration is that of the streams there are."""
+    """`revision` is 0 if nothing is agreed yet: then the configuration describes the existing streams."""
 
     configuration: Configuration
     revision: int
 
 
-class Difference(NamedTuple):
-    """A limit of a stream, as the server names both."""
+class LimitChange(NamedTuple):
+    """A limit of a stream that would change; both names are the server's."""
 
     stream: str
     limit: str
@@ -90,9 +90,9 @@ def layout(settings: Settings) -> Topology:
 
 
 async def joined(broker: JetStreamBroker, loaded: Loaded) -> Settings:
-    """A part's settings with those that its deployment has agreed on, whose streams are there then.
+    """Join the deployment, create its missing streams, and return the part's settings with the agreed ones.
 
-    Raises `ConfigurationError` where somebody gave the part another value.
+    Raises `ConfigurationError` if the part was given another value.
     """
     configuration = await Deployment(broker, loaded).join()
     check(loaded, configuration)
@@ -100,18 +100,18 @@ async def joined(broker: JetStreamBroker, loaded: Loaded) -> Settings:
 
 
 async def owned(broker: JetStreamBroker, loaded: Loaded) -> Settings:
-    """The same for whoever owns the broker: what was given explicitly is agreed on, and the streams are changed."""
+    """Like `joined`, for the broker's owner: its explicit settings become the agreed ones and change the streams."""
     deployment = Deployment(broker, loaded)
     before = (await deployment.agreed()).configuration
     wanted = before.model_copy(update=explicit(loaded))
     for name, (old, new) in changes(before, wanted).items():
-        log.info("a setting of the deployment changes", setting=name, before=shown(old), after=shown(new))
+        log.info("deployment setting changed", setting=name, before=shown(old), after=shown(new))
     await deployment.change(wanted)
     return adopt(loaded.settings, wanted)
 
 
 class Deployment:
-    """That of a namespace, as seen by a process with these settings."""
+    """The deployment in a namespace, as seen by a process with these settings."""
 
     def __init__(self, broker: JetStreamBroker, loaded: Loaded) -> None:
         self._broker = broker
@@ -119,7 +119,7 @@ class Deployment:
         self._settings = loaded.settings
 
     async def agreed(self) -> Agreed:
-        """What is agreed; where nothing is, what the streams of 0.1.0 say, and the process's settings say the rest."""
+        """The agreed configuration; if there is none, that of the streams of 0.1.0, completed by our own settings."""
         if (await self._broker.present(self._broker.server_name(STATE))) is not None:
             entry = await (await self._broker.bucket(STATE)).get(KEY)
             if entry is not None:
@@ -127,27 +127,29 @@ class Deployment:
         return Agreed(shared_settings(self._settings.model_copy(update=await self._found())), 0)
 
     async def join(self) -> Configuration:
-        """The agreed configuration, with its streams there; where nothing is agreed yet, what `agreed` says is."""
+        """Create the missing streams of the agreed configuration and return it; the first part agrees on `agreed()`."""
         agreed = await self.agreed()
         if not agreed.revision:
-            check(self._loaded, agreed.configuration)  # against streams that were there before anything was agreed
+            check(self._loaded, agreed.configuration)  # against streams older than any agreement
             if await self._replace(agreed, agreed.configuration):
                 return agreed.configuration
             agreed = await self.agreed()
         self._broker.replicas = agreed.configuration.nats_replicas
-        await self._migrate(agreed.configuration)  # whoever began it may have died
+        await self._migrate(agreed.configuration)  # the process that began it may have died
         await self._broker.ensure(*self._layout(agreed.configuration))
         return agreed.configuration
 
     async def change(self, wanted: Configuration) -> None:
-        """Agree on `wanted` and change the streams. Raises `StartupError` where that would strand requests."""
+        """Agree on `wanted` and change the streams. Raises `StartupError` if that would strand requests."""
         agreed = await self.agreed()
         await self.check_safe(agreed.configuration, wanted)
         if not await self._replace(agreed, wanted):
-            raise StartupError("somebody else has changed the deployment's configuration just now; look at it again")
+            raise StartupError(
+                "another process has just changed the deployment's configuration; check it and try again"
+            )
 
     async def _replace(self, agreed: Agreed, wanted: Configuration) -> bool:
-        """Agree on `wanted` and make the streams so, or neither; False where somebody else was faster."""
+        """Agree on `wanted` and shape the streams, or do neither; False if another process was faster."""
         before, revision = agreed
         bucket = await self._state(wanted)
         data = wanted.model_dump_json().encode()
@@ -159,18 +161,18 @@ class Deployment:
                 for priority in PRIORITIES:
                     await self._broker.remove(lane_stream(stage_stream(stage), priority))
             await self.shape(wanted)
-        except StartupError:  # the next one may have another idea
+        except StartupError:  # so that another configuration can be tried
             if revision:
                 await bucket.update(KEY, before.model_dump_json().encode(), written)
             else:
                 await bucket.delete(KEY)
             raise
         if not revision:
-            log.info("the deployment's configuration is agreed", namespace=self._settings.namespace)
+            log.info("deployment configuration agreed", namespace=self._settings.namespace)
         return True
 
     async def shape(self, configuration: Configuration) -> None:
-        """Make the streams what the configuration says."""
+        """Create and change the streams to match the configuration."""
         self._broker.replicas = configuration.nats_replicas
         await self._migrate(configuration)
         await self._broker.reconfigure(*self._layout(configuration))
@@ -179,21 +181,21 @@ class Deployment:
         subjects, stages = Subjects(self._settings.namespace), job_stages(configuration.pipeline)
         await move_into_lanes(self._broker, subjects, stages, self._layout(configuration).streams)
 
-    async def differences(self, configuration: Configuration) -> list[Difference]:
-        """What `shape` would change in streams that are there."""
+    async def differences(self, configuration: Configuration) -> list[LimitChange]:
+        """What `shape` would change in existing streams."""
         self._broker.replicas = configuration.nats_replicas
         found = []
         for wanted in self._broker.configs(*self._layout(configuration)):
             if (present := await self._broker.present(wanted["name"])) is not None:
                 found += [
-                    Difference(wanted["name"], name, present.get(name), value)
+                    LimitChange(wanted["name"], name, present.get(name), value)
                     for name, value in wanted.items()
                     if present.get(name, value) != value
                 ]
         return found
 
     async def check_safe(self, before: Configuration, after: Configuration) -> None:
-        """Raises `StartupError` where `after` would strand requests or confuse parts that run."""
+        """Raises `StartupError` if `after` would strand requests or confuse running parts."""
         changed = changes(before, after)
         if await self._broker.present(self._broker.server_name(WORKERS)) is None:
             return
@@ -202,7 +204,7 @@ class Deployment:
             if cards:
                 running = ", ".join(entry.key for entry in cards[:5])
                 raise StartupError(
-                    f"{' and '.join(structural)} can change only while nothing runs: stop all parts first "
+                    f"{' and '.join(structural)} can change only while no part runs: stop all parts first "
                     f"({running}{', …' if len(cards) > 5 else ''})"
                 )
         queues = _lanes([stage_stream(stage) for stage in self._gone(before, after)])
@@ -213,8 +215,8 @@ class Deployment:
         if held := ", ".join(f"{queue}: {number}" for queue, number in waiting.items() if number):
             names = " and ".join(name for name in ("pipeline", "stream_partitions") if name in changed)
             raise StartupError(
-                f"{names} cannot change while requests have not ended ({held}), which would not be found again: start "
-                "all parts with the settings as they were, let the requests end, and change it then"
+                f"{names} cannot change while requests are unfinished ({held}), which the change would strand: start "
+                "all parts with the old settings, let the requests end, and then change it"
             )
 
     async def _state(self, configuration: Configuration) -> Bucket:
@@ -229,7 +231,7 @@ class Deployment:
         return [stage for stage in job_stages(before.pipeline) if stage not in after.pipeline]
 
     async def _found(self) -> Mapping[str, Any]:
-        """The settings that streams without an agreed configuration were made with: those of 0.1.0, a limit each."""
+        """The settings that explain the limits of existing streams without an agreed configuration (those of 0.1.0)."""
         sources = {
             "nats_replicas": (JOBS, "num_replicas", 1),
             "jobs_limit": (JOBS, "max_msgs", 1),

@@ -1,12 +1,12 @@
-"""One connection to NATS: exchanges that are answered, sends that are not, and subscriptions. Knows no JetStream.
+"""One connection to NATS: exchanges (request and reply), one-way sends, and subscriptions. Knows nothing of JetStream.
 
-An exchange is sent again, under the same token, until it is answered or its time is up, so whatever goes through
-here must be harmless to repeat. First sends leave in the order of the calls. During an outage ordinary exchanges are
-held, and afterwards sent in that same order, once the recovery hook has put back what the server may have lost.
+The link resends an exchange, under the same token, until it is answered or times out, so every request must be harmless
+to repeat. First sends leave in the order of the calls. During an outage the link holds ordinary exchanges; after the
+reconnect it runs the recovery hook, which restores what the server may have lost, then sends them in the same order.
 
-nats-py's own `request` and `flush` are not used: the first costs several times as much, and a cancelled or timed-out
-`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. Its `publish` and
-`subscribe` swallow a cancellation that comes while they wait for room in its buffer; here it is raised after all.
+It does not use nats-py's own `request` and `flush`: `request` costs several times as much, and a cancelled or timed-out
+`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. nats-py's `publish` and
+`subscribe` swallow a cancellation that arrives while they wait for space in its buffer; the link raises it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 
 NO_RESPONDERS = "503"
 
-_CONNECT_TIMEOUT = 2  # seconds for one server to greet us
+_CONNECT_TIMEOUT = 2  # seconds for one server to accept the connection
 _RECONNECT_WAIT = 0.2  # seconds between two attempts at one server
-_PING_INTERVAL = 10  # seconds; a connection that answers two pings in a row with silence is given up
-_FLUSH_TIMEOUT = 1.0  # seconds that a sender waits while nats-py's buffer is full; without it, until a reconnect
-_SWEEP = 0.1  # seconds between looks at the unanswered exchanges, and before an unheard one is tried again
+_PING_INTERVAL = 10  # seconds; a connection that misses two pongs in a row is closed
+_FLUSH_TIMEOUT = 1.0  # seconds that a sender waits for nats-py's full buffer; otherwise until a reconnect
+_SWEEP = 0.1  # seconds between checks of unanswered exchanges, and before one without responders is resent
 _RESEND_AFTER = 1.0  # seconds without an answer
-_RECOVERY_WAIT = 0.5  # seconds before a failed recovery is tried again
+_RECOVERY_WAIT = 0.5  # seconds before a failed recovery is retried
 
 _NOT_SENT = (ConnectionClosedError, ConnectionDrainingError, OutboundBufferLimitError)
 
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """A message that waits for its answer. The sender sets `resend_at`, `_sweep` and `_answered` end it."""
+    """A message that waits for its answer. The sender sets `resend_at`; `_sweep` and `_answered` end it."""
 
     subject: str
     data: bytes
@@ -55,13 +55,13 @@ class _Exchange:
 
 
 def public_address(url: str) -> str:
-    """`url` (or several, with commas between) without credentials, fit for logs and messages."""
+    """`url` (or several, separated by commas) without credentials, fit for logs and error messages."""
     servers = (urlsplit(server if "://" in server else f"nats://{server}") for server in url.split(","))
     return ",".join(f"{server.scheme}://{server.netloc.rpartition('@')[2]}" for server in servers)
 
 
 class Link:
-    """See the head of this file. Made by `connect`; belongs to one event loop."""
+    """A connection that reconnects by itself; create it with `connect`, and use it in one event loop."""
 
     def __init__(self, address: str, timeout: float) -> None:
         self.address = address
@@ -82,10 +82,10 @@ class Link:
 
     @classmethod
     async def connect(cls, url: str, *, name: str, timeout: float) -> Link:  # noqa: ASYNC109  (of exchanges, not of this)
-        """Connect to the first of the servers in `url` that answers; `timeout` bounds every exchange, in seconds.
+        """Connect to the first server in `url` that answers; every exchange times out after `timeout` seconds.
 
-        Raises `BrokerAway` once each server has failed once, and `StartupError` where the last one will not have us.
-        Later losses are repaired for ever.
+        Raises `BrokerAway` once each server has failed once, and `StartupError` if the last one refuses us. Later the
+        link reconnects however long that takes.
         """
         link = cls(public_address(url), timeout)
         await link._connect(url.split(","), name)
@@ -105,7 +105,7 @@ class Link:
             elif failures >= len(servers) and not failed.done():
                 failed.set_result(error)
 
-        # nats-py would go on trying for minutes, so its first round of errors ends the attempt.
+        # nats-py would retry for minutes, so its first round of errors ends the attempt.
         connecting = asyncio.create_task(
             self._client.connect(
                 servers,
@@ -127,7 +127,7 @@ class Link:
             await connecting
         except (OSError, Error, TimeoutError) as error:
             reason = str(error) or type(error).__name__
-            refused = isinstance(error, Error) and "Auth" in reason  # a violation, or what has expired: all say so
+            refused = isinstance(error, Error) and "Auth" in reason  # every authorization error says so
             if refused or not failed.done() or isinstance(error, ssl.SSLCertVerificationError):
                 raise StartupError(f"NATS at {self.address}: {reason}; correct --nats-url") from error
             raise BrokerAway(
@@ -153,20 +153,20 @@ class Link:
         return self._client.new_inbox()
 
     def on_recover(self, hook: Callable[[], Awaitable[None]]) -> None:
-        """`hook` runs after each reconnect, before the exchanges held meanwhile are sent."""
+        """Run `hook` after each reconnect, before sending the exchanges held meanwhile."""
         self._hook = hook
 
     def on_restored(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after each recovery; returns what takes it off the list again."""
+        """Call `callback` after each recovery; returns a function that removes it."""
         self._restored.append(callback)
         return lambda: self._restored.remove(callback)
 
     async def exchange(
         self, subject: str, data: bytes, headers: dict[str, str] | None = None, *, at_once: bool = False
     ) -> Msg:
-        """Send and return the answer. Raises `BrokerUnavailable` when the time is up.
+        """Send a request and return the answer. Raises `BrokerUnavailable` after the timeout.
 
-        `at_once`: do not wait for a recovery under way (for what the recovery itself needs).
+        `at_once`: do not wait for a recovery in progress (for requests of the recovery itself).
         """
         self._count += 1
         token = str(self._count)
@@ -178,18 +178,18 @@ class Link:
             if self._client.is_connected and (at_once or not self._held):
                 await self._send(token, exchange)
             elif not at_once:
-                exchange.resend_at = exchange.deadline  # not by `_sweep`, which would break the order
+                exchange.resend_at = exchange.deadline  # so that `_sweep` does not send it out of order
                 exchange.trouble = "not connected"
             return await exchange.answer
         finally:
             del self._open[token]
 
     async def flush(self) -> None:
-        """Return when the server has read everything sent before."""
-        await self.exchange(f"{self._inbox}{self._count + 1}", b"")  # to its own reply subject, so it answers itself
+        """Return when the server has processed everything sent before."""
+        await self.exchange(f"{self._inbox}{self._count + 1}", b"")  # to its own reply subject: it answers itself
 
     async def send(self, subject: str, data: bytes, *, reply: str = "") -> None:
-        """Send without waiting for anything; during an outage it may be sent afterwards or be lost."""
+        """Send without an answer; during an outage the message may be sent later or be lost."""
         with contextlib.suppress(*_NOT_SENT):
             await self._publish(subject, data, reply)
 
@@ -198,7 +198,7 @@ class Link:
     ) -> Subscription:
         before = _cancellations()
         try:
-            # No limit, beyond which nats-py drops: callbacks do not wait, so no more piles up than one read brings.
+            # No limits (nats-py would drop messages): callbacks never wait, so at most one read queues up.
             subscription = await self._client.subscribe(
                 subject, queue=group, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
             )
@@ -211,12 +211,12 @@ class Link:
         return subscription
 
     async def unsubscribe(self, subscription: Subscription, *, drain: bool = False) -> None:
-        """End `subscription`; with `drain`, after the callback has seen all that the server had sent."""
+        """End `subscription`; with `drain`, only after the callback has received everything the server has sent."""
         if subscription not in self._subscriptions:
             return
         self._subscriptions.discard(subscription)
         if drain and self.connected:
-            # Shielded because a cancelled flush, which this is inside, breaks nats-py: see the head of this file.
+            # Shielded because drain() flushes, and a cancelled flush breaks nats-py: see the module's docstring.
             with contextlib.suppress(Error):
                 await asyncio.shield(asyncio.ensure_future(subscription.drain()))  # type: ignore[no-untyped-call]
         else:
@@ -224,7 +224,7 @@ class Link:
                 await subscription.unsubscribe()
 
     async def close(self) -> None:
-        """Wait for the exchanges under way as far as the server answers, then disconnect."""
+        """Wait for pending exchanges while the server answers, then disconnect."""
         if self._open and self.connected:
             await asyncio.wait([exchange.answer for exchange in self._open.values()], timeout=self.timeout)
         if self.connected:
@@ -241,7 +241,7 @@ class Link:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        # nats-py tries to write out what it has left, to a socket that may be gone.
+        # nats-py tries to flush its buffer to a socket that may be closed.
         with contextlib.suppress(OSError):
             await self._client.close()
 
@@ -251,7 +251,7 @@ class Link:
             await self._publish(exchange.subject, exchange.data, self._inbox + token, exchange.headers)
         except _NOT_SENT as error:
             exchange.trouble = str(error)
-        except (Error, ValueError) as error:  # something in it that cannot be sent, ever
+        except (Error, ValueError) as error:  # a message that can never be sent
             if not exchange.answer.done():
                 exchange.answer.set_exception(error)
 
@@ -266,14 +266,14 @@ class Link:
         if exchange is None or exchange.answer.done():
             return
         if message.headers and not message.data and message.headers.get("Status") == NO_RESPONDERS:
-            # The stream is being created, or elects a leader.
-            exchange.trouble = f"nobody serves {exchange.subject}"
+            # The stream is being created, or is electing a leader.
+            exchange.trouble = f"no responder for {exchange.subject}"
             exchange.resend_at = self._loop.time() + _SWEEP
         else:
             exchange.answer.set_result(message)
 
     async def _sweep(self) -> None:
-        """Time out and send again, for ever. One task looks after all exchanges: a timer each costs too much."""
+        """Time out or resend exchanges. One task serves all of them, because a timer each costs too much."""
         while True:
             await self._unanswered.wait()
             await asyncio.sleep(_SWEEP)
@@ -297,19 +297,19 @@ class Link:
             log.warning("lost the connection to NATS at %s", self.address)
 
     async def _connected_again(self) -> None:
-        # Only a mark: nats-py awaits this inside its reconnection, and takes an error for one of the connection.
-        log.info("connected to NATS at %s again", self.address)
+        # nats-py awaits this while it reconnects and treats errors as connection errors, so only set the event.
+        log.info("reconnected to NATS at %s", self.address)
         self._reconnected.set()
 
     async def _recover(self) -> None:
-        """After each reconnect: run the hook, send what is unanswered in its order, then let new exchanges through."""
+        """After each reconnect, run the hook, resend unanswered exchanges in order, then admit new ones."""
         while True:
             await self._reconnected.wait()
             self._reconnected.clear()
             outages = self.outages
-            await self._put_back()
+            await self._restore()
             sent: set[str] = set()
-            # Sending may pause, and a call made meanwhile must queue up behind what is older.
+            # Sending may wait, and a call made meanwhile must queue behind the older ones.
             while waiting := [token for token in self._open if token not in sent]:
                 for token in waiting:
                     sent.add(token)
@@ -320,30 +320,30 @@ class Link:
                 for callback in tuple(self._restored):
                     callback()
 
-    async def _put_back(self) -> None:
+    async def _restore(self) -> None:
         """Run the recovery hook until it succeeds or the connection is lost once more."""
         while self._hook is not None and self.connected:
             try:
                 await self._hook()
                 return
             except PenstockError as error:
-                log.error("NATS at %s is back, but not all its streams: %s", self.address, error)
+                log.error("cannot restore the streams of NATS at %s, retrying: %s", self.address, error)
                 await asyncio.sleep(_RECOVERY_WAIT)
 
     def _report(self, error: Exception) -> None:
         if isinstance(error, OSError | Error | TimeoutError):
-            # While disconnected, every attempt fails; the loss itself is in the log.
+            # While disconnected, every attempt fails; the log has the loss itself.
             log.log(logging.WARNING if self.connected else logging.DEBUG, "NATS at %s: %r", self.address, error)
         else:
-            log.error("a callback for NATS at %s failed", self.address, exc_info=error)
+            log.error("callback for NATS at %s failed", self.address, exc_info=error)
 
 
 def _cancellations() -> int:
-    """How often this task was told to end."""
+    """The number of pending cancellations of this task."""
     task = asyncio.current_task()
     return task.cancelling() if task else 0
 
 
 def status(headers: Mapping[str, str] | None) -> str | None:
-    """The status code of a message without a payload of its own, None for an ordinary message."""
+    """The status code of a control message; None for an ordinary message."""
     return headers.get("Status") if headers else None

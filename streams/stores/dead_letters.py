@@ -1,6 +1,6 @@
-"""Dead letters of any size: in the stream DEAD, a large body as an object beside it, both bounded by age and bytes.
+"""Dead letters of any size: in the stream DEAD, with large bodies as objects beside it, both bounded by age and bytes.
 
-A letter is the message as it was, with headers that say why it was given up. The oldest give way to new ones.
+A dead letter is the original message with headers that say why it failed. New letters displace the oldest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..port import DEAD_BODY, DEAD_REASON, DEAD_REQUESTS, Broker, Message, Publi
 from ..topology import DEAD, DEAD_DATA, Subjects
 from .objects import Objects
 
-LARGE = 256 << 10  # bytes of a body above which it is an object: a list of letters should not read all bodies
-HEADERS = 64 << 10  # bytes of headers above which only the short ones are kept
+LARGE = 256 << 10  # bytes above which a body becomes an object, so that listing letters does not read all bodies
+HEADERS = 64 << 10  # bytes above which only short headers are kept
 SHORT = 512  # characters of a header's value
 MOST_REQUESTS = 100  # named in the headers of a letter whose body is an object
 
@@ -34,7 +34,7 @@ class DeadLetters:
     async def bury(
         self, stage: str, message_id: str, data: bytes, headers: Mapping[str, str], requests: Sequence[str]
     ) -> Published:
-        """Keep a message that `stage` gave up; `requests` are those it speaks for. Repeating it changes nothing."""
+        """Store a message that `stage` has given up, with the `requests` inside it. Repeating it changes nothing."""
         kept = _bounded(headers)
         if len(data) > LARGE or message_size(data, kept) > self._broker.max_payload // 2:
             body = hashlib.sha256(message_id.encode()).hexdigest()
@@ -44,11 +44,11 @@ class DeadLetters:
         return await self._broker.publish(self._subjects.dead(stage), data, message_id=message_id, headers=kept)
 
     async def all(self) -> list[Message]:
-        """The oldest first; those whose body is an object without it."""
+        """The letters, oldest first; those with an object for a body come without it."""
         return await self._broker.replay(DEAD, self._subjects.dead_all())
 
     async def whole(self, letter: Message) -> Message | None:
-        """The letter with its body; None where that is kept no more. Raises `BrokerUnavailable`."""
+        """The letter with its body; None if the body has expired. Raises `BrokerUnavailable`."""
         if (body := letter.headers.get(DEAD_BODY)) is None:
             return letter
         if (info := await self._bodies.info(body)) is None:
@@ -56,7 +56,7 @@ class DeadLetters:
         try:
             data = b"".join([piece async for piece in self._bodies.read(info)])
         except BrokerUnavailable:
-            if self._broker.connected:  # the oldest pieces have given way
+            if self._broker.connected:  # the oldest pieces have been displaced
                 return None
             raise
         return replace(letter, data=data)

@@ -1,4 +1,4 @@
-"""Bytes of any size, in any broker's buckets: what an object is stands under its name, its bytes in pieces beside."""
+"""Objects of any size in a broker's buckets: an entry describes each, a second bucket has its bytes in pieces."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...schemas.errors import STORE_FULL, BrokerUnavailable, StorageFull, Stream
 from ..port import Broker, Bucket
 from ..topology import OBJECT_DATA
 
-CHUNK = 128 << 10  # bytes of an object in one message, where the broker takes as much
-LOOK = 0.1  # seconds between two looks for a piece that must be there
-LOOKS = 20
+CHUNK = 128 << 10  # bytes of one piece, if the broker accepts that much
+POLL_INTERVAL = 0.1  # seconds between two reads of a piece that must exist
+MAX_POLLS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """`size` in bytes, in `chunks` entries under the key `version`; `about` is its owner's."""
+    """`size` in bytes, in `chunks` entries with keys below `version`; `about` is the caller's metadata."""
 
     name: str
     about: dict[str, Any]
@@ -34,7 +34,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Names are keys of buckets; an object lives as long as the entries there. `chunk` is in bytes."""
+    """The objects of a bucket; their names are its keys, and they expire with its entries. `_chunk` is in bytes."""
 
     _infos: Bucket
     _data: Bucket
@@ -42,13 +42,13 @@ class Objects:
 
     @classmethod
     async def of(cls, broker: Broker, bucket: str, data: str = OBJECT_DATA) -> Objects:
-        """Those named in `bucket`; their bytes are in the bucket `data`."""
+        """The objects described in `bucket`, whose bytes are in the bucket `data`."""
         return cls(await broker.bucket(bucket), await broker.bucket(data), min(CHUNK, broker.max_payload // 2))
 
     async def put(self, name: str, data: AsyncIterable[bytes], about: dict[str, Any]) -> ObjectInfo | None:
-        """Store a whole object. One that has the name already stays, and this returns None.
+        """Store an object; None if the name is taken.
 
-        What `data` raises is raised again, and nothing has changed then. Raises `StorageFull`.
+        Raises `StorageFull`, and whatever `data` raises; nothing has changed then.
         """
         try:
             return await self._put(ObjectInfo(name, about, uuid.uuid4().hex), data)
@@ -63,10 +63,10 @@ class Objects:
                 await self._data.put(f"{info.version}.{info.chunks}", piece)
                 info = replace(info, size=info.size + len(piece), chunks=info.chunks + 1)
         except BaseException:
-            with contextlib.suppress(BrokerUnavailable):  # what is left of it then goes with its age
+            with contextlib.suppress(BrokerUnavailable):  # the remaining pieces then expire
                 await self._drop(info)
             raise
-        # A write that fails may have happened all the same, and then the bytes must be there.
+        # A write that fails may have been stored all the same; its bytes must exist then.
         try:
             if await self._infos.create(info.name, orjson.dumps(info)) is not None:
                 return info
@@ -81,11 +81,11 @@ class Objects:
         return None if entry is None else codec.build(ObjectInfo, orjson.loads(entry.value))
 
     async def infos(self, prefix: str = "") -> list[ObjectInfo]:
-        """Those whose names begin so, the oldest first."""
+        """The objects whose names begin with `prefix`, oldest first."""
         return [codec.build(ObjectInfo, orjson.loads(entry.value)) for entry in await self._infos.entries(prefix)]
 
     async def read(self, info: ObjectInfo) -> AsyncIterator[bytes]:
-        """The bytes, piece by piece. Raises `BrokerUnavailable`, also where the object was deleted meanwhile."""
+        """The bytes, piece by piece. Raises `BrokerUnavailable`, also if the object is deleted meanwhile."""
         for number in range(info.chunks):
             yield await self._piece(info, number)
 
@@ -94,12 +94,12 @@ class Objects:
         await self._drop(info)
 
     async def _piece(self, info: ObjectInfo, number: int) -> bytes:
-        for _ in range(LOOKS):
+        for _ in range(MAX_POLLS):
             if (entry := await self._data.get(f"{info.version}.{number}")) is not None:
                 return entry.value
             if await self.info(info.name) != info:
-                raise BrokerUnavailable("an object was removed while it was read")
-            await asyncio.sleep(LOOK)  # it was written before its name, so it is there
+                raise BrokerUnavailable(f"the object {info.name} was deleted while it was read")
+            await asyncio.sleep(POLL_INTERVAL)  # it was written before the name, so it exists
         raise BrokerUnavailable(f"a piece of the object {info.name} cannot be read")
 
     async def _drop(self, info: ObjectInfo) -> None:

@@ -1,8 +1,7 @@
-"""One quota a tenant over all that is kept for it: files, results of batches, responses and conversations.
+"""One quota per tenant for everything stored for it: files, results of batches, responses and conversations.
 
-What a tenant holds is counted from the buckets themselves, and not in a number of its own that a death could leave
-wrong: seldom, since that takes a while where there is much, and with what was let in since then added. So several
-bridges may together let in a little more than the quota, never for long.
+Usage is counted from the buckets, not in a counter that a crash could leave wrong. Counting takes time, so a bridge
+counts seldom and adds what it admits in between. Several bridges may therefore exceed the quota slightly and briefly.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from ...schemas.openai.batches import FINAL, Batch
 from ..port import Broker, Entry
 from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, RESPONSES
 
-NO_SPACE = "insufficient_quota"  # as a code; trying again does not help
-ENTRY = 512  # bytes that each entry takes besides its own: what is small is not free
-FRESH = 2.0  # seconds for which a count is good at least
-REFUSED = 0.2  # seconds after which a refusal counts again: something may have been deleted
-SHARE = 0.05  # of the time at most is spent on counting a tenant
+NO_SPACE = "insufficient_quota"  # error code; retrying does not help
+ENTRY = 512  # bytes charged per entry in addition to its size
+FRESH = 2.0  # seconds for which a count is valid at least
+REFUSED = 0.2  # seconds after which a refusal counts again, as files may have been deleted
+SHARE = 0.05  # largest share of time spent on counting a tenant
 
 
 @dataclass(slots=True)
 class _Count:
-    """What a tenant holds in bytes, at a time of the clock, and the seconds that it took to find out."""
+    """A tenant's usage in bytes, when it was counted (by the clock), and how many seconds that took."""
 
     held: int = 0
     at: float = -inf
@@ -39,7 +38,7 @@ class _Count:
 
 
 class Quotas:
-    """`quota` in bytes, of each tenant."""
+    """`quota` is in bytes, per tenant."""
 
     def __init__(self, broker: Broker, quota: int, clock: Callable[[], float] = monotonic) -> None:
         self._broker = broker
@@ -48,7 +47,7 @@ class Quotas:
         self._counts: defaultdict[str, _Count] = defaultdict(_Count)
 
     async def check(self, tenant: str, coming: int = 0) -> None:
-        """Call it before so many bytes are stored for a tenant. Raises `QuotaExceeded` above the quota."""
+        """Charge a tenant for `coming` bytes before they are stored. Raises `QuotaExceeded` above the quota."""
         count = self._counts[tenant]
         async with count.turn:
             coming += ENTRY
@@ -62,9 +61,9 @@ class Quotas:
                     count.held += coming
                     return
         raise QuotaExceeded(
-            f"{count.held:,} bytes are kept for you, and the setting tenant_quota allows {self._quota:,}: delete files "
-            "(the outputs of batches are among them), responses or conversations that you do not need, or have it "
-            "raised.",
+            f"{count.held:,} bytes are stored for you, and the setting tenant_quota allows {self._quota:,}: delete "
+            "files (including the outputs of batches), responses or conversations that you do not need, or ask for a "
+            "higher quota.",
             code=NO_SPACE,
         )
 
@@ -76,13 +75,13 @@ class Quotas:
         results = await self._broker.bucket(BATCH_RESULTS)
         for state in states:
             batch = Batch.model_validate_json(state.value)
-            if batch.status not in FINAL:  # afterwards they are a file
+            if batch.status not in FINAL:  # the results of a finished batch are a file
                 entries += await results.entries(f"{batch.id}.")
         return sum(map(_size, entries))
 
 
 def _size(entry: Entry) -> int:
-    """With the object that it may stand for."""
+    """The bytes of an entry and of the object that it may describe."""
     value = orjson.loads(entry.value) if entry.value.startswith(b"{") else {}
     is_object = "version" in value and "chunks" in value
     return ENTRY + len(entry.value) + (int(value["size"]) if is_object else 0)

@@ -1,7 +1,7 @@
-"""Who is alive and which models can be asked for: cards in key-value buckets, written as heartbeats, read as a cache.
+"""The live processes and the available models: cards in key-value buckets, written as heartbeats, read as a cache.
 
-A card lives a few heartbeats; a process that dies or hangs drops out by itself. A model's card outlives its last
-worker for a while, so that a worker's restart is a wait for clients and not "model not found".
+A card expires after a few heartbeats, so a process that dies or hangs drops out by itself. A model's card outlives its
+last worker for a while, so that clients wait for a worker that restarts instead of getting "model not found".
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Card = TypeVar("Card", bound=BaseModel)
 
 
 class Registry:
-    """Reads every `interval` seconds; `run` owns the reading, and the views below never wait for the broker."""
+    """Reads the cards every `interval` seconds in `run`; its attributes never wait for the broker."""
 
     def __init__(self, broker: Broker, *, interval: float) -> None:
         self._broker = broker
         self._interval = interval
         self.models: dict[str, ModelCard] = {}  # by name; set by refresh
         self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
-        self.ended: dict[str, WorkerCard] = {}  # whose process is known to be gone, by id; set by drop_ended
+        self.ended: dict[str, WorkerCard] = {}  # workers whose process has ended, by id; set by drop_ended
         self.stages: tuple[StageCard, ...] = ()  # set by refresh
 
     async def run(self) -> None:
-        """Keep the views fresh until cancelled; quick to notice the first worker, slower once there is one."""
+        """Refresh the cards until cancelled, more often while there is no worker."""
         while True:
             with outage_logged("registry is stale"):
                 await self.refresh()
@@ -53,9 +53,9 @@ class Registry:
         self.models = {card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: card.created)}
 
     def drop_ended(self) -> None:
-        """Move the workers that have died on this host since the last look to `ended`: their cards live on for a while.
+        """Move workers that have died on this host to `ended`, as their cards have yet to expire.
 
-        It costs less than to read, so it can be done more often.
+        This is cheaper than `refresh`, so it can run more often.
         """
         ended = {card.id: card for card in self.workers if has_ended(card.host, card.pid)}
         if ended:
@@ -66,14 +66,14 @@ class Registry:
         return [worker for worker in self.workers if worker.model.name == model]
 
     def missing(self, stages: Sequence[str]) -> list[str]:
-        """Which of these stages has no live copy; a worker is a copy of infer."""
+        """The stages without a live copy; a worker is a copy of infer."""
         live = {card.stage for card in self.stages} | ({"infer"} if self.workers else set())
         return [stage for stage in stages if stage not in live]
 
     async def claim(self, card: WorkerCard) -> None:
-        """Make sure that nobody else goes by this worker's name; a process that has died may still have its card.
+        """Wait until no other worker has this worker's name, for example until a dead one's card has expired.
 
-        Raises `StartupError` where another worker lives under it.
+        Raises `StartupError` if another live worker has it.
         """
         bucket = await self._broker.bucket("workers")
         first = None
@@ -83,14 +83,14 @@ class Registry:
                 return
             first = first or entry.revision
             if entry.revision != first:
-                place = f"process {found.pid} on {found.host.partition('/')[0]}"
+                holder = f"process {found.pid} on {found.host.partition('/')[0]}"
                 raise StartupError(
-                    f"a worker called {card.id} runs already, as {place}; stop it, or choose another --id"
+                    f"a worker called {card.id} is already running as {holder}; stop it, or choose another --id"
                 )
             await asyncio.sleep(self._interval / 2)
 
     async def announce_worker(self, card: WorkerCard) -> None:
-        name = hashlib.sha256(card.model.name.encode()).hexdigest()[:32]  # keys cannot hold every character of a name
+        name = hashlib.sha256(card.model.name.encode()).hexdigest()[:32]  # keys do not allow every character of a name
         await (await self._broker.bucket("models")).put(name, _encoded(card.model))
         await (await self._broker.bucket("workers")).put(f"worker.{card.id}", _encoded(card))
 
@@ -103,14 +103,14 @@ class Registry:
 
 
 def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Card]:
-    """The cards among `entries`, by key; one that cannot be read, of another version say, is passed over."""
+    """The cards among `entries`, ordered by key; skips those it cannot parse, such as another version's."""
     cards = []
     for entry in sorted(entries):
         if entry.key.startswith(prefix):
             try:
                 cards.append(kind.model_validate_json(entry.value))
             except ValidationError:
-                log.warning("a card cannot be read", key=entry.key)
+                log.warning("invalid card ignored", key=entry.key)
     return cards
 
 

@@ -1,10 +1,10 @@
-"""What is kept of responses: of each a log whose entries are written once, and a ledger of the calls made for it.
+"""Stored responses: for each a log, whose entries are written once, and a ledger of its tool calls.
 
-Whoever goes on with a response reads where it stands from here, so that any copy can, after any death. A call is
-claimed in the ledger before it is made and its result is kept there, so that nobody makes it again.
+After a crash, any copy of the stage reads here how far a response has come and continues it. A copy claims a call in
+the ledger before it makes it and stores the result there, so that no other copy repeats it.
 
-A response refers to the one that it follows, and the ledger names it there. What is deleted while others follow it is
-hidden, and removed with the last of those.
+A response refers to its predecessor, and the ledger lists the successors of each response. A response deleted while it
+has successors is hidden, and removed with the last of them.
 """
 
 from __future__ import annotations
@@ -21,45 +21,47 @@ from ..port import Broker, Bucket
 from ..topology import RESPONSES
 from .objects import Objects
 
-HIDDEN = b"deleted"  # in place of a wish to stop
-FREE = ""  # whose claim a call is that nobody makes
-LOST = 60.0  # seconds after its deadline in which a response may still say how it ended
+HIDDEN = b"deleted"  # value of the `stop` entry of a hidden response
+FREE = ""  # owner of a call that was claimed and given back
+LOST = 60.0  # seconds after its deadline in which a response may still end
 
 Entry = TypeVar("Entry", Begun, Turned, Ended)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response, as far as it has come."""
+    """A response and its progress."""
 
     begun: Begun
     turns: tuple[Turned, ...] = ()
     ended: Ended | None = None
-    is_unwanted: bool = False  # its client has said stop
+    is_unwanted: bool = False  # its client has asked to stop
     size: int = 0  # bytes, as stored
 
     def is_lost(self, now: float) -> bool:
-        """Whether it has not ended although its time is over: whoever had it gave up."""
+        """Whether it is past its deadline without an end: its stage has given up."""
         return self.ended is None and now > self.begun.job.deadline + LOST
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether another response may have this one's items before its own."""
+        """Whether another response may continue from this one."""
         return self.begun.job.body.get("store") is not False
 
     @property
     def output(self) -> Items:
-        """Its items so far."""
+        """The output items so far."""
         return [*self.begun.items, *(item for turn in self.turns for item in turn.items)]
 
     @property
     def index(self) -> int:
-        """The number of events told by the end of the newest entry."""
+        """The number of events published up to the newest entry."""
         return self.turns[-1].index if self.turns else self.begun.index
 
 
 class CallKey(NamedTuple):
-    """A call: the item at `number` of a turn, or of what came before the first (`turn` 0)."""
+    """Identifies a tool call: item `number` of a turn; turn 0 are the items before the first turn.
+
+    `str()` of it is its key in the ledger."""
 
     tenant: str
     response: str
@@ -71,7 +73,7 @@ class CallKey(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What the ledger says of a call: claimed by whom, just now or before, and its result once there is one."""
+    """The ledger's entry of a call: its owner, whether this claim is new, and the result if there is one."""
 
     owner: str
     is_new: bool
@@ -96,7 +98,7 @@ class ResponseLog:
         return cls(await Objects.of(broker, RESPONSES), await broker.bucket(RESPONSES))
 
     async def read(self, tenant: str, id: str, *, hidden: bool = False) -> Stored | None:
-        """None where it has not begun, or is kept no more; `hidden`: also if it is kept only for those that follow."""
+        """None if there is no such response; with `hidden`, also find one that is kept only for its successors."""
         begun, ended, stop = await asyncio.gather(
             self._read(Begun, f"{tenant}.{id}.begun"),
             self._read(Ended, f"{tenant}.{id}.ended"),
@@ -112,13 +114,13 @@ class ResponseLog:
         return Stored(begun.entry, tuple(turns), ended.entry if ended else None, stop is not None, size)
 
     async def write(self, tenant: str, id: str, entry: Entry) -> Entry:
-        """Add an entry, unless there is one in its place already; returns the one that stands."""
+        """Add an entry unless it exists already; returns the stored one."""
         left_out: set[str] = set()
         match entry:
             case Begun():
                 name = "begun"
                 if entry.follows or entry.parts:
-                    # The version before knows this field alone: without it, it fails instead of going on without them.
+                    # The previous version knows only this field; without it, it fails instead of omitting the rest.
                     left_out = {"history"}
             case Turned():
                 name = f"turn-{entry.turn}"
@@ -134,17 +136,17 @@ class ResponseLog:
         return found.entry if found else entry
 
     async def is_over(self, tenant: str, id: str) -> bool:
-        """Whether it has ended, also where it is forgotten."""
+        """Whether it has ended, even if it has been deleted since."""
         return await self._entries.info(f"{tenant}.{id}.ended") is not None
 
     async def ask_to_stop(self, tenant: str, id: str) -> None:
-        """Whoever goes on with the response next ends it."""
+        """Have the stage end the response at its next step."""
         await self._ledger.put(f"{tenant}.{id}.stop", b"{}")
 
     async def follow(self, tenant: str, previous: str, id: str) -> bool:
-        """Keep `previous` for the response `id`, also if it is deleted from now on; False where it was before."""
+        """Keep `previous` for the response `id` even if it is deleted later; False if it has been deleted already."""
         await self._ledger.put(f"{tenant}.{previous}.next.{id}", b"{}")
-        # Whoever deletes it writes first and then looks for this key, so that one of the two sees the other.
+        # A deletion writes first and then looks for this key, so at least one of the two sees the other.
         stop = await self._ledger.get(f"{tenant}.{previous}.stop")
         if (stop is None or stop.value != HIDDEN) and await self._entries.info(f"{tenant}.{previous}.begun"):
             return True
@@ -152,8 +154,10 @@ class ResponseLog:
         return False
 
     async def delete(self, tenant: str, stored: Stored) -> None:
-        """Forget a response, but for the fact that it is over: late news of it must not begin it anew. Where others
-        follow it, it is hidden."""
+        """Delete a response except for the fact that it has ended, so that a late message does not start it again.
+
+        If it has successors, it is hidden instead.
+        """
         id = stored.begun.job.id
         for turn in range(len(stored.turns) + 1):
             for number in range(len(stored.turns[turn - 1].items if turn else stored.begun.items)):
@@ -164,9 +168,9 @@ class ResponseLog:
         await self._remove(tenant, stored)
 
     async def _remove(self, tenant: str, stored: Stored | None) -> None:
-        """Remove what is hidden, unless another response follows it; then what it followed itself, if that is hidden.
+        """Remove a hidden response unless it has successors, then its predecessor in the same way.
 
-        The beginning goes last, so that what is half removed is removed again.
+        The `begun` entry goes last, so that an interrupted removal is repeated.
         """
         while stored is not None:
             id, follows = stored.begun.job.id, stored.begun.follows
@@ -185,35 +189,35 @@ class ResponseLog:
             stored = await self.read(tenant, follows[-1], hidden=True) if is_hidden else None
 
     async def claim(self, key: CallKey, owner: str) -> Claim:
-        """Claim a call; an earlier claim stands."""
+        """Claim a call, or return the earlier claim."""
         while True:
             revision = await self._ledger.create(str(key), orjson.dumps([owner]))
             if revision is not None:
                 return Claim(owner, True, None, revision)
-            if (entry := await self._ledger.get(str(key))) is not None:  # else it has expired in between
+            if (entry := await self._ledger.get(str(key))) is not None:  # otherwise it has expired in between
                 first, *rest = orjson.loads(entry.value)
                 return Claim(first, False, ToolResult(*rest) if rest else None, entry.revision)
 
     async def take_over(self, key: CallKey, claim: Claim, owner: str) -> Claim | None:
-        """Make a call that nobody makes any more `owner`'s; None where somebody else was faster."""
+        """Transfer an abandoned call to `owner`; None if another copy was faster."""
         revision = await self._ledger.update(str(key), orjson.dumps([owner]), claim.revision)
         return None if revision is None else Claim(owner, True, None, revision)
 
     async def settle(self, key: CallKey, claim: Claim, result: ToolResult) -> ToolResult:
-        """Keep the result of a claimed call; returns the one that stands, which is the first."""
+        """Store the result of a claimed call; returns the first result that was stored."""
         while await self._ledger.update(str(key), orjson.dumps([claim.owner, *result]), claim.revision) is None:
-            claim = await self.claim(key, claim.owner)  # it was taken over, or is settled
+            claim = await self.claim(key, claim.owner)  # it was taken over or settled
             if claim.result is not None:
                 return claim.result
         return result
 
     async def leave(self, key: CallKey, claim: Claim, result: ToolResult | None) -> None:
-        """Give a claim back, or keep the result that is known of its call; harmless where somebody else has it now."""
+        """Give a claim back, or store the call's known result; harmless if another copy has taken it over."""
         kept = [FREE] if result is None else [claim.owner, *result]
         await self._ledger.update(str(key), orjson.dumps(kept), claim.revision)
 
     async def keep_sealed(self, tenant: str, id: str, sealed: dict[str, str]) -> None:
-        """Keep what was sealed for each label, until `drop_sealed`."""
+        """Store the sealed headers of each label until `drop_sealed`."""
         await self._ledger.put(f"{tenant}.{id}.sealed", orjson.dumps(sealed))
 
     async def sealed(self, tenant: str, id: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ def test_parts_adopt_or_refuse_and_serve_changes_what_it_owns(serve: Serve, star
     assert served.process.wait() == 0
 
     served = serve("--backend", "echo", "--queue-limit", "9", environment={"PENSTOCK_STREAM_PARTITIONS": "4"})
-    assert "a setting of the deployment changes" in served.process.output
+    assert "deployment setting changed" in served.process.output
     changed = kept | {"queue_limit": "9", "stream_partitions": "4"}
     assert changed.items() <= agreed(start, served.state_dir).items()
 

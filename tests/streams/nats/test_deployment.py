@@ -221,7 +221,7 @@ async def test_partitions_stay_while_requests_run(jetstream: JetStreamBroker, pa
     await owned(jetstream, part())
     subjects = Subjects(part().settings.namespace)
     waiting = await jetstream.publish(subjects.batch("low", "t"), b"", message_id="m")
-    with pytest.raises(StartupError, match=r"stream_partitions cannot change .* have not ended \(BATCH_LOW: 1\)"):
+    with pytest.raises(StartupError, match=r"stream_partitions cannot change .* are unfinished \(BATCH_LOW: 1\)"):
         await owned(jetstream, part(stream_partitions=4))
     await jetstream.delete("BATCH_LOW", waiting.sequence)
     consumer = await jetstream.consume(ConsumerSpec("STREAM", "stream-7", subjects.stream_all(7)), prefetch=1)
@@ -242,7 +242,7 @@ async def test_a_stage_leaves_when_nothing_waits_for_it(jetstream: JetStreamBrok
     subject = Subjects(part().settings.namespace).stage("custom", "low", "t")
     published = await jetstream.publish(subject, b"", message_id="m")
     with pytest.raises(
-        StartupError, match=r"pipeline cannot change while requests have not ended \(STAGE_CUSTOM_LOW: 1\)"
+        StartupError, match=r"pipeline cannot change while requests are unfinished \(STAGE_CUSTOM_LOW: 1\)"
     ):
         await owned(jetstream, part(pipeline=BUILT_IN_STAGES))
     await jetstream.delete("STAGE_CUSTOM_LOW", published.sequence)
@@ -253,7 +253,7 @@ async def test_what_parts_work_by_stays_while_they_run(jetstream: JetStreamBroke
     await owned(jetstream, part())
     workers = await jetstream.bucket("workers")
     await workers.put("worker.w0", b"{}")
-    with pytest.raises(StartupError, match=r"stream_partitions can change only while nothing runs: .* \(worker\.w0\)"):
+    with pytest.raises(StartupError, match=r"stream_partitions can change only while no part runs: .* \(worker\.w0\)"):
         await owned(jetstream, part(stream_partitions=4))
     await owned(jetstream, part(queue_limit=5))
 

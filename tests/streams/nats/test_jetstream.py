@@ -14,7 +14,7 @@ import pytest
 from penstock.schemas.errors import BrokerUnavailable, StartupError, StreamFull
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.management import call
-from penstock.streams.nats.pull import origin
+from penstock.streams.nats.pull import parse_reply_subject
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, Consumer, ConsumerSpec, Message, Published, StreamSpec
 
@@ -309,11 +309,11 @@ asyncio.run(main())
 
 
 def test_reply_subjects_of_both_versions() -> None:
-    assert origin("$JS.ACK.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17)
-    assert origin("$JS.ACK._.hash.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17)
-    assert origin("$JS.ACK.hub.hash.ORDERS.reader.3.17.4.1700000000000000000.5.random") == (3, 17)
+    assert parse_reply_subject("$JS.ACK.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17)
+    assert parse_reply_subject("$JS.ACK._.hash.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17)
+    assert parse_reply_subject("$JS.ACK.hub.hash.ORDERS.reader.3.17.4.1700000000000000000.5.random") == (3, 17)
     with pytest.raises(ValueError, match="reply subject"):
-        origin("_INBOX.abc")
+        parse_reply_subject("_INBOX.abc")
 
 
 @pytest.mark.parametrize("held", [False, True])

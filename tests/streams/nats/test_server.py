@@ -45,7 +45,7 @@ def command_line(pid: int) -> str:
 
 
 async def test_a_held_directory_is_refused(own_server: EmbeddedServer, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"state is held by another Penstock; stop that one"):
+    with pytest.raises(StartupError, match=r"state is in use by another Penstock; stop that one"):
         await EmbeddedServer.start(tmp_path / "state")
 
 

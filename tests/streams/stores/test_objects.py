@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from penstock.schemas.errors import BrokerUnavailable, PayloadTooLarge
 from penstock.streams.port import Broker, BucketSpec
-from penstock.streams.stores.objects import LOOK, ObjectInfo, Objects
+from penstock.streams.stores.objects import POLL_INTERVAL, ObjectInfo, Objects
 from penstock.streams.topology import OBJECT_DATA
 
 BIG = bytes(range(256)) * 12_000  # 3 MB: more than one message holds
@@ -116,7 +116,7 @@ async def test_pieces_that_cannot_be_read_yet_are_waited_for(objects: Objects, b
     found = objects.read(info)
     first = await anext(found)
     second = asyncio.ensure_future(anext(found))
-    await asyncio.wait([second], timeout=2 * LOOK)
+    await asyncio.wait([second], timeout=2 * POLL_INTERVAL)
     assert not second.done()
     await data.put(key, entry.value)
     assert b"".join([first, await second, *[piece async for piece in found]]) == BIG

@@ -35,7 +35,7 @@ def batch(status: str) -> Batch:
 
 async def held(broker: Broker, tenant: str = "one") -> int:
     """What is counted for a tenant, as a refusal says."""
-    with pytest.raises(QuotaExceeded, match="are kept for you, and the setting tenant_quota allows 1") as refused:
+    with pytest.raises(QuotaExceeded, match="are stored for you, and the setting tenant_quota allows 1") as refused:
         await Quotas(broker, 1).check(tenant)
     assert refused.value.code == "insufficient_quota" and refused.value.retry_after is None
     return int(str(refused.value).split()[0].replace(",", ""))
