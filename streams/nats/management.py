@@ -62,7 +62,12 @@ def nanoseconds(seconds: float) -> int:
 
 
 async def call(
-    link: Link, method: str, body: Mapping[str, Any] | None = None, *, at_once: bool = False, retry_on: int = 0
+    link: Link,
+    method: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    at_once: bool = False,
+    retry_on: int | None = None,
 ) -> Json:
     """Call `$JS.API.<method>` and return its answer; `at_once` as for `Link.exchange`.
 
@@ -80,7 +85,7 @@ async def ask(
     headers: dict[str, str] | None = None,
     *,
     at_once: bool = False,
-    retry_on: int = 0,
+    retry_on: int | None = None,
 ) -> Json:
     """Send a message that JetStream answers in JSON (a call, or a message to store), again while errors are transient.
 
