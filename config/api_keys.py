@@ -1,4 +1,4 @@
-"""API keys as they are written down: one line each, the key itself as its hash."""
+"""API keys as settings and key files store them: one line each, with the key as a hash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..schemas.jobs import TOKEN_PATTERN, Priority
 
 
 class ApiKey(NamedTuple):
-    """`tenant=sha256:<hex>`, and behind it perhaps ` max_priority=normal`: what its requests may ask for at most."""
+    """`tenant=sha256:<hex>`, optionally with ` max_priority=normal`, the highest of its requests."""
 
     tenant: str
     digest: str
@@ -18,23 +18,23 @@ class ApiKey(NamedTuple):
 
     @classmethod
     def parse(cls, entry: str) -> Self:
-        """From `key`, `tenant=key`, `sha256:<hex>` or the whole. Raises `ValueError`, which does not tell the key."""
+        """Parse `key`, `tenant=key`, `sha256:<hex>` or the full form. Raises `ValueError`, which hides the key."""
         given, *options = entry.split() or [""]
         tenant, named, key = given.partition("=")
         if not named:
             tenant, key = "default", given
         if not re.fullmatch(TOKEN_PATTERN, tenant):
             raise ValueError(
-                "a tenant's name, before the first '=', holds letters, digits, '_' and '-' alone, at most 64"
+                "a tenant's name, before the first '=', has at most 64 characters: letters, digits, '_' and '-'"
             )
         if key.startswith("sha256:"):
             digest = key.removeprefix("sha256:").lower()
             if not re.fullmatch("[0-9a-f]{64}", digest):
-                raise ValueError("behind sha256: stand 64 hexadecimal digits")
+                raise ValueError("sha256: must be followed by 64 hexadecimal digits")
         elif re.fullmatch("[!-~]{8,}", key):
             digest = hashlib.sha256(key.encode()).hexdigest()
         else:
-            raise ValueError("a key has at least 8 characters, all of them visible ASCII")
+            raise ValueError("a key must have at least 8 characters, all visible ASCII")
         return cls(tenant, digest, _ceiling(options))
 
     def __str__(self) -> str:
@@ -47,5 +47,5 @@ def _ceiling(options: list[str]) -> Priority | None:
         return None
     name, _, value = options[0].partition("=")
     if len(options) > 1 or name != "max_priority" or value not in get_args(Priority):
-        raise ValueError(f"behind a key may stand max_priority= and one of {', '.join(get_args(Priority))}")
+        raise ValueError(f"only max_priority= may follow a key, with one of {', '.join(get_args(Priority))}")
     return cast(Priority, value)

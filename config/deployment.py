@@ -1,4 +1,4 @@
-"""A process's settings beside those that its deployment has agreed on."""
+"""Compares and combines the settings of a process with those that its deployment has agreed on."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from .sources import Loaded, flag
 
 
 def shared_settings(settings: Settings) -> Configuration:
-    """What a deployment would agree on that is set up with these settings."""
+    """The configuration that a new deployment with these settings would agree on."""
     return Configuration.model_validate(settings.model_dump(include=set(SHARED)))
 
 
 def explicit(loaded: Loaded) -> dict[str, object]:
-    """The shared settings that somebody gave, by name."""
+    """The shared settings that were given explicitly, by name."""
     return {name: getattr(loaded.settings, name) for name in SHARED if loaded.origins[name] != "default"}
 
 
 def parse(data: bytes, settings: Settings) -> Configuration:
-    """An agreed configuration as it was stored; what a release before did not know is as in `settings`.
+    """Parse a stored configuration; settings unknown to the release that wrote it come from `settings`.
 
-    Raises `StartupError` for a layout that is not ours.
+    Raises `StartupError` if its layout is not ours.
     """
     stored = json.loads(data)
     if stored["layout"] != LAYOUT:
         raise StartupError(
-            f"this deployment has layout {stored['layout']}, and this Penstock works with layout {LAYOUT}: "
+            f"this deployment has layout {stored['layout']}, but this Penstock uses layout {LAYOUT}: "
             "run the same release everywhere, or choose another --namespace"
         )
     return Configuration.model_validate(shared_settings(settings).model_dump() | stored)
 
 
 def adopt(settings: Settings, agreed: Configuration) -> Settings:
-    """The settings with the agreed ones in place of their own."""
+    """The settings, with the agreed values of the shared ones."""
     return settings.model_copy(update={name: getattr(agreed, name) for name in SHARED})
 
 
 def check(loaded: Loaded, agreed: Configuration) -> None:
-    """Raises `ConfigurationError`, a line each, where somebody gave a shared setting another value than the agreed."""
+    """Raises `ConfigurationError`, one line per shared setting that was given another value than the agreed one."""
     faults = [
-        f"{name} is {shown(value)} ({loaded.origins[name]}), and this deployment (namespace "
-        f"{loaded.settings.namespace}) has agreed on {shown(getattr(agreed, name))}: leave the setting out, or change "
+        f"{name} is {shown(value)} ({loaded.origins[name]}), but this deployment (namespace "
+        f"{loaded.settings.namespace}) has agreed on {shown(getattr(agreed, name))}: omit the setting, or change "
         f"it for all parts with `penstock config apply {flag(name)} {shown(value)}`"
         for name, value in explicit(loaded).items()
         if value != getattr(agreed, name)

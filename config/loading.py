@@ -1,4 +1,4 @@
-"""Users' own code, found by name: `module:name`, `path/to/file.py:name`, or all of a module or file."""
+"""Loads users' code by name: `module:name`, `path/to/file.py:name`, or a whole module or file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import ModuleType
 
 
 def load_named(name: str) -> object:
-    """What `name` means; a file is run once. Raises `ImportError`, `AttributeError` and what the code itself raises."""
-    place, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
-    module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    """The object called `name`; a file runs once. Raises `ImportError`, `AttributeError`, and the code's errors."""
+    location, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
+    module = _file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     return getattr(module, attribute) if attribute else module
 
 

@@ -1,4 +1,4 @@
-"""Structured logs on standard error: readable on a terminal, JSON elsewhere. Never a prompt, never an answer."""
+"""Structured logs on standard error: readable on a terminal, JSON elsewhere. They contain no prompts or answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def configure_logging(settings: Settings, **context: object) -> None:
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     for chatty in ("httpx2", "httpcore2", "nats", "uvicorn", "asyncio", "client"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it quotes what servers say; what goes wrong is in results
+    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it quotes servers; results contain the errors
     logging.getLogger("asyncio").addFilter(FirstLine())
     sys.excepthook = _ended
     structlog.contextvars.bind_contextvars(**context)
@@ -53,6 +53,6 @@ def configure_logging(settings: Settings, **context: object) -> None:
 
 def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, Exception | BaseExceptionGroup):
-        logging.getLogger(__name__).critical("the process ends with an error", exc_info=(kind, error, trace))
+        logging.getLogger(__name__).critical("process ended with an error", exc_info=(kind, error, trace))
     else:
         sys.__excepthook__(kind, error, trace)

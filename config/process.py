@@ -1,4 +1,4 @@
-"""What a process asks of its interpreter and of the operating system, for itself and its children."""
+"""Process control: children that die with their parent, process identity, and garbage collection."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
-# Loaded here because a forked child, which is what calls `die_with_parent`, must not take the loader's locks.
+# Loaded here because `die_with_parent` runs in a forked child, which must not take the loader's locks.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies. Made for `preexec_fn`.
+    """Have the kernel kill this process when its parent dies in any way. For use as `preexec_fn`.
 
-    `parent` is the process id that the parent must still have: one that died before this call leaves no child behind.
-    The kernel means the parent's *thread* that forked, so fork in one that lives as long as the child should.
-    Does nothing where the system offers no such thing; there a killed parent leaves its children to be ended by hand.
+    `parent` is the expected process id of the parent: if the parent has died before this call, the child exits at once.
+    The kernel watches the *thread* that forked, so fork in one that lives as long as the child should. Outside Linux
+    this does nothing, and the children of a killed parent must be ended by hand.
     """
     if _libc is None:
         return
@@ -34,16 +34,18 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @functools.cache
 def host() -> str:
-    """Where this process's id counts: the machine since it was started, and on Linux the container in it."""
+    """The scope of process ids: this boot of this machine and, on Linux, the container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))  # containers may share a host's name, and count from 1 each
+        parts.append(
+            os.readlink("/proc/self/ns/pid")
+        )  # containers may share a host name, and each numbers processes from 1
     return "/".join(parts)
 
 
 def has_ended(where: str, pid: int) -> bool:
-    """Whether a process, of which `host` said `where`, is known to have ended; False where nobody here can know."""
+    """Whether process `pid` of `where`, a value of `host()`, has ended; False if that cannot be known here."""
     if where != host():
         return False
     try:
@@ -56,9 +58,9 @@ def has_ended(where: str, pid: int) -> bool:
 
 
 def keep_loaded() -> None:
-    """Keep the garbage collector away from everything that exists by now.
+    """Exclude all present objects from garbage collection.
 
-    torch and transformers leave a million objects that live as long as the process. A full collection would look
-    through all of them, which takes 0.2 to 0.6 s, and nothing else in the process runs meanwhile.
+    torch and transformers create a million objects that live as long as the process. A full collection would traverse
+    all of them and stop the process for some tenths of a second.
     """
     gc.freeze()

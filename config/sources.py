@@ -1,4 +1,4 @@
-"""Where settings come from: command line over environment over file over defaults, and who said what."""
+"""Loads settings: the command line overrides the environment, then the file, then the defaults; records origins."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..schemas.errors import ConfigurationError
 from .settings import Settings
 
 DEFAULT_FILE = Path("penstock.toml")
-SECRET = frozenset({"nats_url", "api_keys", "secret_key"})  # may hold a token or a password: not for messages
+SECRET = frozenset({"nats_url", "api_keys", "secret_key"})  # may contain a token or a password: never shown in messages
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings and, for each field, the flag, variable or file that set it ("default" where none did)."""
+    """Settings and, for each field, the flag, variable or file that set it, or "default"."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -39,9 +39,9 @@ def variable(field: str) -> str:
 def load(command_line: Mapping[str, Any] | None = None, *, config: Path | None = None) -> Loaded:
     """Merge the sources and validate the result once.
 
-    `command_line` holds the flags that were given, by field name. `config` is the file named by `--config`; without it
-    `PENSTOCK_CONFIG`, then `./penstock.toml` if there is one. Raises `ConfigurationError` with every fault of every
-    source, each saying where it was set.
+    `command_line` has the given flags, by field name. `config` is the file of `--config`; the alternatives are
+    `PENSTOCK_CONFIG` and `./penstock.toml`, if it exists. Raises `ConfigurationError` with every fault of every source
+    and where it was set.
     """
     faults: list[str] = []
     file, named = _file(config)
@@ -86,16 +86,16 @@ def _from_file(path: Path, named: bool, faults: list[str]) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         if named:
-            faults.append(f"{path}: no such file; name an existing one with --config or PENSTOCK_CONFIG")
+            faults.append(f"{path}: no such file; give an existing one with --config or PENSTOCK_CONFIG")
     except (OSError, UnicodeDecodeError) as error:
-        faults.append(f"{path}: cannot be read: {error}")
+        faults.append(f"{path}: cannot be read: {error}; check its permissions and encoding (UTF-8)")
     except tomllib.TOMLDecodeError as error:
         faults.append(f"{path}: not valid TOML: {error}")
     return {}
 
 
 def _from_environment() -> dict[str, Any]:
-    # Variables that name no setting are left alone: Kubernetes adds some, such as PENSTOCK_SERVICE_HOST.
+    # Unknown variables are ignored: Kubernetes adds some, such as PENSTOCK_SERVICE_HOST.
     return EnvSettingsSource(Settings)()
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ...schemas.errors import BrokerAway, BrokerUnavailable, Transient
 from ...streams.stores.registry import Registry
-from ..serve.processes import Keeper
+from ..serve.processes import ProcessKeeper
 from .answers import ReceivedAnswer
 from .brokers import Brokers
 from .load import clock
@@ -79,7 +79,9 @@ def longest_pauses(strikes: Sequence[Strike], answers: Sequence[ReceivedAnswer])
 class Faults:
     """Strikes parts by their names: `worker 0`, `batch 0`, `bridge 1`, `broker 2`; `ports` are those of the bridges."""
 
-    def __init__(self, keeper: Keeper, brokers: Brokers, registry: Registry, ports: dict[str, int], asked: Any) -> None:
+    def __init__(
+        self, keeper: ProcessKeeper, brokers: Brokers, registry: Registry, ports: dict[str, int], asked: Any
+    ) -> None:
         self.strikes: list[Strike] = []
         self._keeper, self._brokers, self._registry = keeper, brokers, registry
         self._ports, self._asked = ports, asked

@@ -14,7 +14,7 @@ import structlog
 
 from ...config.settings import Settings
 from ...schemas.errors import StartupError
-from ..serve.processes import LEAST_DELAY, Keeper, Part, child_environment
+from ..serve.processes import LEAST_DELAY, Part, ProcessKeeper, child_environment
 from ..serve.supervisor import ready
 from .brokers import Brokers
 
@@ -49,11 +49,11 @@ async def running(settings: Settings, parts: Sequence[Part], urls: Sequence[str]
 @contextlib.asynccontextmanager
 async def kept(
     settings: Settings, state: Path, parts: Mapping[Part, dict[str, str]], urls: Sequence[str]
-) -> AsyncIterator[Keeper]:
+) -> AsyncIterator[ProcessKeeper]:
     """Keep `parts` alive, each with its environment; ready at all `urls` once entered. Raises as `running` does."""
     async with contextlib.AsyncExitStack() as stack:
         output = stack.enter_context((state / "output").open("a+b"))
-        keeper = Keeper(settings.drain_timeout, most_delay=LEAST_DELAY, output=output)
+        keeper = ProcessKeeper(settings.drain_timeout, most_delay=LEAST_DELAY, output=output)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         for end in (keeper.may_start, keeper.stopping, keeper.at_once):
             stack.callback(end.set)

@@ -1,7 +1,7 @@
-"""`penstock serve`: the broker, a front process and the workers as children, restarted when they die, ended together.
+"""`penstock serve`: runs the broker, a front process and workers as children, restarts them, ends them together.
 
-The listening socket is the supervisor's own: while a front process restarts, connections wait instead of failing.
-Children get their settings through the environment, where a broker's token is not for every eye.
+The supervisor owns the listening socket: while a front process restarts, connections wait instead of failing. Children
+get their settings through the environment, which hides the broker's token from other users.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ...schemas.errors import BrokerAway, StartupError
 from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.deployment import owned
 from ...streams.nats.server import EmbeddedServer
-from .processes import LEAST_DELAY, Keeper, Part, child_environment, keep_broker
+from .processes import LEAST_DELAY, Part, ProcessKeeper, child_environment, keep_broker
 
 log = structlog.get_logger(__name__)
 
-BROKER_DELAY = 5.0  # seconds between two attempts to connect at the most
-URL_FILE = "nats-url"  # in the state directory: how parts and clients on this machine find the broker
+BROKER_DELAY = 5.0  # longest delay between two attempts to connect, in seconds
+URL_FILE = "nats-url"  # file in the state directory in which local parts and clients find the broker
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises `StartupError` where the address cannot be had."""
+    """A listening TCP socket. Raises `StartupError` if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -55,12 +55,12 @@ def base_url(listener: socket.socket) -> str:
 
 
 class Supervisor:
-    """Runs until a signal, or until a child says that a person must mend something first."""
+    """Runs until a signal, or until a child exits with an error that only an operator can fix."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self._settings = loaded.settings
-        self._keeper = Keeper(loaded.settings.drain_timeout)
+        self._keeper = ProcessKeeper(loaded.settings.drain_timeout)
 
     async def run(self) -> None:
         settings, keeper = self._settings, self._keeper
@@ -69,12 +69,12 @@ class Supervisor:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             url = settings.nats_url or await self._embedded(stack)
-            # The children take from the deployment what nobody gave; on our own broker we have seen to the rest.
+            # Children take what was not given from the deployment; on our own broker, that is agreed by now.
             given = explicit(self._loaded) if settings.nats_url else {}
             environment = child_environment(settings, url, without=[name for name in SHARED if name not in given])
             front = Part("front", ("front", "--fd", str(listener.fileno())), (listener.fileno(),))
-            workers = [Part(f"worker w{place}", ("worker", "--id", f"w{place}")) for place in range(settings.workers)]
-            # Workers outlive the front, which drains what clients still wait for.
+            workers = [Part(f"worker w{index}", ("worker", "--id", f"w{index}")) for index in range(settings.workers)]
+            # Workers outlive the front process, which finishes running requests first.
             front_gone = asyncio.Event()
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
@@ -91,7 +91,9 @@ class Supervisor:
             if self._keeper.stopping.is_set():
                 self._keeper.at_once.set()
             else:
-                Console(stderr=True).print("stopping: running requests finish; once more to stop at once")
+                Console(stderr=True).print(
+                    "stopping once running requests have finished; interrupt again to stop at once"
+                )
                 self._keeper.stopping.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -112,19 +114,19 @@ class Supervisor:
         return server.url
 
     async def _set_up(self, url: str) -> None:
-        """Agree with ourselves: the flags of whoever owns the broker are the act that changes a deployment."""
+        """Agree on our own settings: the flags of the broker's owner change the deployment."""
         loaded, settings = self._loaded, self._settings.model_copy(update={"nats_url": url})
         if loaded.origins["store_limit"] == "default":
             free = shutil.disk_usage(settings.state_dir).free * 3 // 4
             if free < settings.store_limit:
-                log.warning("the disk has little room; the store's limit is lower", store_limit=free)
+                log.warning("little disk space, store_limit lowered", store_limit=free)
                 settings = settings.model_copy(update={"store_limit": free})
         async with connected(settings, "serve") as broker:
             await owned(broker, replace(loaded, settings=settings))
 
 
 async def ready(url: str, workers: int = 1) -> None:
-    """Return when a first request to `url` would be answered, and so many workers live."""
+    """Return when the server at `url` is ready and has at least `workers` workers."""
     async with httpx2.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
         while True:
             with contextlib.suppress(httpx2.TransportError):
@@ -135,16 +137,16 @@ async def ready(url: str, workers: int = 1) -> None:
 
 
 async def announce(url: str, workers: int = 1) -> None:
-    """Print the one line that says so, once it is true."""
+    """Print one line once the server is ready."""
     await ready(url, workers)
     print(f"penstock ready {url}", flush=True)
 
 
 @contextlib.asynccontextmanager
 async def connected(settings: Settings, name: str, *, patient: bool = False) -> AsyncIterator[JetStreamBroker]:
-    """The broker of `broker_url`, connected under a `name` of ours.
+    """Connect to the broker at `broker_url(settings)` under the client name `penstock-<name>`.
 
-    One that is away raises `BrokerAway`; if `patient`, it is waited for, and the log says so at each attempt.
+    Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt.
     """
     delay = LEAST_DELAY
     while True:
@@ -170,9 +172,9 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
 
 
 def broker_url(settings: Settings) -> str:
-    """The broker to connect to: the one named, or that of the `penstock serve` which holds the state directory.
+    """The URL of the broker: the setting, or that of the `penstock serve` that uses the same state directory.
 
-    Raises `StartupError` where there is neither.
+    Raises `StartupError` if there is neither.
     """
     if settings.nats_url is not None:
         return settings.nats_url
@@ -181,6 +183,6 @@ def broker_url(settings: Settings) -> str:
         return path.read_text()
     except OSError:
         raise StartupError(
-            f"no broker: no `penstock serve` runs with the state directory {settings.state_dir}; "
-            "name a NATS server with --nats-url, or that directory with --state-dir"
+            f"no broker: no `penstock serve` is running with the state directory {settings.state_dir}; "
+            "give a NATS server with --nats-url, or the directory of a running one with --state-dir"
         ) from None

@@ -90,4 +90,4 @@ def test_a_task_that_nobody_waited_for_is_told_the_same_way(form: str) -> None:
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_the_error_that_ends_a_process_is_told_the_same_way(form: str) -> None:
     written = logged(form, "raise ExceptionGroup(SECRET, [ValueError(SECRET)])", status=1)
-    assert "the process ends with an error" in written and "ValueError" in written
+    assert "process ended with an error" in written and "ValueError" in written

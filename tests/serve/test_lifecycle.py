@@ -17,7 +17,7 @@ import psutil
 import pytest
 from serving import Serve, Start
 
-from penstock.api.serve.processes import Keeper, Part, child_environment, keep_broker
+from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
 from penstock.config.settings import Settings
 from penstock.streams.nats.server import EmbeddedServer
 
@@ -98,7 +98,7 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
         answer = httpx2.post(f"{served.url}/v1/completions", json=BODY | {"stream": False}, timeout=60)
         assert answer.json()["choices"][0]["text"] == "x" * 200
         assert gone([first])
-        served.process.wait_for("ended as it was told to, and is started again")
+        served.process.wait_for("process ended itself, restarting")
         while not any("worker" in child.cmdline() for child in children(served.process.pid)):
             pass
 
@@ -135,7 +135,7 @@ async def test_a_part_that_finds_no_broker_while_it_restarts_waits_for_it(tmp_pa
     os.kill(server.pid, signal.SIGKILL)
     await server.wait()
     with (tmp_path / "output").open("w+b") as output:
-        keeper, over = Keeper(5.0, most_delay=0.1, output=output), asyncio.Event()
+        keeper, over = ProcessKeeper(5.0, most_delay=0.1, output=output), asyncio.Event()
         settings = Settings(state_dir=tmp_path / "state")
         part = Part("stage", ("stage", "validate"))
         keeping = asyncio.create_task(keeper.keep(part, child_environment(settings, server.url), over))

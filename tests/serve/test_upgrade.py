@@ -130,7 +130,7 @@ def test_upgrade_under_load_loses_nothing(
     if before.layout != now.layout:
         worker = mixed.worker(second, "w1")
         assert worker.wait() == 2
-        assert f"has layout {first.layout}, and this Penstock works with layout {second.layout}" in worker.output
+        assert f"has layout {first.layout}, but this Penstock uses layout {second.layout}" in worker.output
         return
     leaving, staying = mixed.worker(first, "w0"), mixed.worker(second, "w1")
     for worker in (leaving, staying):

@@ -68,8 +68,8 @@ async def test_a_part_that_was_given_other_values_refuses(jetstream: JetStreamBr
     with pytest.raises(ConfigurationError) as refused:
         await joined(jetstream, part(tenant_limit=5, stream_partitions=16, jobs_limit=1_000))
     partitions, tenant = sorted(refused.value.faults)
-    assert partitions.startswith("stream_partitions is 16 (--stream-partitions), and this deployment (namespace test")
-    assert "agreed on 8: leave the setting out" in partitions
+    assert partitions.startswith("stream_partitions is 16 (--stream-partitions), but this deployment (namespace test")
+    assert "agreed on 8: omit the setting" in partitions
     assert "tenant_limit is 5" in tenant and "`penstock config apply --tenant-limit 5`" in tenant
     assert (await limits(jetstream, "JOBS_LOW"))["max_msgs_per_subject"] == 7
 
@@ -263,7 +263,7 @@ async def test_another_layout_is_refused(jetstream: JetStreamBroker, part: Part)
     state = await jetstream.bucket(STATE)
     stored = shared_settings(part().settings).model_dump() | {"layout": 99, "new": 1}
     await state.put(KEY, orjson.dumps(stored))
-    with pytest.raises(StartupError, match="this deployment has layout 99, and this Penstock works with layout 2"):
+    with pytest.raises(StartupError, match="this deployment has layout 99, but this Penstock uses layout 2"):
         await joined(jetstream, part())
     known = {name: value for name, value in stored.items() if name != "infer_limit"} | {"layout": LAYOUT}
     await state.put(KEY, orjson.dumps(known))  # by a release that knew one setting less, and one more
