@@ -1,7 +1,8 @@
 """Responses whose tools have recorded side effects, which are compared with what the responses report.
 
 The tools are those of a shop that the bundled model knows. Every call adds a line to a ledger, and returns a number
-that no other call returns: the offset at which its line ends. So each line belongs to one call of one response, or to none.
+that no other call returns: the offset at which its line ends. So each line belongs to one call of one response, or to
+none.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ _DEFAULTS: _Object = {
 
 class ResponseRenderer:
     """Renders one response from its own events and those of its turns, in order; it omits messages up to
-    `starting_after`. `body` is the request as it came, and not read before it was accepted; `created` is in Unix seconds."""
+    `starting_after`. `body` is the request as it came, and not read before it was accepted; `created` is in Unix
+    seconds."""
 
     def __init__(self, id: str, body: Mapping[str, Any], created: int, *, model: str, starting_after: int = -1) -> None:
         self.started = False  # whether the response's first message was rendered
