@@ -75,7 +75,7 @@ class TextPart(OpenBody):
     def _refuse_media(cls, part: Any) -> Any:
         if isinstance(part, dict) and part.get("type", "text") != "text":
             raise PydanticCustomError(
-                "part_kind", "Input should be a part of type text; images, files and audio are not understood here"
+                "part_kind", "Input should be a part of type 'text'; images, files and audio are not understood here"
             )
         return part
 

@@ -169,7 +169,7 @@ MESSAGE_FAULTS = [
     Row(CHAT, user(None), 400, "content is missing", "messages[0].content"),
     Row(CHAT, user(5), 400, "a string or a list", "messages[0].content", "invalid_type"),
     Row(CHAT, user(" \n\t"), 400, "blank", "messages", "empty_prompt"),
-    Row(CHAT, user([{"type": "smell"}]), 400, "'text'", "messages[0].content[0].type"),
+    Row(CHAT, user([{"type": "smell"}]), 400, "'text'", "messages[0].content[0]"),
     Row(CHAT, user(["x"]), 400, "valid dictionary", "messages[0].content[0]", "invalid_type"),
     wrong_prompt(None),
     wrong_prompt(5),
