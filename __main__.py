@@ -7,77 +7,77 @@ from typing import Annotated, ClassVar
 import typer
 
 from . import __version__
-from .api.terminal.lazy import Entry, LazyGroup
+from .api.terminal.lazy import CommandEntry, LazyGroup
 
 COMMANDS = (
-    Entry(
+    CommandEntry(
         "serve",
         "composition:serve",
         "Run",
         help="Serve a model: broker, pipeline, engine and HTTP bridge in one command.",
     ),
-    Entry(
+    CommandEntry(
         "worker",
         "composition:worker",
         "Run",
         help="Run the infer stage alone: one engine that takes batches from the broker.",
     ),
-    Entry(
+    CommandEntry(
         "stage",
         "composition:stage",
         "Run",
         help="Run stages alone, in one process, against a broker that other parts share.",
     ),
-    Entry(
+    CommandEntry(
         "bridge",
         "composition:bridge",
         "Run",
         help="Run the HTTP bridge alone, against a broker that other parts share.",
     ),
-    Entry(
+    CommandEntry(
         "front", "composition:front", help="Run the bridge and the light stages in one process: what `serve` starts."
     ),
-    Entry(
+    CommandEntry(
         "chat", "api.terminal.chat:chat", "Use", help="Talk to a model, of Penstock or of any server with OpenAI's API."
     ),
-    Entry(
+    CommandEntry(
         "submit",
         "api.terminal.submit:submit",
         "Use",
         help="Publish a chat job on NATS and print its answer as it comes.",
     ),
-    Entry(
+    CommandEntry(
         "models",
         "api.terminal.look:models",
         "Look",
         help="List the models of a server, of Penstock or of any with OpenAI's API.",
     ),
-    Entry(
+    CommandEntry(
         "scheduling",
         "api.terminal.look:scheduling",
         "Look",
         help="Show which worker gets the next batch, or change it while everything runs.",
     ),
-    Entry("dead", "api.terminal.dead:dead", "Look", help="Look after the messages that could not be handled."),
-    Entry(
+    CommandEntry("dead", "api.terminal.dead:dead", "Look", help="Look after the messages that could not be handled."),
+    CommandEntry(
         "key",
         "api.http.keys:make_key",
         "Look",
         help="Make an API key, and print the line of it for the file that --api-keys-file names.",
     ),
-    Entry(
+    CommandEntry(
         "config",
         "api.terminal.deployment:config",
         "Look",
         help="Print every setting's effective value and where it comes from, or what a deployment has agreed on.",
     ),
-    Entry(
+    CommandEntry(
         "schema",
         "api.terminal.look:schema",
         "Look",
         help="Print what travels on NATS: an AsyncAPI document, or the messages' JSON Schemas alone.",
     ),
-    Entry("bench", "api.bench.commands:bench", "Measure", help="Measure a server, or a part of Penstock."),
+    CommandEntry("bench", "api.bench.commands:bench", "Measure", help="Measure a server, or a part of Penstock."),
 )
 
 

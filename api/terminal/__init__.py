@@ -1,1 +1,1 @@
-"""What a person uses in a terminal: chat, dead letters, the configuration."""
+"""Commands for the terminal: chat, dead letters, the configuration, and others."""

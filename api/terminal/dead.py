@@ -1,4 +1,4 @@
-"""`penstock dead`: look at the messages that were given up, and give them another chance or drop them."""
+"""`penstock dead`: list dead letters, the messages that failed for good, and retry or drop them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def show(loaded: Loaded, number: Annotated[int, typer.Argument(help="Number from
     try:
         payload: Any = orjson.loads(data)
     except orjson.JSONDecodeError:
-        payload = data.decode(errors="replace") if whole else None  # kept no more
+        payload = data.decode(errors="replace") if whole else None  # has expired
     shown = {"number": letter.sequence, "headers": dict(letter.headers), "payload": payload}
     typer.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2))
 
@@ -95,7 +95,7 @@ def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> No
 
 
 async def _remove(settings: Settings, numbers: list[int] | None, *, retried: bool) -> int:
-    """Delete dead letters, once they are on their way again where they are `retried`; returns how many."""
+    """Delete dead letters, with `retried` after publishing their requests again; returns how many."""
     async with _kept(settings) as (broker, letters):
         chosen = await _choose(letters, numbers)
         for letter in chosen:
@@ -117,7 +117,7 @@ async def _letters(settings: Settings) -> list[Message]:
 
 
 async def _whole(settings: Settings, numbers: list[int]) -> list[tuple[Message, Message | None]]:
-    """Each as it is in the stream and with its body, None where that is kept no more."""
+    """Each letter as stored, and with its body; None if the body has expired."""
     async with _kept(settings) as (_, letters):
         return [(letter, await letters.whole(letter)) for letter in await _choose(letters, numbers)]
 
@@ -129,18 +129,18 @@ async def _kept(settings: Settings) -> AsyncIterator[tuple[Broker, DeadLetters]]
 
 
 async def _choose(letters: DeadLetters, numbers: list[int] | None) -> list[Message]:
-    """All dead letters, or those of these numbers. Raises `StartupError` for a number that is not there."""
+    """All dead letters, or those with these numbers. Raises `StartupError` for an unknown number."""
     found = {letter.sequence: letter for letter in await letters.all()}
     if numbers is None:
         return list(found.values())
     if missing := [str(number) for number in numbers if number not in found]:
-        raise StartupError(f"no dead letter {', '.join(missing)}; `penstock dead list` shows those there are")
+        raise StartupError(f"no dead letter {', '.join(missing)}; `penstock dead list` shows all")
     return [found[number] for number in numbers]
 
 
 def _chosen(numbers: list[int] | None, everything: bool) -> list[int] | None:
     if bool(numbers) == everything:
-        raise StartupError("name dead letters by their numbers, or all of them with --all")
+        raise StartupError("give the numbers of dead letters, or --all")
     return numbers if numbers else None
 
 
@@ -162,7 +162,7 @@ def _summary(letter: Message) -> dict[str, Any]:
 
 
 def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
-    """What is in a letter. Raises `DecodeError` for what can be read by nobody."""
+    """The jobs in a letter. Raises `DecodeError` if it is invalid."""
     schema = letter.headers.get(SCHEMA)
     if codec.is_schema(schema, codec.BATCH):
         return codec.decode_model(InferenceBatch, letter.data, schema).jobs
@@ -172,9 +172,9 @@ def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
 
 
 def _again(letter: Message, whole: Message | None, settings: Settings) -> list[tuple[str, bytes, dict[str, str], str]]:
-    """Subject, data, headers and name of each request of a letter. Raises `StartupError` for what cannot be read."""
+    """Subject, data, headers and new id of each request in a letter. Raises `StartupError` if it cannot be read."""
     if whole is None:
-        raise StartupError(f"the body of dead letter {letter.sequence} is kept no more; drop it")
+        raise StartupError(f"the body of dead letter {letter.sequence} has expired; drop the letter")
     try:
         jobs = _jobs(whole)
     except codec.DecodeError as error:
@@ -183,8 +183,8 @@ def _again(letter: Message, whole: Message | None, settings: Settings) -> list[t
     headers = {name: value for name, value in letter.headers.items() if name not in gone}
     subject = letter.headers[DEAD_SUBJECT]
     again = []
-    for place, job in enumerate(jobs):
-        name = f"{(job.id or 'job')[:48]}-r{letter.sequence}" + (f"-{place}" if place else "")
+    for index, job in enumerate(jobs):
+        name = f"{(job.id or 'job')[:48]}-r{letter.sequence}" + (f"-{index}" if index else "")
         change: dict[str, object] = {"id": name}
         if isinstance(job, ValidatedJob):
             change["deadline"] = time.time() + settings.default_timeout

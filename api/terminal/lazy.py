@@ -9,8 +9,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
-class Entry(NamedTuple):
-    """One command: what `--help` lists of it, and where it is found."""
+class CommandEntry(NamedTuple):
+    """One command: what `--help` shows of it, and where its function is."""
 
     name: str
     home: str  # "module:name" below the package, of a function or a `typer.Typer`
@@ -18,11 +18,11 @@ class Entry(NamedTuple):
     help: str = ""  # the first line of its docstring
 
     def listed(self) -> TyperCommand:
-        """The command as the list of commands shows it; it cannot be invoked."""
+        """A placeholder for the list of commands; it cannot be invoked."""
         return TyperCommand(self.name, callback=None, help=self.help, rich_help_panel=self.panel, hidden=not self.panel)
 
     def load(self) -> Any:
-        """The command itself."""
+        """Import the command."""
         module, _, name = self.home.partition(":")
         found = getattr(import_module(f"...{module}", __package__), name)
         if not isinstance(found, typer.Typer):
@@ -35,9 +35,9 @@ class Entry(NamedTuple):
 
 
 class LazyGroup(TyperGroup):
-    """A group of `entries`; a subclass names them."""
+    """A group of the commands in `entries`, which a subclass sets."""
 
-    entries: ClassVar[dict[str, Entry]] = {}
+    entries: ClassVar[dict[str, CommandEntry]] = {}
     _is_listing = False
 
     @property
@@ -47,7 +47,7 @@ class LazyGroup(TyperGroup):
 
     @commands.setter
     def commands(self, _: object) -> None:
-        """There are no others: Typer gives an empty mapping."""
+        """Ignored: Typer assigns an empty mapping."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.entries)

@@ -156,7 +156,7 @@ async def test_a_body_that_gave_way_to_newer_ones(broker: JetStreamBroker, penst
     await bucket.delete((await bucket.entries())[0].key)  # as a full bucket does with its oldest
     assert orjson.loads((await penstock("dead", "show", "1")).stdout)["payload"] is None
     retried = await penstock("dead", "retry", "1")
-    assert retried.exit_code == 2 and "the body of dead letter 1 is kept no more; drop it" in retried.stderr
+    assert retried.exit_code == 2 and "the body of dead letter 1 has expired; drop the letter" in retried.stderr
     assert (await penstock("dead", "drop", "1")).stdout == "dropped 1\n"
     assert await bucket.entries() == []
 
@@ -164,10 +164,10 @@ async def test_a_body_that_gave_way_to_newer_ones(broker: JetStreamBroker, penst
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (("show", "7"), "no dead letter 7; `penstock dead list` shows those there are"),
+        (("show", "7"), "no dead letter 7; `penstock dead list` shows all"),
         (("retry", "7"), "no dead letter 7"),
-        (("retry",), "name dead letters by their numbers, or all of them with --all"),
-        (("drop", "1", "--all"), "name dead letters by their numbers"),
+        (("retry",), "give the numbers of dead letters, or --all"),
+        (("drop", "1", "--all"), "give the numbers of dead letters"),
     ],
 )
 async def test_faults(broker: JetStreamBroker, penstock: Penstock, words: tuple[str, ...], fault: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.__main__ import COMMANDS, app
-from penstock.api.terminal.lazy import Entry
+from penstock.api.terminal.lazy import CommandEntry
 
 LARGE = ("torch", "numpy", "fastapi", "nats", "pydantic", "penstock.config.settings")
 HELP = f"""
@@ -30,14 +30,14 @@ def test_help_imports_nothing_large() -> None:
 
 
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
-def test_the_list_says_what_the_command_says(entry: Entry) -> None:
+def test_the_list_says_what_the_command_says(entry: CommandEntry) -> None:
     command = entry.load()
     assert command.help.splitlines()[0] == entry.help
     assert (command.name, command.hidden) == (entry.name, not entry.panel)
 
 
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
-def test_every_command_has_help_of_its_own(entry: Entry) -> None:
+def test_every_command_has_help_of_its_own(entry: CommandEntry) -> None:
     shown = CliRunner().invoke(app, [entry.name, "--help"])
     assert shown.exit_code == 0
     assert f"Usage: penstock {entry.name} " in shown.output
