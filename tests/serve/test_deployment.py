@@ -31,7 +31,7 @@ def test_parts_adopt_or_refuse_and_serve_changes_what_it_owns(serve: Serve, star
     where = ("--backend", "echo", "--state-dir", str(served.state_dir))
     other = start("worker", *where, "--tenant-limit", "7")
     assert other.wait() == 2
-    assert "tenant_limit is 7 (--tenant-limit), and this deployment" in other.output and "agreed on 5" in other.output
+    assert "tenant_limit is 7 (--tenant-limit), but this deployment" in other.output and "agreed on 5" in other.output
     assert "penstock config apply --tenant-limit 7" in other.output
     start("worker", *where).wait_for("worker ready")  # it used to reset both
     kept = {"tenant_limit": "5", "responses_ttl": "7776000", "queue_limit": "10000"}
@@ -72,6 +72,6 @@ async def test_serve_refuses_on_a_server_that_others_use(start: Start, own_nats:
     start("stage", "validate", "--lease", "3", environment=environment).wait_for("running")
     refused = start("serve", "--backend", "echo", "--port", "0", "--lease", "4", environment=environment)
     assert refused.wait() == 2
-    assert "lease is 4 (PENSTOCK_LEASE), and this deployment" in refused.output and "agreed on 3" in refused.output
+    assert "lease is 4 (PENSTOCK_LEASE), but this deployment" in refused.output and "agreed on 3" in refused.output
     served = start("serve", "--backend", "echo", "--port", "0", environment=environment)
     served.wait_for("penstock ready")
