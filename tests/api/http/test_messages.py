@@ -203,7 +203,7 @@ async def test_a_call_that_was_cut_off_is_the_same_streamed_or_not() -> None:
     whole, streamed = await told.whole(events, **HELLO), await told.streamed(events, **HELLO)
     assert whole.content[0].to_dict() == streamed.content[0].to_dict()
     assert whole.content[0].to_dict()["input"] == {"a": [1, {}]}
-    with pytest.raises(anthropic.InternalServerError, match="no JSON object"):
+    with pytest.raises(anthropic.InternalServerError, match="not a JSON object"):
         await told.whole(said(token("", "", ToolCallDelta(0, "[1]", "t", "weather"))), **HELLO)
 
 
