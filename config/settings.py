@@ -102,8 +102,8 @@ class Settings(BaseSettings):
     events_ttl: float = Field(
         600.0,
         ge=60,
-        description="How long what was said of a request is kept, so that it can be resumed and taken over; no request "
-        "may ask for a longer time-out.",
+        description="How long the outputs and events of a request are kept, so that it can be resumed and taken over; no "
+        "request may ask for a longer time-out.",
     )
     events_limit: ByteSize = Field(
         ByteSize(256 << 20),
@@ -150,7 +150,7 @@ class Settings(BaseSettings):
         "least_loaded", description="Which worker gets the next batch; `penstock scheduling` changes it while all runs."
     )
     priority_ageing: float | None = Field(
-        30.0, gt=0, description="Seconds of waiting that are worth a priority, so that low ones get on."
+        30.0, gt=0, description="Seconds of waiting that are worth a priority, so that low ones are served too."
     )
     jobs_limit: int = Field(
         1_000, ge=1, description="Jobs of each priority that may wait to be validated before publishers are refused."
@@ -172,9 +172,11 @@ class Settings(BaseSettings):
     low_watermark: float = Field(
         0.8, gt=0, lt=1, description="Share of the high watermark below which everything is accepted again."
     )
-    batch_window: float = Field(0.0, ge=0, le=1, description="How long a job waits for company in a batch.")
-    stream_partitions: int = Field(8, ge=1, le=256, description="Shares in which copies of the stream stage work.")
-    lease: float = Field(5.0, ge=0.2, description="Silence after which a dead stage's message goes to another copy.")
+    batch_window: float = Field(0.0, ge=0, le=1, description="How long a job waits for other jobs to join its batch.")
+    stream_partitions: int = Field(
+        8, ge=1, le=256, description="Partitions of the output stream, shared by the copies of the stream stage."
+    )
+    lease: float = Field(5.0, ge=0.2, description="Seconds without a renewal after which a message is redelivered.")
     relay_interval: float = Field(
         0.01, ge=0, le=1, description="Least time between two messages of a stream; tokens in between travel together."
     )
@@ -195,7 +197,7 @@ class Settings(BaseSettings):
         2, ge=1, description="Workers that may die while they begin a request alone before it goes to the dead letters."
     )
     max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
-    heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers say they live.")
+    heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers send heartbeats.")
 
     # Tools
     mcp_config: Path | None = Field(
@@ -248,7 +250,7 @@ class Settings(BaseSettings):
         None, gt=0, description="Memory for keys and values; by default what the machine and the model leave room for."
     )
     enable_chunked_prefill: bool | None = Field(
-        None, description="Compute long prompts in pieces, so that streams go on meanwhile; paged does by default."
+        None, description="Compute long prompts in pieces, so that streams continue meanwhile; paged does by default."
     )
     prefill_chunk_size: int | None = Field(
         None, ge=1, description="Tokens of a piece, and of a whole step; by default 256 on a CPU, 2048 on a GPU."
@@ -281,20 +283,20 @@ class Settings(BaseSettings):
     @classmethod
     def _stages_in_order(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) != len(value):
-            raise ValueError("a stage stands there twice")
+            raise ValueError("a stage is listed twice")
         if tuple(name for name in value if name in BUILT_IN_STAGES) != BUILT_IN_STAGES:
             raise ValueError(f"must hold {', '.join(BUILT_IN_STAGES)} in this order")
         if value[0] != "validate" or value[-1] != "stream" or value.index("infer") != value.index("batch") + 1:
             raise ValueError("custom stages stand between validate and batch, filters between infer and stream")
         if bad := [name for name in value if not re.fullmatch(TOKEN_PATTERN, name)]:
-            raise ValueError(f"{', '.join(map(repr, bad))}: a name holds letters, digits, '_' and '-' alone")
+            raise ValueError(f"{', '.join(map(repr, bad))}: use only letters, digits, '_' and '-'")
         if taken := [name for name in value if name in RESERVED]:
-            raise ValueError(f"{', '.join(taken)}: the name means something else in subjects")
+            raise ValueError(f"{', '.join(taken)}: reserved name; choose another")
         return value
 
     @property
     def failover(self) -> float:
-        """Seconds in which a cluster may elect a leader, and nobody can say that he lives; 0 without one."""
+        """Seconds in which a cluster may elect a leader, and no heartbeat can be sent; 0 without one."""
         return FAILOVER if self.nats_replicas > 1 else 0.0
 
     @property
@@ -309,7 +311,7 @@ class Settings(BaseSettings):
 
     @property
     def longest_timeout(self) -> float:
-        """Seconds that a request may ask for: what a successor needs to go on with it is kept no longer."""
+        """Seconds that a request may ask for: what a successor needs to continue it is kept no longer."""
         return self.events_ttl
 
     @property

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -137,15 +138,22 @@ def refusals() -> str:
     """Every status that a request can end with, and its codes."""
     kinds = {kind.__name__: kind for kind in _refusals(errors.Refusal)}
     codes: dict[str, set[str]] = {name: {str(kind.default_code)} for name, kind in kinds.items()}
+    by_status: dict[int, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     constants = _constants()
     for node in _nodes(ast.Call):
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        for keyword in node.keywords:
-            if name in kinds and keyword.arg == "code":
-                codes[name] |= _texts(keyword.value, constants)
-    by_status: dict[int, tuple[set[str], set[str]]] = {}
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in kinds:
+                for keyword in node.keywords:
+                    if keyword.arg == "code":
+                        codes[name] |= _texts(keyword.value, constants)
+            case ast.Call(
+                func=ast.Attribute(attr="_refuse"),  # a connection's, before there is a request
+                args=[ast.Constant(value=int(status)), ast.Constant(value=str(code)), *_],
+            ):
+                by_status[status][0].add("overloaded_error" if status == 503 else "invalid_request_error")
+                by_status[status][1].add(code)
     for name, kind in kinds.items():
-        types, found = by_status.setdefault(kind.status, (set(), set()))
+        types, found = by_status[kind.status]
         types.add(kind.type)
         found |= codes[name]
     rows = [

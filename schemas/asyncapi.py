@@ -40,7 +40,7 @@ CHANNELS: dict[str, tuple[str, str, str]] = {
     ),
     "batch": ("batch.{priority}.{tenant}", "ValidatedJob", "The priority lanes."),
     "infer": ("infer.{worker}", "InferenceBatch", "Input of one worker."),
-    "stream": ("stream.{partition}.{tenant}.{request}", "Outputs", "What the engine says of one request."),
+    "stream": ("stream.{partition}.{tenant}.{request}", "Outputs", "The engine's outputs for one request."),
     "tools": ("tools.{priority}.{tenant}", "LoopJob Step", "Responses to begin, and news that one may go on."),
     "events": ("events.{tenant}.{bridge}.{request}", "Event", "Read a request's events here, live or replayed."),
 }

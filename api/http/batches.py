@@ -28,7 +28,7 @@ def add_batches(app: FastAPI, gateway: Gateway) -> None:
         responses=refusals(400, 404, 408, 413, 429, 503, 507),
     )
     async def create(request: Request) -> Any:
-        """Run the requests of a file, within a day and behind everybody else's."""
+        """Run the requests of a file, within a day, at low priority."""
         asked = await read_parsed(BatchRequest, request, gateway.settings)
         tenant, now, lifetime = tenant_of(request), int(time.time()), gateway.settings.files_ttl
         if (expires := asked.output_expires_after) is not None:

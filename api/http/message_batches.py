@@ -40,7 +40,7 @@ def add_message_batches(app: FastAPI, gateway: Gateway, responses: dict[int | st
 
     @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessageBatchRequest), responses=responses)
     async def create(request: Request) -> Any:
-        """Answer these messages within a day and behind everybody else's; each is checked when its turn comes."""
+        """Answer these messages within a day, at low priority; each is checked when its turn comes."""
         lines = await read_as(partial(_lines, request, gateway), request, gateway.settings)
         tenant, now, lifetime = tenant_of(request), int(time.time()), gateway.settings.files_ttl
         file = f"file-{uuid.uuid4().hex}"

@@ -75,3 +75,11 @@ def test_every_log_event_that_operators_look_for_is_logged() -> None:
     events = set(re.findall(r"^\| (?:error|warning|info) \| ([^|]+) \|", PAGE.read_text("utf-8"), re.MULTILINE))
     assert len(quoted) > 4
     assert quoted - events == set()
+
+
+def test_every_code_that_a_page_names_is_in_the_table_of_errors() -> None:
+    named = {
+        code for page in PAGE.parent.glob("*.md") for code in re.findall(r"\b[45]\d\d `(\w+)`", page.read_text("utf-8"))
+    }
+    assert {"headers_too_large", "header_timeout", "too_many_connections"} <= named
+    assert sorted(named - words(PAGE, "Errors")) == []
