@@ -102,8 +102,8 @@ class Settings(BaseSettings):
     events_ttl: float = Field(
         600.0,
         ge=60,
-        description="How long the outputs and events of a request are kept, so that it can be resumed and taken over; no "
-        "request may ask for a longer time-out.",
+        description="How long the outputs and events of a request are kept, so that it can be resumed and taken over; "
+        "no request may ask for a longer time-out.",
     )
     events_limit: ByteSize = Field(
         ByteSize(256 << 20),

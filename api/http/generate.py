@@ -75,7 +75,9 @@ class _Text(_Own, CompletionRequest):
 def add_generate(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
     @app.post("/generate", tags=["native"], openapi_extra=documented(_Chat, _Text))
     async def generate(request: Request) -> Response:
-        """The body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`; `model` may be left out if one is served.
+        """The body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`.
+
+        `model` may be left out if one is served.
 
         With `stream` the answer is the request's events, as `/v1/streams/{id}` gives them.
         """
