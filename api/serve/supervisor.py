@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -73,7 +74,10 @@ class Supervisor:
             given = explicit(self._loaded) if settings.nats_url else {}
             environment = child_environment(settings, url, without=[name for name in SHARED if name not in given])
             front = Part("front", ("front", "--fd", str(listener.fileno())), (listener.fileno(),))
-            workers = [Part(f"worker w{index}", ("worker", "--id", f"w{index}")) for index in range(settings.workers)]
+            # On a server that others share, another `serve` may have workers too.
+            own = f"{secrets.token_hex(4)}-" if settings.nats_url else ""
+            names = [f"{own}w{index}" for index in range(settings.workers)]
+            workers = [Part(f"worker {name}", ("worker", "--id", name)) for name in names]
             # Workers outlive the front process, which finishes running requests first.
             front_gone = asyncio.Event()
             async with asyncio.TaskGroup() as group:

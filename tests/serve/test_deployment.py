@@ -75,3 +75,16 @@ async def test_serve_refuses_on_a_server_that_others_use(start: Start, own_nats:
     assert "lease is 4 (PENSTOCK_LEASE), but this deployment" in refused.output and "agreed on 3" in refused.output
     served = start("serve", "--backend", "echo", "--port", "0", environment=environment)
     served.wait_for("penstock ready")
+
+
+def test_two_serves_share_a_server(start: Start, own_nats: str) -> None:
+    served, urls = [], []
+    for _ in range(2):
+        served.append(start("serve", "--backend", "echo", "--port", "0", f"--nats-url={own_nats}"))
+        served[-1].wait_for("worker ready")
+        urls.append(served[-1].wait_for(r"penstock ready (\S+)")[1])
+    ask = {"model": "echo", "prompt": "hello", "max_tokens": 8}
+    assert [httpx2.post(f"{url}/v1/completions", json=ask).status_code for url in urls] == [200, 200]
+    served[0].send(signal.SIGTERM)
+    assert served[0].wait() == 0
+    assert httpx2.post(f"{urls[1]}/v1/completions", json=ask).json()["choices"][0]["text"] == "hello"
