@@ -1,4 +1,4 @@
-"""How much the queue takes: gates with two watermarks, and the rate at which the lanes drain.
+"""How much the queue accepts: a gate with two watermarks for each lane, and the rate at which lanes drain.
 
 Knows no broker: numbers in, decisions out.
 """
@@ -12,12 +12,12 @@ from ..schemas.registry import Admission
 from ..streams.topology import PRIORITIES
 
 _HALF_LIFE = 5.0  # seconds after which a measurement counts half
-_SHORTEST = 0.1  # seconds; what leaves within fewer is chance
-_LEAST_DEPTH = 64  # requests that may wait however slowly they go
-_LONGEST = 60.0  # seconds that anybody is told to wait; clients give up where it is minutes
+_SHORTEST = 0.1  # seconds; shorter samples are noise
+_LEAST_DEPTH = 64  # requests that may always wait
+_LONGEST = 60.0  # seconds; cap of Retry-After, since clients abandon longer waits
 
 
-class Gate:
+class Hysteresis:
     """Closed at or above the high watermark, open below the low one, and between them as it was."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Drain:
         return self.rate
 
 
-class Warden:
+class AdmissionControl:
     """Decides for all lanes. A lane holds at most `limit` requests, nor more than can be done in `horizon` seconds.
 
     `low` and `high` are the watermarks, as shares of that.
@@ -60,7 +60,7 @@ class Warden:
 
     def __init__(self, limit: int, low: float, high: float, horizon: float) -> None:
         self._limit, self._low, self._high, self._horizon = limit, low, high, horizon
-        self._gates = {priority: Gate() for priority in PRIORITIES}
+        self._gates = {priority: Hysteresis() for priority in PRIORITIES}
         self._drains = {priority: Drain() for priority in PRIORITIES}
         self.full = dict.fromkeys(PRIORITIES, inf)  # the depth at which a lane that is open closes; set by update
         self.last = Admission(  # set by update
@@ -70,7 +70,7 @@ class Warden:
         )
 
     def update(self, now: float, depth: dict[Priority, int], left: dict[Priority, int]) -> Admission:
-        """What to tell. `now` is in seconds, `depth` and `left` count by lane those that wait and those that went."""
+        """The new admission. `now` is in seconds; by lane, `depth` counts waiting jobs and `left` those that left."""
         accepting: dict[Priority, bool] = {}
         retry_after: dict[Priority, float] = {}
         for priority in PRIORITIES:
@@ -84,7 +84,7 @@ class Warden:
         return self.last
 
     def adopt(self, accepting: dict[Priority, bool]) -> None:
-        """Take over what the gates of all copies together were told last."""
+        """Adopt the state that all copies share."""
         for priority, is_open in accepting.items():
             self._gates[priority].is_open = is_open
         self.last = self.last.model_copy(update={"accepting": accepting})

@@ -86,18 +86,18 @@ class Pipe:
         return self.subjects.stream(partition(tenant, request, self.settings.stream_partitions), tenant, request)
 
     async def transcript(self, tenant: str, request: str) -> Transcript:
-        """What workers have said of a request so far; an outage of the broker is waited out."""
+        """A request's outputs so far; waits through an outage of the broker."""
         subject = self.outputs_of(tenant, request)
         return Transcript.of(await through_outages(lambda: self.broker.replay("STREAM", subject), subject))
 
-    async def emit(self, event: Event, *, tenant: str, bridge: str, place: str, priority: Priority = "normal") -> bool:
+    async def emit(self, event: Event, *, tenant: str, bridge: str, key: str, priority: Priority = "normal") -> bool:
         """Store a client event, unless it is stored already, however long the broker is away.
 
-        Returns whether the request is over. `place` names the event within its request. Nothing is stored behind a
+        Returns whether the request is over. `key` names the event within its request. Nothing is stored behind a
         final event, and the end of a response's turn is told to the stage tools as well, in the lane of its `priority`.
         """
         request = event.request
-        subject, name = self.subjects.events(tenant, bridge, request), f"{tenant}.{request}.{place}"
+        subject, name = self.subjects.events(tenant, bridge, request), f"{tenant}.{request}.{key}"
         is_over = await self._add(event, subject, name)
         if isinstance(event, FINAL) and (turn := TurnId.of(request)):
             step = Step(id=turn.response, turn=request, tenant=tenant, bridge=bridge)
@@ -105,11 +105,14 @@ class Pipe:
         return is_over
 
     async def _add(self, event: Event, subject: str, name: str) -> bool:
-        """Store an event behind the last one of its request, if it is news there; returns whether that is over."""
+        """Store an event behind the last one of its request, unless it is stored already.
+
+        Returns whether the request has ended.
+        """
         trail = self.trails.get(subject)
         if trail is None:
             trail = Trail() if isinstance(event, Accepted) else await self._trail(subject)  # the first, most likely
-        while not trail.cuts(event) and trail.lacks(event):
+        while not trail.overlaps(event) and trail.lacks(event):
             try:
                 stored = await self.store(subject, codec.encode(event), name, codec.EVENT, expect=trail.last)
             except Superseded:
@@ -118,8 +121,8 @@ class Pipe:
             else:
                 trail.add(event, stored.sequence)
                 break
-        if trail.cuts(event):
-            raise GenerationFailed("The broker has lost a part of the answer.")
+        if trail.overlaps(event):
+            raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
         self.trails[subject] = trail
         self.trails.move_to_end(subject)
         if len(self.trails) > MOST_TRAILS:
@@ -228,7 +231,7 @@ class JobStage(Stage):
         """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""
         if self.pipe.cancellations.include(job.tenant, job.id):
             cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
-            await self.pipe.emit(cancelled, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
+            await self.pipe.emit(cancelled, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)
             return True
         if job.deadline <= self.pipe.now():
             raise DeadlineExceeded(f"The request waited past its deadline, in the stage {self.name}.")

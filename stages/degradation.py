@@ -16,7 +16,7 @@ def slots(pressure: float, size: int, reserve: int) -> Slots:
     """`pressure` is the share of its key-value cache that running requests hold, `size` its batch, `reserve` what high
     priority has above that.
 
-    Spec §2. From 0.80 on the engine evicts cached prefixes early.
+    From 0.80 on the engine evicts cached prefixes early.
     """
     if pressure < 0.70:
         return Slots(size + reserve, size)

@@ -1,4 +1,4 @@
-"""How a request ends that no stage could finish: the client is told, and a poison message is kept for a person."""
+"""How a request ends that no stage could finish: its client gets an error, a poison message is kept for a person."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ending(request: str, refusal: Refusal) -> Event:
 
 
 async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
-    """Tell every client that this message speaks for."""
+    """Send the refusal to the clients of all requests in this message."""
     message = delivery.message
     is_output = codec.is_schema(message.headers.get(SCHEMA), codec.OUTPUTS)
     for address in await _asked(pipe, message.subject) if is_output else addresses(message):
@@ -47,7 +47,7 @@ async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
             ending(address.request, refusal),
             tenant=address.tenant,
             bridge=address.bridge,
-            place="end",
+            key="end",
             priority=address.priority,
         )
 
@@ -71,7 +71,7 @@ async def give_up(pipe: Pipe, stage: str, job: ValidatedJob, reason: str) -> Non
     name, data = f"{stage}.{job.tenant}.{job.id}", codec.encode(job)
     await through_outages(lambda: _keep(pipe, stage, name, data, headers, reason, [address]), pipe.subjects.dead(stage))
     event = ending(job.id, GenerationFailed(f"The request was given up: {reason}."))
-    await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
+    await pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)
 
 
 async def _keep(
@@ -88,7 +88,7 @@ async def _keep(
 
 
 def addresses(message: Message) -> list[Address]:
-    """Whom a message speaks for, from whatever of it can be read; a job that cannot be is named by its message id."""
+    """The clients of a message, as far as it can be parsed; an unreadable job is named by its message id."""
     try:
         body = orjson.loads(message.data)
     except orjson.JSONDecodeError:
@@ -99,7 +99,7 @@ def addresses(message: Message) -> list[Address]:
 
 
 async def _asked(pipe: Pipe, subject: str) -> list[Address]:
-    """Whom outputs speak for: that stands at the beginning of their request's subject."""
+    """The client of outputs, read from the first output of the request."""
     for stored in await pipe.broker.replay("STREAM", subject):
         for output in codec.decode_outputs(stored.data):
             if isinstance(output, Started):
@@ -111,7 +111,7 @@ async def _asked(pipe: Pipe, subject: str) -> list[Address]:
 
 
 def request_id(message: Message) -> str:
-    """The name of a request that brought none: its message id, or its lane and its place in there."""
+    """The id of a request that brought none: its message id, or its lane and its sequence there."""
     given = message.headers.get(MESSAGE_ID, "")
     if re.fullmatch(TOKEN_PATTERN, given):
         return given
@@ -136,7 +136,7 @@ def _address(body: Any, message: Message) -> Address:
     )
 
 
-def place(error: BaseException) -> str:
+def location(error: BaseException) -> str:
     """File and line where an exception arose, without its text."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "unknown"

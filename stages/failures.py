@@ -12,8 +12,8 @@ class Count:
 
     def __init__(self, bucket: Bucket, stage: str, message: Message, kind: str) -> None:
         self._bucket = bucket
-        place = f"{message.subject} {message.sequence}"  # a subject may hold what a key may not
-        self._key = f"{stage}.{kind}.{hashlib.sha256(place.encode()).hexdigest()[:32]}"
+        location = f"{message.subject} {message.sequence}"  # a subject may hold what a key may not
+        self._key = f"{stage}.{kind}.{hashlib.sha256(location.encode()).hexdigest()[:32]}"
 
     async def read(self) -> int:
         entry = await self._bucket.get(self._key)

@@ -135,7 +135,9 @@ class _Choice:
                 if timer.expired():
                     log.error("a filter does not return", filter=link.name, request=token.request)
                     raise GenerationFailed(f"The filter {link.name} did not return for {self._limit:g} s.") from error
-                log.error("a filter failed", filter=link.name, reason=type(error).__name__, where=endings.place(error))
+                log.error(
+                    "a filter failed", filter=link.name, reason=type(error).__name__, where=endings.location(error)
+                )
                 raise GenerationFailed(f"The filter {link.name} failed.") from error
         said_as_is = (said.text, said.reasoning, said.tool_calls) == (token.text, token.reasoning, token.tool_calls)
         self._is_changed = self._is_changed or not said_as_is

@@ -1,4 +1,4 @@
-"""How a worker publishes what its engine says: every output right behind the one before, or not at all."""
+"""How a worker publishes its engine's outputs: each right behind the one before, or not at all."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _LONGEST_PAUSE = 0.5  # seconds
 _MOST_TOKENS = 4096  # of the outputs of one message
 
 
-class Voice:
-    """Publishes the outputs of one request in one epoch; an outage of the broker makes it wait, never skip.
+class OutputPublisher:
+    """Publishes the outputs of one request in one epoch. In an outage of the broker it waits; it skips nothing.
 
-    The epoch's announcement goes out with its first token, or before it where `announce` is called. Every output is
-    stored right behind the one before, or not at all: where somebody else has said something in between, the request
-    is theirs, and this voice falls silent.
+    The epoch's announcement travels with its first token, or before it if `announce` is called. Each output names the
+    sequence that it must follow. If another worker has published since, the request is that worker's, and this
+    publisher stops.
     """
 
     def __init__(self, pipe: Pipe, job: ValidatedJob, interval: Callable[[], float]) -> None:
         self.job = job
         self.epoch = 1  # set by Infer
-        self.last = 0  # sequence of the newest output stored; set by Infer and _say
+        self.last = 0  # sequence of the newest output stored; set by Infer and _store
         self.handles: list[RequestHandle] = []  # set by Infer
-        self.finished: frozenset[int] = frozenset()  # choices whose end an earlier holder has said; set by Infer
+        self.finished: frozenset[int] = frozenset()  # choices that an earlier worker has finished; set by Infer
         self.begun = asyncio.Event()  # the first output of this epoch is stored; set by _tell_together
         self.ended = asyncio.Event()  # set by Infer
         self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
@@ -45,10 +45,10 @@ class Voice:
 
     @property
     def is_ours(self) -> bool:
-        """False once somebody else was found to have said something before."""
+        """False once another worker was found to have published for this request."""
         return self._ours is not False
 
-    def silence(self) -> None:
+    def cancel(self) -> None:
         """Stop before the next token."""
         for handle in self.handles:
             handle.cancel()
@@ -56,10 +56,10 @@ class Voice:
     def expire(self) -> None:
         """The deadline has come."""
         self.expired = True
-        self.silence()
+        self.cancel()
 
     async def announce(self, *first: Delta) -> bool:
-        """Say that the epoch begins, with its first output if there is one; False if something else was said first."""
+        """Publish the epoch's beginning, with its first output if there is one; False if another worker was first."""
         job, holder = self.job, self._holder
         form = job.form.model_dump() if job.form else None
         started = Started(
@@ -75,7 +75,7 @@ class Voice:
             job.endpoint,
             job.model,
         )
-        self._ours = await self._say((started, *first), f"started.{holder}")
+        self._ours = await self._store((started, *first), f"started.{holder}")
         return self._ours
 
     async def relay(self, handle: RequestHandle) -> None:
@@ -94,7 +94,7 @@ class Voice:
                 if self.is_cut:
                     return
             for message in messages(map(self._addressed, deltas)):
-                await self._tell(message)
+                await self._publish(message)
             if handle.finished:
                 return
             going = sum(not other.finished for other in self.handles)  # each a prompt of the request
@@ -107,7 +107,7 @@ class Voice:
         reason = "deadline" if self.expired and reason == "cancelled" else reason
         return dataclasses.replace(delta, request=self.job.id, finish_reason=reason)
 
-    async def _tell(self, deltas: Sequence[Delta]) -> None:
+    async def _publish(self, deltas: Sequence[Delta]) -> None:
         """Publish deltas in one message, or in several where the broker takes only small ones."""
         try:
             await self._tell_together(deltas)
@@ -115,8 +115,8 @@ class Voice:
             if len(deltas) == 1:
                 raise
             middle = len(deltas) // 2
-            await self._tell(deltas[:middle])
-            await self._tell(deltas[middle:])
+            await self._publish(deltas[:middle])
+            await self._publish(deltas[middle:])
 
     async def _tell_together(self, deltas: Sequence[Delta]) -> None:
         first = deltas[0]
@@ -124,23 +124,23 @@ class Voice:
             if self._ours is None:
                 await self.announce(*deltas)
             elif self._ours:
-                self._ours = await self._say(deltas, f"{first.choice}.{first.index}.{first.finish_reason or ''}")
+                self._ours = await self._store(deltas, f"{first.choice}.{first.index}.{first.finish_reason or ''}")
         self.begun.set()
 
-    async def _say(self, outputs: Sequence[Output], place: str) -> bool:
-        """Publish outputs, however long it takes; False if something else is stored in their place."""
+    async def _store(self, outputs: Sequence[Output], key: str) -> bool:
+        """Publish outputs, however long it takes; False if another worker's are stored instead."""
         data = codec.encode_outputs(outputs)
-        name = f"{self.job.tenant}.{self.job.id}.{self.epoch}.{place}"
+        name = f"{self.job.tenant}.{self.job.id}.{self.epoch}.{key}"
         while True:
             try:
                 stored = await self._pipe.store(self._subject, data, name, codec.OUTPUTS, expect=self.last)
             except Superseded:
-                said = await self._pipe.transcript(self.job.tenant, self.job.id)
-                is_pushed_out = said.last == 0 < self.last  # by the stream's limits: it counts all the same
-                is_ours = said.started is not None and said.started.holder == self._holder
-                if not (is_pushed_out or is_ours):  # else a former holder that does not fence was heard in between
+                transcript = await self._pipe.transcript(self.job.tenant, self.job.id)
+                is_pushed_out = transcript.last == 0 < self.last  # by the stream's limits: it counts all the same
+                is_ours = transcript.started is not None and transcript.started.holder == self._holder
+                if not (is_pushed_out or is_ours):  # otherwise another worker has published
                     return False
-                self.last = said.last
+                self.last = transcript.last
             else:
                 self.last = stored.sequence
                 return True

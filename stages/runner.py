@@ -202,7 +202,7 @@ class Runner:
         failures = 1
         try:
             failures = await Count(await self._pipe.broker.bucket(FAILURES), stage, delivery.message, "failed").add(1)
-            log.error("failed", stage=stage, failures=failures, reason=reason, where=endings.place(error))
+            log.error("failed", stage=stage, failures=failures, reason=reason, where=endings.location(error))
             if failures >= self._pipe.settings.max_attempts:
                 await endings.bury(self._pipe, stage, delivery, reason)
                 return

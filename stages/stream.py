@@ -1,7 +1,7 @@
 """stream: turns the engine's outputs into one event stream a request, and ends it.
 
-Copies share the work by partitions, each held under a lease; a new holder goes on at the first output that the former
-one had not settled, and rebuilds what it must know of a request by reading its subject from the start.
+Copies share the partitions of the work, each held under a lease. A new holder continues at the first output that the
+previous one had not settled, and rebuilds a request's state by reading its subject from the start.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .leases import Leases
 from .transcript import Transcript
 
 TOKENS = 5  # of the subject of outputs
-MOST_TELLERS = 10_000  # one that is forgotten and needed again is rebuilt
+MOST_PUBLISHERS = 10_000  # one that is forgotten and needed again is rebuilt
 
 
 class Stream(Stage):
-    """Engine outputs in, client events out: one event a delta, so that a repetition looks the same every time."""
+    """Engine outputs in, client events out: one event a delta, so that a repetition always looks the same."""
 
     name = "stream"
     concurrency = 1024
@@ -34,21 +34,23 @@ class Stream(Stage):
     def __init__(self, pipe: Pipe, filters: Sequence[type[Filter]] = ()) -> None:
         super().__init__(pipe)
         self._filters = filters
-        self._tellers: OrderedDict[str, Teller] = OrderedDict()  # by subject, the least recently told first
+        self._publishers: OrderedDict[str, EventPublisher] = OrderedDict()  # by subject, least recently used first
         self._consumers: dict[int, Consumer] = {}
 
     async def run(self, intake: Intake) -> None:
         subjects, settings = self.pipe.subjects, self.pipe.settings
 
-        async def gained(share: int) -> None:
-            self._consumers[share] = await intake.consume(
-                "STREAM", f"stream-{share}", subjects.stream_all(share), takeover=True
+        async def gained(partition: int) -> None:
+            self._consumers[partition] = await intake.consume(
+                "STREAM", f"stream-{partition}", subjects.stream_all(partition), takeover=True
             )
 
-        async def lost(share: int) -> None:
-            await self._consumers.pop(share).close()
-            for subject in [subject for subject, teller in self._tellers.items() if teller.share == share]:
-                del self._tellers[subject]
+        async def lost(partition: int) -> None:
+            await self._consumers.pop(partition).close()
+            for subject in [
+                subject for subject, publisher in self._publishers.items() if publisher.partition == partition
+            ]:
+                del self._publishers[subject]
 
         bucket = await self.pipe.broker.bucket("leases")
         leases = Leases(bucket, self.name, settings.stream_partitions, interval=settings.partition_ttl / 4)
@@ -57,81 +59,80 @@ class Stream(Stage):
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
         if len(message.subject.split(".")) != TOKENS:
-            return  # of a version without the tenant in it: whoever runs the request begins it anew
+            return  # of 0.1.0, without the tenant: its worker begins the request anew
         outputs = codec.decode_outputs(message.data)
-        teller = self._tellers.get(message.subject)
-        if teller is None:
-            share = int(message.subject.split(".")[-3])
-            teller = self._tellers[message.subject] = Teller(self.pipe, share, self._filters)
-            if len(self._tellers) > MOST_TELLERS:
-                self._tellers.popitem(last=False)
-        self._tellers.move_to_end(message.subject)
-        await teller.tell(outputs, message)
-        if teller.settled:
-            self._tellers.pop(message.subject, None)
+        publisher = self._publishers.get(message.subject)
+        if publisher is None:
+            partition = int(message.subject.split(".")[-3])
+            publisher = self._publishers[message.subject] = EventPublisher(self.pipe, partition, self._filters)
+            if len(self._publishers) > MOST_PUBLISHERS:
+                self._publishers.popitem(last=False)
+        self._publishers.move_to_end(message.subject)
+        await publisher.publish(outputs, message)
+        if publisher.settled:
+            self._publishers.pop(message.subject, None)
 
 
-class Teller:
-    """One request's way from outputs to events. Outputs come perhaps more than once, and seldom out of order."""
+class EventPublisher:
+    """Converts one request's outputs to events. Outputs may repeat and, rarely, arrive out of order."""
 
-    def __init__(self, pipe: Pipe, share: int, filters: Sequence[type[Filter]] = ()) -> None:
-        self.share = share
+    def __init__(self, pipe: Pipe, partition: int, filters: Sequence[type[Filter]] = ()) -> None:
+        self.partition = partition
         self._pipe = pipe
         self._filters = filters
         self._order = asyncio.Lock()
         self._forget()
 
     def _forget(self) -> None:
-        """Know nothing of the request: the next output has all of it read again."""
-        self._said = Transcript()
-        self._reader: AnswerReader | None = None  # made with the first announcement; set by _heard
-        self._filtered: FilteredAnswer | None = None  # where there are filters; set by _heard
-        self._over = False  # the final event is decided, and nothing may follow it; set by _heard
-        self._told = 0  # sequence of the newest output whose events are stored; set by tell
-        self._ended = False  # the final event is stored; set by _emit
+        """Drop what is known of the request: the next output has all of it read again."""
+        self._transcript = Transcript()
+        self._reader: AnswerReader | None = None  # made with the first announcement; set by _read
+        self._filtered: FilteredAnswer | None = None  # where there are filters; set by _read
+        self._final_decided = False  # the final event is decided, and nothing may follow it; set by _read
+        self._last_sequence = 0  # sequence of the newest output whose events are stored; set by publish
+        self._final_stored = False  # the final event is stored; set by _emit
 
-    async def tell(self, outputs: list[Output], message: Message) -> None:
-        """Publish what these outputs mean to the client, and whatever of those before is missing; returns when it is
-        stored."""
+    async def publish(self, outputs: list[Output], message: Message) -> None:
+        """Publish the events of these outputs, and of earlier ones that were missed; returns when they are stored."""
         async with self._order:
-            if message.sequence <= self._told or self.settled:
+            if message.sequence <= self._last_sequence or self.settled:
                 return
-            if self._ended:
+            if self._final_stored:
                 for output in outputs:
-                    self._said.apply(output)
+                    self._transcript.apply(output)
                 await self._stop_unsettled()
                 return
             try:
-                for event in await self._news(outputs, message):
-                    for told in await self._filtered.read(event) if self._filtered else (event,):
-                        await self._emit(told)
+                for event in await self._new_events(outputs, message):
+                    for filtered in await self._filtered.read(event) if self._filtered else (event,):
+                        await self._emit(filtered)
             except BaseException:
-                self._forget()  # it may have counted what was never published
+                self._forget()  # it may count outputs whose events were never published
                 raise
-            self._told = message.sequence
+            self._last_sequence = message.sequence
 
     @property
     def settled(self) -> bool:
-        """The client has been told the end, and no worker says anything more."""
-        return self._ended and self._said.finished
+        """The final event is stored, and no worker publishes any more."""
+        return self._final_stored and self._transcript.finished
 
-    async def _news(self, outputs: list[Output], message: Message) -> list[Event]:
+    async def _new_events(self, outputs: list[Output], message: Message) -> list[Event]:
         first, is_alone = outputs[0], len(outputs) == 1
         begins = isinstance(first, Started) and first.epoch == 1
-        if self._said.started is None and not begins:
+        if self._transcript.started is None and not begins:
             outputs = await self._stored(message)
-        events = self._heard(outputs)
-        if is_alone and isinstance(first, Started) and self._said.finished:
-            # Behind the end, an announcement has it told again: its events may have been pushed out of their stream.
+        events = self._read(outputs)
+        if is_alone and isinstance(first, Started) and self._transcript.finished:
+            # An announcement behind the end asks for the final event again, which may have left its stream.
             self._pipe.trails.pop(self._pipe.subjects.events(first.tenant, first.bridge, first.request), None)
-        if self._said.gap:
-            # What is between may only be late, lent to a connection that broke: it is stored all the same.
+        if self._transcript.gap:
+            # What is missing may be held by a connection that broke; it is stored all the same.
             self._forget()
-            events = self._heard(await self._stored(message))
-        if self._said.gap:
-            # Pushed out by the stream's limits, or lost with a disk: nobody has them any more.
+            events = self._read(await self._stored(message))
+        if self._transcript.gap:
+            # Pushed out by the stream's limits, or lost with a disk.
             await self._stop(message.subject)
-            raise GenerationFailed("The broker has lost a part of the answer.")
+            raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
         return events
 
     async def _stored(self, message: Message) -> list[Output]:
@@ -142,14 +143,14 @@ class Teller:
         ]
 
     async def _stop(self, subject: str) -> None:
-        """Have whoever still runs the request stop."""
+        """Have the worker that still runs the request stop."""
         tenant, request = subject.split(".")[-2:]
         await self._pipe.broker.notify(self._pipe.subjects.cancel(tenant, request), b"")
 
-    def _heard(self, outputs: list[Output]) -> list[Event]:
+    def _read(self, outputs: list[Output]) -> list[Event]:
         events: list[Event] = []
         for output in outputs:
-            if not self._said.apply(output):
+            if not self._transcript.apply(output):
                 continue
             if isinstance(output, Started):
                 form = Form.model_validate(output.form) if output.form else None
@@ -158,13 +159,13 @@ class Teller:
                     self._filtered = self._filtered or FilteredAnswer(
                         self._filters, output, self._pipe.settings.stall_timeout
                     )
-            elif self._reader is not None and not self._over:
+            elif self._reader is not None and not self._final_decided:
                 events += self._events(output, self._reader)
-                self._over = isinstance(events[-1], FINAL)
+                self._final_decided = isinstance(events[-1], FINAL)
         return events
 
     def _events(self, delta: Delta, reader: AnswerReader) -> list[Event]:
-        said, request = self._said, delta.request
+        said, request = self._transcript, delta.request
         if delta.finish_reason == "error":
             error = delta.error or ErrorBody(500, "The engine failed.", "server_error", "generation_failed")
             return [Failed(request, error)]
@@ -180,19 +181,19 @@ class Teller:
         return events
 
     async def _emit(self, event: Event) -> None:
-        started = self._said.started
+        started = self._transcript.started
         assert started is not None  # no delta counts before
-        if self._ended:
+        if self._final_stored:
             return
-        place = f"{event.choice}.{event.index}" if isinstance(event, Token) else "end"
-        self._ended = await self._pipe.emit(
-            event, tenant=started.tenant, bridge=started.bridge, place=place, priority=started.priority
+        key = f"{event.choice}.{event.index}" if isinstance(event, Token) else "end"
+        self._final_stored = await self._pipe.emit(
+            event, tenant=started.tenant, bridge=started.bridge, key=key, priority=started.priority
         )
-        if self._ended:
+        if self._final_stored:
             await self._stop_unsettled()
 
     async def _stop_unsettled(self) -> None:
-        """Stop the work on an answer whose end was told: by a filter, or by somebody else who refused or cancelled."""
-        started = self._said.started
+        """Stop the work on an answer that has ended already: by a filter, a refusal or a cancellation."""
+        started = self._transcript.started
         if not self.settled and started is not None:
             await self._stop(self._pipe.outputs_of(started.tenant, started.request))

@@ -35,7 +35,7 @@ class Trail:
         return trail
 
     def lacks(self, event: Event) -> bool:
-        """Whether the event is news; nothing is, once the final one is stored."""
+        """Whether the event is not stored yet; nothing is missing once the final one is stored."""
         if self.over:
             return False
         match event:
@@ -48,8 +48,8 @@ class Trail:
             case _:
                 return True
 
-    def cuts(self, event: Event) -> bool:
-        """Whether a part of the event is stored and another is not, as where an answer was begun anew."""
+    def overlaps(self, event: Event) -> bool:
+        """Whether only some of the event's tokens are stored, which happens when an answer was begun anew."""
         if not isinstance(event, Token) or self.over or event.choice in self.finished:
             return False
         return event.index < self.next_index.get(event.choice, 0) < event.index + len(event.token_ids)

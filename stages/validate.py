@@ -129,7 +129,7 @@ class Validate(Stage):
                 subject = self.pipe.subjects.events(tenant, bridge, request)
                 if await through_outages(partial(self.pipe.broker.last, EVENTS, subject), subject) is None:
                     event = endings.ending(request, InvalidRequest(_STRAY, param="priority"))
-                    await self.pipe.emit(event, tenant=tenant, bridge=bridge, place="end")
+                    await self.pipe.emit(event, tenant=tenant, bridge=bridge, key="end")
 
     def _lane(self, message: Message) -> tuple[Priority, str]:
         priority, tenant = message.subject.split(".")[-2:]

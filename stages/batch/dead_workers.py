@@ -1,8 +1,8 @@
-"""Takes back the batches of workers that have died, so that others go on with them.
+"""Reclaims the batches of workers that have died, so that other workers take them over.
 
-A worker whose card has run out is dead. Its consumer is shared from then on: what it had not begun comes at once, what
-it had in hand when its leases run out. Should it live after all, it is fenced off by the epochs of its successors.
-Of a worker on this host the operating system says at once that it has died, and nobody waits for its leases.
+A worker whose card has expired is dead, and its consumer is shared from then on. Messages that it had not started are
+delivered at once, started ones when their leases expire. If it is alive after all, readers ignore its outputs, because
+its epochs are older. For a worker on this host the operating system tells at once that it has died, and its leases end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ log = structlog.get_logger(__name__)
 POLL = 0.1  # seconds between two looks at the processes of this host
 
 
-class Guard:
+class Reclaimer:
+    """Runs in every copy of the batch stage; the broker decides which copy gets a message."""
+
     def __init__(self, pipe: Pipe, intake: Intake) -> None:
         self._pipe = pipe
         self._intake = intake
         self._held: dict[str, Consumer] = {}  # by dead worker
         self._outages = pipe.broker.outages
-        self._trusted = 0.0  # loop time from which a card that is missing tells something; set by _look
+        self._trusted = 0.0  # loop time from which a missing card means a death; set by _look
 
     async def run(self) -> None:
         while True:
@@ -48,7 +50,7 @@ class Guard:
     async def _look(self) -> None:
         now, outages = asyncio.get_running_loop().time(), self._pipe.broker.outages
         if outages != self._outages:
-            # Nobody could say that he lives: all get as long as a card does.
+            # No worker could renew its card: each gets a card's life to do so.
             self._outages, self._trusted = outages, now + self._pipe.settings.worker_ttl
         held = await self._pipe.broker.held(INFER)
         if not self._pipe.broker.connected:
@@ -69,6 +71,6 @@ class Guard:
                 await self._pipe.broker.forget(INFER, f"infer-{worker}")
 
     async def _is_ours(self, card: WorkerCard) -> bool:
-        """Whether no other copy ends this worker's leases: to do so once more would end that copy's."""
+        """Whether this copy ends the worker's leases: a second copy doing so would end the first one's."""
         bucket = await self._pipe.broker.bucket(LEASES)
         return await bucket.create(f"ended.{card.incarnation}", b"") is not None

@@ -20,7 +20,7 @@ MOST_TENANTS = 10_000  # whose turns are remembered
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A job and the promise to its delivery. `sequence` is its place in its lane."""
+    """A waiting job, and the future that ends its delivery. `sequence` is its message's in the lane."""
 
     job: ValidatedJob
     sequence: int
@@ -46,20 +46,20 @@ class Lanes:
         self._turn = 0
         self._turns: dict[str, int] = {}  # the newest of each tenant; set by pop
 
-    def push(self, place: Waiting) -> None:
-        heapq.heappush(self._lanes[place.rank].setdefault(place.job.tenant, []), place)
+    def push(self, waiting: Waiting) -> None:
+        heapq.heappush(self._lanes[waiting.rank].setdefault(waiting.job.tenant, []), waiting)
 
-    def remove(self, place: Waiting) -> None:
+    def remove(self, waiting: Waiting) -> None:
         """Forget a job, if it is still there."""
-        line = self._lanes[place.rank].get(place.job.tenant, [])
-        if place in line:
-            line.remove(place)
+        line = self._lanes[waiting.rank].get(waiting.job.tenant, [])
+        if waiting in line:
+            line.remove(waiting)
             heapq.heapify(line)
 
-    def pop(self, place: Waiting) -> None:
+    def pop(self, waiting: Waiting) -> None:
         """Take away the first job of its tenant, whose turn this was."""
-        tenant = place.job.tenant
-        assert heapq.heappop(self._lanes[place.rank][tenant]) is place
+        tenant = waiting.job.tenant
+        assert heapq.heappop(self._lanes[waiting.rank][tenant]) is waiting
         self._turn += 1
         self._turns.pop(tenant, None)
         self._turns[tenant] = self._turn
@@ -75,15 +75,17 @@ class Lanes:
         for rank, lane in enumerate(self._lanes):
             firsts = [line[0] for line in self._lines(lane) if line[0].job.tenant not in passed_over]
             if firsts:
-                urgency = min(self._urgency(place, now) for place in firsts)
-                found.append((urgency, rank, min(firsts, key=self._place)))
-        return [place for _, _, place in sorted(found, key=lambda each: each[:2])]
+                urgency = min(self._urgency(waiting, now) for waiting in firsts)
+                found.append((urgency, rank, min(firsts, key=self._order)))
+        return [waiting for _, _, waiting in sorted(found, key=lambda each: each[:2])]
 
     def __iter__(self) -> Iterator[Waiting]:
-        """All jobs, in order of priority and place: what positions are counted by."""
+        """All jobs, in order of priority and arrival: what positions are counted by."""
         for lane in self._lanes:
-            places = [(number, place) for line in self._lines(lane) for number, place in enumerate(sorted(line))]
-            yield from (place for number, place in sorted(places, key=lambda each: (each[0], self._place(each[1]))))
+            numbered = [(number, waiting) for line in self._lines(lane) for number, waiting in enumerate(sorted(line))]
+            yield from (
+                waiting for number, waiting in sorted(numbered, key=lambda each: (each[0], self._order(each[1])))
+            )
 
     def __bool__(self) -> bool:
         return any(line for lane in self._lanes for line in lane.values())
@@ -97,10 +99,10 @@ class Lanes:
                 del lane[tenant]
         return list(lane.values())
 
-    def _place(self, place: Waiting) -> tuple[bool, int, int]:
+    def _order(self, waiting: Waiting) -> tuple[bool, int, int]:
         """What ran already goes first, then whose turn was the longest ago."""
-        ran = place.sequence < 0
-        return not ran, 0 if ran else self._turns.get(place.job.tenant, 0), place.sequence
+        ran = waiting.sequence < 0
+        return not ran, 0 if ran else self._turns.get(waiting.job.tenant, 0), waiting.sequence
 
-    def _urgency(self, place: Waiting, now: float) -> int:
-        return place.rank - int(max(0.0, now - place.job.created) / self._ageing) if self._ageing else place.rank
+    def _urgency(self, waiting: Waiting, now: float) -> int:
+        return waiting.rank - int(max(0.0, now - waiting.job.created) / self._ageing) if self._ageing else waiting.rank

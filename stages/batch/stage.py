@@ -24,16 +24,16 @@ from ...streams.port import SCHEMA, Delivery, Message
 from ...streams.topology import PRIORITIES
 from .. import endings
 from ..contract import Intake, JobStage, Pipe
-from .dead_workers import Guard
+from .dead_workers import Reclaimer
 from .lanes import MOST_TENANTS, Lanes, Waiting
 from .scheduling import STRATEGIES, Strategy, most_tokens
 from .workers import Seats, Workers
 
 log = structlog.get_logger(__name__)
 
-TICK = 1.0  # seconds between two words to clients about their positions, and looks at workers that said nothing
-LATELY = 60.0  # seconds for which room is kept for a tenant that has come
-FIRST = -(1 << 60)  # added to the places of jobs that were running already: they stand before those that wait
+TICK = 1.0  # seconds between two reports of positions to clients, and checks of silent workers
+RECENT = 60.0  # seconds for which seats are kept for a tenant that has sent requests
+RESUMED = -(1 << 60)  # added to the sequences of jobs that ran already: they go before those that wait
 
 
 class Batch(JobStage):
@@ -69,7 +69,7 @@ class Batch(JobStage):
         for priority in PRIORITIES:
             await intake.consume(f"BATCH_{priority.upper()}", f"batch-{priority}", subjects.batch_all(priority))
         async with asyncio.TaskGroup() as group:
-            group.create_task(Guard(self.pipe, intake).run())
+            group.create_task(Reclaimer(self.pipe, intake).run())
             group.create_task(self._tick())
             while True:
                 await self._changed.wait()
@@ -82,8 +82,8 @@ class Batch(JobStage):
     async def leave(self) -> None:
         """What waits is another copy's from now on."""
         self._leaving = True
-        for place in [place for lanes in self._lanes.values() for place in lanes if not place.sent.done()]:
-            place.sent.set_exception(_leaving())
+        for waiting in [waiting for lanes in self._lanes.values() for waiting in lanes if not waiting.sent.done()]:
+            waiting.sent.set_exception(_leaving())
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -101,26 +101,26 @@ class Batch(JobStage):
         """Give the jobs of a dead worker to others, one by one, unless they had come to an end."""
         batch = codec.decode_model(InferenceBatch, delivery.message.data, codec.BATCH)
         epochs = batch.epochs or (0,) * len(batch.jobs)
-        place = FIRST + delivery.message.sequence
+        sequence = RESUMED + delivery.message.sequence
         try:
             async with asyncio.TaskGroup() as group:
                 for job, epoch in zip(batch.jobs, epochs, strict=True):
-                    group.create_task(self._go_on(Waiting(job, place, epoch + delivery.attempt)))
+                    group.create_task(self._resume(Waiting(job, sequence, epoch + delivery.attempt)))
         except* Transient as errors:
             raise Transient(str(errors.exceptions[0]), delay=0.1) from None
 
-    async def _go_on(self, place: Waiting) -> None:
-        job = place.job
+    async def _resume(self, waiting: Waiting) -> None:
+        job = waiting.job
         try:
             if not (await self.pipe.transcript(job.tenant, job.id)).finished and not await self.is_over(job):
-                await self._wait(place)
+                await self._wait(waiting)
         except Refusal as refusal:
             event = endings.ending(job.id, refusal)
-            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place="end", priority=job.priority)
+            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)
 
-    async def _wait(self, place: Waiting) -> None:
+    async def _wait(self, waiting: Waiting) -> None:
         """Return when the job has been sent to a worker, or its client has cancelled and was told so."""
-        job, sent = place.job, place.sent
+        job, sent = waiting.job, waiting.sent
         if self._leaving:
             raise _leaving()
         self._check_size(job, self._workers.living(job.model))
@@ -129,7 +129,7 @@ class Batch(JobStage):
         if len(self._tenants) > MOST_TENANTS:
             self._tenants.popitem(last=False)
         lanes = self._lanes[job.model]
-        lanes.push(place)
+        lanes.push(waiting)
         self._changed.set()
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), _expire, sent)
         try:
@@ -140,7 +140,7 @@ class Batch(JobStage):
                     await self.is_over(job)
         finally:
             timer.cancel()
-            lanes.remove(place)  # where it ended here: cancelled, expired or drained
+            lanes.remove(waiting)  # where it ended here: cancelled, expired or drained
 
     def _gather(self, model: str, lanes: Lanes) -> tuple[WorkerCard, Seats, list[Waiting]] | None:
         """The next batch and its worker: jobs from the head of the line, while they fit there."""
@@ -186,61 +186,61 @@ class Batch(JobStage):
         """`head` and those behind it, as many as the worker and the batch can hold."""
         now = asyncio.get_running_loop().time()
         taken: list[Waiting] = []
-        place: Waiting | None = head
-        while place is not None:
-            lanes.pop(place)
-            place.number = seats.send(card.seats_of(place.job), now, place.job.tenant)
-            taken.append(place)
-            place = next(iter(lanes.heads(self.pipe.now())), None)
+        waiting: Waiting | None = head
+        while waiting is not None:
+            lanes.pop(waiting)
+            waiting.number = seats.send(card.seats_of(waiting.job), now, waiting.job.tenant)
+            taken.append(waiting)
+            waiting = next(iter(lanes.heads(self.pipe.now())), None)
             full = len(taken) == self.pipe.settings.max_batch_size
-            if place is not None and (full or not self._fits(place, card, seats)):
-                place = None
+            if waiting is not None and (full or not self._fits(waiting, card, seats)):
+                waiting = None
         return taken
 
-    def _fits(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
-        return self._has_room(place, card, seats) and self._may_have(place, card, seats)
+    def _fits(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        return self._has_room(waiting, card, seats) and self._may_have(waiting, card, seats)
 
-    def _has_room(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
-        return self._workers.room(seats, place.job) >= card.seats_of(place.job)
+    def _has_room(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        return self._workers.room(seats, waiting.job) >= card.seats_of(waiting.job)
 
-    def _may_have(self, place: Waiting, card: WorkerCard, seats: Seats) -> bool:
+    def _may_have(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
         """Whether the job's tenant stays within its share of a worker, or nobody else has come lately."""
-        job, now = place.job, self.pipe.now()
+        job, now = waiting.job, self.pipe.now()
         newest = islice(reversed(self._tenants.items()), 2)
-        if not any(tenant != job.tenant and now - came < LATELY for tenant, came in newest):
+        if not any(tenant != job.tenant and now - came < RECENT for tenant, came in newest):
             return True
         return seats.taken_by(job.tenant) + card.seats_of(job) <= most_together(card.capacity)
 
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the jobs of a batch and settle their deliveries, for good or bad."""
         id, oldest = uuid.uuid4().hex, seats.oldest
-        await asyncio.gather(*(self._send_one(id, worker, seats, place, oldest) for place in chosen))
+        await asyncio.gather(*(self._send_one(id, worker, seats, waiting, oldest) for waiting in chosen))
 
-    async def _send_one(self, id: str, worker: WorkerCard, seats: Seats, place: Waiting, oldest: int) -> None:
+    async def _send_one(self, id: str, worker: WorkerCard, seats: Seats, waiting: Waiting, oldest: int) -> None:
         batch = InferenceBatch(
             id=id,
             worker=worker.id,
-            jobs=(place.job,),
+            jobs=(waiting.job,),
             incarnation=worker.incarnation,
-            epochs=(place.epoch,),
+            epochs=(waiting.epoch,),
             sender=self._workers.copy,
-            number=place.number,
+            number=waiting.number,
             oldest=oldest,
         )
-        name = f"{place.job.tenant}.{place.job.id}.{id}"
+        name = f"{waiting.job.tenant}.{waiting.job.id}.{id}"
         try:
             stored = await self.pipe.broker.publish(
                 self.pipe.subjects.infer(worker.id), codec.encode(batch), message_id=name, headers={SCHEMA: codec.BATCH}
             )
         except Exception as error:
-            seats.lose(place.number)
-            if not place.sent.done():
-                place.sent.set_exception(error)
+            seats.lose(waiting.number)
+            if not waiting.sent.done():
+                waiting.sent.set_exception(error)
             return
-        if (sent := seats.in_flight.get(place.number)) is not None:  # else the worker was faster
+        if (sent := seats.in_flight.get(waiting.number)) is not None:  # else the worker was faster
             sent.sequence = stored.sequence
-        if not place.sent.done():
-            place.sent.set_result(True)
+        if not waiting.sent.done():
+            waiting.sent.set_result(True)
 
     async def _tick(self) -> None:
         while True:
@@ -271,17 +271,17 @@ class Batch(JobStage):
         wanted = STRATEGIES.get(entry.value.decode() if entry else self.pipe.settings.scheduling)
         if wanted is not None and not isinstance(self._strategy, wanted):
             self._strategy = wanted()
-            log.info("workers are picked by another strategy", strategy=wanted.__name__)
+            log.info("scheduling strategy changed", strategy=wanted.__name__)
 
     async def _tell(self, lanes: Iterable[Waiting]) -> None:
         """Tell clients their positions, those far behind less often: each when it is a tenth nearer."""
-        waiting = [place for place in lanes if not place.sent.done()]
-        for position, place in enumerate(waiting, 1):
-            job = place.job
-            if place.told is None or position < 0.9 * place.told:
-                place.told = position
+        queued = [waiting for waiting in lanes if not waiting.sent.done()]
+        for position, waiting in enumerate(queued, 1):
+            job = waiting.job
+            if waiting.told is None or position < 0.9 * waiting.told:
+                waiting.told = position
                 event = Queued(job.id, position)
-                await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, place=f"queued.{position}")
+                await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key=f"queued.{position}")
 
 
 def _leaving() -> Transient:

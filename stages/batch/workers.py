@@ -1,8 +1,8 @@
-"""The batch stage's picture of the workers: who lives, and how many more requests each takes from this copy.
+"""The batch stage's picture of the workers: which live, and how many more requests each takes from this copy.
 
-A worker says how much room it has and which messages have arrived; what a copy has sent and the worker has not told of
-is on its way. So no copy sends more than there is room for, however late a message comes; and since messages are told
-apart by number, one that comes twice, late or to somebody else neither gives room away nor takes it for good.
+A worker reports its free seats and which messages it has received. Messages that it has not reported as received count
+as in flight, so a copy never sends more than fits. Messages are numbered: one that arrives twice, late or at another
+worker changes no count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Sent:
-    """A message that a worker's process has not told of yet. `sequence` is its place in INFER, once it is stored."""
+    """A message that a worker has not reported as received. `sequence` is its number in INFER, once it is stored."""
 
     seats: int
     tenant: str = ""
@@ -69,7 +69,7 @@ class Seats:
 
     @property
     def oldest(self) -> int:
-        """The first number that the worker's word is waited for."""
+        """The lowest number that the worker has not acknowledged."""
         return min(self.in_flight, default=self._newest + 1)
 
     @property
@@ -107,7 +107,7 @@ class Workers:
         seats.hear(room, self.copy)
 
     def living(self, model: str) -> list[tuple[WorkerCard, Seats]]:
-        """Those that serve `model`, beat, and have told their room."""
+        """Live workers of `model` that have reported their free seats."""
         cards = self._registry.workers_for(model)
         for name in self._seats.keys() - {card.id for card in self._registry.workers}:
             del self._seats[name]
@@ -129,8 +129,8 @@ class Workers:
     async def heal(self, patience: float, stored: Callable[[str], Awaitable[set[int]]]) -> None:
         """Free the seats of messages that were sent more than `patience` seconds ago and will never arrive.
 
-        `stored` gives the sequences that INFER holds for a worker. What is not there any more was settled, by the
-        worker or by whoever took its work back; unless the worker has told of it by the next time, it never will.
+        `stored` gives the sequences that INFER holds for a worker. A message that is no longer there was settled, by
+        the worker or by the one that took over; if the worker has not reported it by the next call, it never will.
         """
         now = asyncio.get_running_loop().time()
         for name, seats in list(self._seats.items()):
@@ -139,7 +139,7 @@ class Workers:
             there = await stored(name) if overdue else set()
             for number, one in overdue:
                 if one.is_missed:
-                    log.warning("a message to a worker went elsewhere; its seats are free again", worker=name)
+                    log.warning("message settled by another process; its seats are free again", worker=name)
                     seats.lose(number)
                 one.is_missed = one.sequence not in there
 

@@ -35,11 +35,11 @@ async def _stored(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token], E
         elif isinstance(event, FINAL):
             final = event
     said: list[Token] = []
-    place = 0
+    index = 0
     for token in sorted(tokens, key=lambda token: token.index):  # an outage may change their order, or repeat one
-        if token.index == place and not (said and said[-1].finish_reason):
+        if token.index == index and not (said and said[-1].finish_reason):
             said.append(token)
-            place += len(token.token_ids)
-    if isinstance(final, Done) and place != final.usage.completion_tokens:
+            index += len(token.token_ids)
+    if isinstance(final, Done) and index != final.usage.completion_tokens:
         final = None
     return said, final

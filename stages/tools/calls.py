@@ -109,14 +109,14 @@ async def at_once(works: Iterable[Coroutine[Any, Any, Made]]) -> AsyncIterator[l
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def tell(pipe: Pipe, response: Address, event: Event, place: str) -> None:
-    await pipe.emit(event, tenant=response.tenant, bridge=response.bridge, place=place)
+async def tell(pipe: Pipe, response: Address, event: Event, key: str) -> None:
+    await pipe.emit(event, tenant=response.tenant, bridge=response.bridge, key=key)
 
 
 async def show(pipe: Pipe, job: LoopJob, index: int, items: Items, *, finished: bool = True) -> None:
     """Tell of items; the first is the response's event number `index`."""
-    for place, item in enumerate(items, index):
-        await tell(pipe, address(job), ItemEvent(job.id, place, item, finished), str(place))
+    for number, item in enumerate(items, index):
+        await tell(pipe, address(job), ItemEvent(job.id, number, item, finished), str(number))
 
 
 def address(job: LoopJob) -> Address:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schemas.registry import Admission
-from penstock.stages.admission import Drain, Gate, Warden
+from penstock.stages.admission import AdmissionControl, Drain, Hysteresis
 
 EXAMPLES = settings(max_examples=200, deadline=None)
 
@@ -18,10 +18,10 @@ def test_p7_the_gate_changes_at_the_watermarks_alone(low: float, band: float, de
     """P7: above the high watermark nothing is accepted, below the low one everything is, and the state changes only at
     those crossings."""
     high = low + band
-    gate = Gate()
+    hysteresis = Hysteresis()
     for depth in depths:
-        before = gate.is_open
-        after = gate.update(depth, low, high)
+        before = hysteresis.is_open
+        after = hysteresis.update(depth, low, high)
         if depth >= high:
             assert not after
         elif depth < low:
@@ -30,29 +30,29 @@ def test_p7_the_gate_changes_at_the_watermarks_alone(low: float, band: float, de
             assert after == before
 
 
-def look(warden: Warden, now: float, waiting: int, left: int) -> Admission:
-    return warden.update(now, {"high": 0, "normal": waiting, "low": 0}, {"high": 0, "normal": left, "low": 0})
+def look(control: AdmissionControl, now: float, waiting: int, left: int) -> Admission:
+    return control.update(now, {"high": 0, "normal": waiting, "low": 0}, {"high": 0, "normal": left, "low": 0})
 
 
 def test_a_lane_holds_no_more_than_can_be_done_in_time() -> None:
-    warden = Warden(limit=10_000, low=0.8, high=0.9, horizon=100.0)
-    assert look(warden, 0.0, waiting=1_000, left=0).accepting["normal"]  # nobody knows yet how fast it goes
-    slow = look(warden, 1.0, waiting=1_000, left=5)  # 5 a second: 500 in 100 s
+    control = AdmissionControl(limit=10_000, low=0.8, high=0.9, horizon=100.0)
+    assert look(control, 0.0, waiting=1_000, left=0).accepting["normal"]  # nobody knows yet how fast it goes
+    slow = look(control, 1.0, waiting=1_000, left=5)  # 5 a second: 500 in 100 s
     assert slow.accepting == {"high": True, "normal": False, "low": True}
     assert (
         slow.retry_after["normal"] == 60.0
     )  # until 400 are left takes 120 s, but nobody waits for longer than a minute
-    assert warden.wait("normal") == pytest.approx(200.0)
-    assert warden.wait("high") == 0.0
-    assert warden.wait("low") == pytest.approx(200.0)
-    assert not look(warden, 2.0, waiting=420, left=10).accepting["normal"]
-    assert look(warden, 3.0, waiting=390, left=15).accepting["normal"]
+    assert control.wait("normal") == pytest.approx(200.0)
+    assert control.wait("high") == 0.0
+    assert control.wait("low") == pytest.approx(200.0)
+    assert not look(control, 2.0, waiting=420, left=10).accepting["normal"]
+    assert look(control, 3.0, waiting=390, left=15).accepting["normal"]
 
 
 def test_retry_after_follows_the_rate() -> None:
-    warden = Warden(limit=100, low=0.5, high=0.9, horizon=1_000.0)
-    look(warden, 0.0, waiting=95, left=0)
-    assert look(warden, 1.0, waiting=95, left=3).retry_after["normal"] == pytest.approx(15.0)  # 45 at 3 a second
+    control = AdmissionControl(limit=100, low=0.5, high=0.9, horizon=1_000.0)
+    look(control, 0.0, waiting=95, left=0)
+    assert look(control, 1.0, waiting=95, left=3).retry_after["normal"] == pytest.approx(15.0)  # 45 at 3 a second
 
 
 def test_an_empty_lane_says_nothing_about_its_speed() -> None:

@@ -16,7 +16,7 @@ from penstock.schemas.jobs import Job
 from penstock.schemas.registry import Room
 from penstock.stages.batch.workers import Workers
 from penstock.stages.queue import Queue
-from penstock.stages.relay import Voice
+from penstock.stages.relay import OutputPublisher
 from penstock.stages.trail import Trail
 from penstock.streams.port import NEXT, SCHEMA, Message
 
@@ -41,7 +41,7 @@ def test_jobs_without_ids_in_two_lanes_are_two_requests(pipeline: Pipeline) -> N
 def test_a_request_whose_beginning_was_pushed_out_still_hears_its_end(pipeline: Pipeline) -> None:
     async def scene() -> None:
         pipe, request = pipeline.pipe, f"r-{uuid.uuid4().hex}"
-        await pipe.emit(Token(request, 0, 0, (1,), "x"), tenant="default", bridge="test", place="0.0")
+        await pipe.emit(Token(request, 0, 0, (1,), "x"), tenant="default", bridge="test", key="0.0")
         delta = Delta(request, 1, 0, 5, (1,), "x")
         subject = pipe.outputs_of("default", request)
         headers = {SCHEMA: codec.OUTPUTS}
@@ -72,7 +72,7 @@ def test_half_of_an_event_is_not_taken_for_the_whole(pipeline: Pipeline) -> None
 
         async def emit(*token: Token) -> None:
             for one in token:
-                await pipe.emit(one, tenant="default", bridge="test", place=str(one.index))
+                await pipe.emit(one, tenant="default", bridge="test", key=str(one.index))
 
         await emit(Token(request, 0, 0, (1, 2, 3), "abc"), Token(request, 0, 0, (1,), "a"))  # all of that is there
         with pytest.raises(GenerationFailed):
@@ -95,7 +95,7 @@ async def test_what_has_its_place_is_not_refused_when_it_comes_again() -> None:
         attempt = 1
 
     queue = Queue(pipe)
-    queue._warden.wait = lambda priority: 1e6  # type: ignore[method-assign]
+    queue._control.wait = lambda priority: 1e6  # type: ignore[method-assign]
     with pytest.raises(Overloaded):
         await queue.handle(Again())  # type: ignore[arg-type]
     Again.attempt = 2
@@ -108,9 +108,9 @@ def test_a_deadline_that_comes_before_the_work_is_not_forgotten(pipeline: Pipeli
         job = validated(f"r-{uuid.uuid4().hex}", pipeline.pipe)
         job = job.model_copy(update={"params": job.params.model_copy(update={"max_tokens": 400, "ignore_eos": True})})
         infer = pipeline.infer
-        voice = Voice(pipeline.pipe, job, lambda: 0.0)
-        voice.expire()
-        await infer._go_on(voice, await pipeline.pipe.transcript(job.tenant, job.id))
+        publisher = OutputPublisher(pipeline.pipe, job, lambda: 0.0)
+        publisher.expire()
+        await infer._continue(publisher, await pipeline.pipe.transcript(job.tenant, job.id))
         said = await pipeline.pipe.transcript(job.tenant, job.id)
         assert said.finish_reasons == ["deadline"]
         assert sum(map(len, said.token_ids)) < 400

@@ -185,8 +185,8 @@ def test_half_a_result_is_none_at_the_deadline(pipeline: Pipeline) -> None:
     async def scene() -> None:
         asking = await held(pipeline, *"abc")
         (infer,) = [runner._stage for runner in pipeline._runners if isinstance(runner._stage, Infer)]
-        (voice,) = infer._voices.values()
-        voice.expire()
+        (publisher,) = infer._publishers.values()
+        publisher.expire()
         pipeline.backend.goes.set()
         final = (await asking)[-1]
         assert isinstance(final, Expired) and final.error.status == 408

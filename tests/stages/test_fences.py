@@ -19,7 +19,7 @@ from penstock.schemas import codec
 from penstock.schemas.events import Accepted, Delta, Done, Event, Failed, Output, Queued, Started, Token
 from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
-from penstock.stages.stream import Teller
+from penstock.stages.stream import EventPublisher
 from penstock.stages.validate import WORTH_A_LOOK
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, topology
@@ -109,11 +109,11 @@ def test_a_holder_that_stood_still_publishes_nothing_twice(forgetful: Pipeline) 
             before = await ended(forgetful, request)
             outputs = await pipe.broker.replay("STREAM", pipe.outputs_of("default", request))
             pipe.trails.clear()  # it knows of nothing
-            teller = Teller(pipe, 0)
+            publisher = EventPublisher(pipe, 0)
             for place, is_new in again:
                 message = outputs[place % len(outputs)]
-                teller = Teller(pipe, 0) if is_new else teller
-                await teller.tell(codec.decode_outputs(message.data), message)
+                publisher = EventPublisher(pipe, 0) if is_new else publisher
+                await publisher.publish(codec.decode_outputs(message.data), message)
             assert await stored(forgetful, request) == before
 
         forgetful.runner.run(scene())
@@ -139,12 +139,12 @@ async def test_copies_at_once_publish_one_stream() -> None:
         await broker.publish(subject, codec.encode_outputs(outputs), message_id=str(place))
     messages = await broker.replay("STREAM", subject)
 
-    async def tell(pipe: Pipe) -> None:
-        teller = Teller(pipe, 0)
+    async def publish(pipe: Pipe) -> None:
+        publisher = EventPublisher(pipe, 0)
         for message in messages:
-            await teller.tell(codec.decode_outputs(message.data), message)
+            await publisher.publish(codec.decode_outputs(message.data), message)
 
-    await asyncio.gather(*map(tell, pipes))
+    await asyncio.gather(*map(publish, pipes))
     events = await broker.replay("EVENTS", subjects.events(job.tenant, job.bridge, job.id))
     assert check([codec.decode_event(message.data) for message in events], accepted=False) == "x" * 20
 
@@ -168,7 +168,7 @@ def test_nothing_follows_a_final_event(forgetful: Pipeline) -> None:
         ]
         for copy in (pipe, replace(pipe, trails=type(pipe.trails)())):
             for event in late:
-                assert await copy.emit(event, **where, place=f"late.{event.type}")
+                assert await copy.emit(event, **where, key=f"late.{event.type}")
         assert await stored(forgetful, request) == before
 
     forgetful.runner.run(scene())

@@ -38,7 +38,7 @@ from penstock.stages import Filter
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import find_filters
 from penstock.stages.filters import FilteredAnswer
-from penstock.stages.stream import Teller
+from penstock.stages.stream import EventPublisher
 from penstock.streams.port import Message
 
 EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
@@ -124,11 +124,11 @@ def test_an_answer_that_was_replayed_in_any_order_is_told_once(filtered: Pipelin
             before = await ended(filtered, request)
             outputs = await pipe.broker.replay("STREAM", pipe.outputs_of("default", request))
             pipe.trails.clear()  # it knows of nothing
-            teller = Teller(pipe, 0, (Dogs, Full))
+            publisher = EventPublisher(pipe, 0, (Dogs, Full))
             for place, is_new in again:
                 message = outputs[place % len(outputs)]
-                teller = Teller(pipe, 0, (Dogs, Full)) if is_new else teller
-                await teller.tell(codec.decode_outputs(message.data), message)
+                publisher = EventPublisher(pipe, 0, (Dogs, Full)) if is_new else publisher
+                await publisher.publish(codec.decode_outputs(message.data), message)
             assert await stored(filtered, request) == before
 
         filtered.runner.run(scene())
@@ -146,7 +146,7 @@ def test_copies_and_workers_that_die_at_any_output_are_not_noticed(filtered: Pip
             pipe = filtered.pipe
             job = validated(f"r-{uuid.uuid4().hex}", pipe).model_copy(update={"bridge": "other"})
             share, epoch, place = 0, 1, 0
-            teller = Teller(pipe, share, (Dogs, Full))
+            publisher = EventPublisher(pipe, share, (Dogs, Full))
             subject = f"{pipe.subjects.root}.stream.elsewhere.{job.tenant}.{job.id}"  # where no stage reads
             for size, worker_dies, copy_dies in [*parts, (len(SAID), False, False)]:
                 end = min(len(SAID), place + size)
@@ -161,8 +161,8 @@ def test_copies_and_workers_that_die_at_any_output_are_not_noticed(filtered: Pip
                 await pipe.store(subject, codec.encode_outputs(outputs), uuid.uuid4().hex, codec.OUTPUTS)
                 *_, message = await pipe.broker.replay("STREAM", subject)
                 if copy_dies:
-                    teller = Teller(pipe, share, (Dogs, Full))
-                await teller.tell(codec.decode_outputs(message.data), message)
+                    publisher = EventPublisher(pipe, share, (Dogs, Full))
+                await publisher.publish(codec.decode_outputs(message.data), message)
                 place = end
                 if reason:
                     break

@@ -21,7 +21,7 @@ from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Queued, Token
 from penstock.schemas.jobs import InferenceBatch, Job, Priority, ValidatedJob
 from penstock.stages import JobStage, Pipe, Runner
-from penstock.stages.admission import Gate
+from penstock.stages.admission import Hysteresis
 from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.queue import Queue
@@ -358,18 +358,18 @@ class Depth(MemoryBroker):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=30))
 def test_p7_all_copies_of_the_queue_share_one_gate(looks: list[tuple[int, int]]) -> None:
-    """P7 for a deployment: whichever copy looks at the lanes, the gate is that of one copy that looks every time."""
+    """P7 for a deployment: whichever copy looks at the lanes, the gate is that of one copy that always looks."""
 
     async def scene() -> None:
         chosen = Settings(queue_limit=10, high_watermark=0.8, low_watermark=0.5)
         broker, subjects = Depth(), Subjects("penstock")
         await broker.ensure(*topology("penstock", chosen.job_stages))
         pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
-        copies, expected = [Queue(pipe) for _ in range(3)], Gate()
+        copies, expected = [Queue(pipe) for _ in range(3)], Hysteresis()
         for copy, broker.depth in looks:
-            await copies[copy]._look()
+            await copies[copy]._update_admission()
             is_open = expected.update(broker.depth, 4.0, 8.0)
-            assert copies[copy]._warden.last.accepting["normal"] == is_open
+            assert copies[copy]._control.last.accepting["normal"] == is_open
 
     asyncio.run(scene())
 
@@ -381,8 +381,8 @@ async def test_of_two_copies_that_look_at_once_one_decides() -> None:
     pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
     copies = [Queue(pipe) for _ in range(2)]
     broker.depth = 10
-    await asyncio.gather(*(copy._look() for copy in copies))
-    await asyncio.gather(*(copy._look() for copy in copies))
+    await asyncio.gather(*(copy._update_admission() for copy in copies))
+    await asyncio.gather(*(copy._update_admission() for copy in copies))
     entry = await (await broker.bucket("state")).get("admission")
     assert entry is not None and entry.revision == 1
-    assert not any(copy._warden.last.accepting["normal"] for copy in copies)
+    assert not any(copy._control.last.accepting["normal"] for copy in copies)

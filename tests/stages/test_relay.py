@@ -12,7 +12,7 @@ from penstock.engine import EngineRequest, RequestHandle
 from penstock.schemas import codec
 from penstock.schemas.events import Delta, FinishReason, Started, TokenLogprob
 from penstock.schemas.params import GenerationParams
-from penstock.stages.relay import Voice, messages, pause_behind
+from penstock.stages.relay import OutputPublisher, messages, pause_behind
 
 
 def delta(choice: int, tokens: int = 1, reason: FinishReason | None = None, *, logprobs: bool = False) -> Delta:
@@ -32,8 +32,8 @@ def test_what_many_choices_have_to_say_is_one_message(pipeline: Pipeline) -> Non
     async def scene() -> None:
         pipe, job = pipeline.pipe, validated("wide", pipeline.pipe)
         job = job.model_copy(update={"params": job.params.model_copy(update={"n": 40})})
-        voice = Voice(pipe, job, lambda: 0.0)
-        await voice.relay(handle_of(40, [delta(choice, reason="stop") for choice in range(40)]))
+        publisher = OutputPublisher(pipe, job, lambda: 0.0)
+        await publisher.relay(handle_of(40, [delta(choice, reason="stop") for choice in range(40)]))
         (message,) = await pipe.broker.replay("STREAM", pipe.outputs_of(job.tenant, job.id))
         started, *said = codec.decode_outputs(message.data)
         assert isinstance(started, Started)

@@ -10,7 +10,7 @@ from penstock.schemas import codec
 from penstock.schemas.events import Delta, Output, Started, Token
 from penstock.schemas.jobs import ValidatedJob
 from penstock.stages import Pipe
-from penstock.stages.stream import Teller
+from penstock.stages.stream import EventPublisher
 from penstock.streams.port import Message
 
 
@@ -44,9 +44,9 @@ def test_a_copy_that_begins_with_a_successor_knows_what_came_before(pipeline: Pi
         pipe = pipeline.pipe
         job = validated(f"r-{uuid.uuid4().hex}", pipe)
         first = await say(pipe, job, 1, 0, "hello,")
-        await Teller(pipe, 0).tell(codec.decode_outputs(first.data), first)
+        await EventPublisher(pipe, 0).publish(codec.decode_outputs(first.data), first)
         second = await say(pipe, job, 2, 6, " you")
-        await Teller(pipe, 0).tell(codec.decode_outputs(second.data), second)
+        await EventPublisher(pipe, 0).publish(codec.decode_outputs(second.data), second)
         assert await told(pipe, job) == "hello, you"
 
     pipeline.runner.run(scene())
@@ -59,9 +59,9 @@ def test_what_comes_late_is_no_loss(pipeline: Pipeline) -> None:
         pipe = pipeline.pipe
         job = validated(f"r-{uuid.uuid4().hex}", pipe)
         messages = [await say(pipe, job, *said) for said in ((1, 0, "hello,"), (2, 6, " you"), (3, 10, " there"))]
-        teller = Teller(pipe, 0)
+        publisher = EventPublisher(pipe, 0)
         for place in (0, 2, 1):
-            await teller.tell(codec.decode_outputs(messages[place].data), messages[place])
+            await publisher.publish(codec.decode_outputs(messages[place].data), messages[place])
         assert await told(pipe, job) == "hello, you there"
 
     pipeline.runner.run(scene())

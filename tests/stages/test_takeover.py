@@ -194,7 +194,7 @@ async def test_two_workers_of_one_name() -> None:
     pipeline = await Pipeline.start(heartbeat_interval=0.05)
     model = ModelCard(name=MODEL, source=MODEL, backend="echo", context_length=10, created=0)
     other = WorkerCard(id="w0", model=model, capacity=1, pid=1, incarnation="another", host="elsewhere")
-    with pytest.raises(StartupError, match=r"a worker called w0 runs already.*choose another --id"):
+    with pytest.raises(StartupError, match=r"a worker called w0 is already running.*choose another --id"):
         async with asyncio.timeout(PATIENCE):
             await pipeline.pipe.registry.claim(other)
     await pipeline.stop()

@@ -15,7 +15,7 @@ from penstock.schemas.events import Done, Event
 from penstock.schemas.jobs import InferenceBatch, Priority
 from penstock.schemas.registry import WorkerCard
 from penstock.stages import Pipe
-from penstock.stages.batch.dead_workers import Guard
+from penstock.stages.batch.dead_workers import Reclaimer
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import SCHEMA, Consumer, ConsumerSpec
 
@@ -48,10 +48,10 @@ class Intake:
         raise NotImplementedError
 
 
-async def looks(guard: Guard) -> bool:
-    """Whether the guard takes somebody for dead now."""
+async def looks(reclaimer: Reclaimer) -> bool:
+    """Whether the reclaimer takes somebody for dead now."""
     try:
-        await guard._look()
+        await reclaimer._look()
     except asyncio.CancelledError:
         return True
     return False
@@ -95,11 +95,11 @@ async def told(pipe: Pipe, subject: str) -> list[Event]:
 async def test_after_an_outage_nobody_is_dead_before_he_could_say_that_he_lives() -> None:
     pipeline = await pipeline_with_work_for_nobody()
     broker: Any = pipeline.pipe.broker
-    guard = Guard(pipeline.pipe, Intake(pipeline.pipe))
-    assert await looks(guard)
+    reclaimer = Reclaimer(pipeline.pipe, Intake(pipeline.pipe))
+    assert await looks(reclaimer)
     broker.lost += 1
-    assert not await looks(guard)
+    assert not await looks(reclaimer)
     async with asyncio.timeout(60):
-        while not await looks(guard):  # noqa: ASYNC110
+        while not await looks(reclaimer):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await pipeline.stop()
