@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_what_is_complete(fake: Fake, start: Start, tmp_path: Path
     ("models", "error"),
     [
         ((404, b"<html>"), "404 Not Found"),
-        ((200, b"<html>"), "no list of models"),
+        ((200, b"<html>"), "not a list of models"),
         ((401, b"{}"), "wants a key (HTTP 401); set OPENAI_API_KEY"),
         ((200, b'{"data": []}'), "serves no model"),
         ((200, b'{"data": [{"id": "a"}, {"id": "b"}]}'), "no model 'first' at"),

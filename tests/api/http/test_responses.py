@@ -276,7 +276,7 @@ def test_a_url_beyond_the_allow_list_is_never_asked(office: Office) -> None:
         listener.settimeout(0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
         tools = [{"type": "mcp", "server_label": "x", "server_url": url}]
-        assert "allows" in office.refused(400, input="Go.", tools=tools)["message"]
+        assert "does not allow" in office.refused(400, input="Go.", tools=tools)["message"]
         with pytest.raises(BlockingIOError):
             listener.accept()
     assert "x" in office.refused(400, input="Go.", tools=[{"type": "mcp", "server_label": "x"}])["message"]
