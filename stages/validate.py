@@ -152,7 +152,7 @@ class Validate(Stage):
         created = self.pipe.now()
         request = parse_request(endpoint, job.body)
         deadline = self._deadline(job.timeout or request.timeout, message, created)
-        model = self._model(request.model)
+        model = await self._model(request.model)
         preparer = await self._preparer(model)
         prepare = partial(
             preparer.prepare,
@@ -188,7 +188,7 @@ class Validate(Stage):
         """Have the stage tools take turns with the model; each comes here again as a chat request."""
         created = self.pipe.now()
         request = parse_responses(job.body)
-        self._model(request.model)
+        await self._model(request.model)
         name = job.id or endings.request_id(message)
         if job.id is None:
             name = f"resp_{hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()}"
@@ -217,8 +217,8 @@ class Validate(Stage):
                 raise StorageFull(STORE_FULL) from None
             raise Overloaded("Too many responses are under way.", retry_after=1.0) from None
 
-    def _model(self, name: str) -> ModelCard:
-        model = self.pipe.registry.models.get(name)
+    async def _model(self, name: str) -> ModelCard:
+        model = await self.pipe.registry.find(name)
         if model is None:
             known = ", ".join(self.pipe.registry.models) or "none yet"
             raise ModelNotFound(f"The model {name!r} is not served here. Served: {known}.", param="model")

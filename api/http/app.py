@@ -78,7 +78,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     @app.get("/v1/models/{name:path}", tags=["openai"], responses=refusals(404))
     async def model(name: str) -> Any:
         """One model."""
-        return _model(preparers.card(name))
+        return _model(await preparers.card(name))
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:

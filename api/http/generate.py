@@ -90,7 +90,7 @@ def add_generate(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
                 raise InvalidRequest("stop and stop_sequences differ; give one.", param="stop_sequences")
             body["stop"] = stops
         if body.get("model") is None:
-            body["model"] = preparers.card(None).name
+            body["model"] = (await preparers.card(None)).name
         opened = await open_request(request, gateway, endpoint, body, "gen-")
         keepalive = gateway.settings.keepalive_interval
         if body.get("stream") is True:

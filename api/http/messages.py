@@ -74,7 +74,7 @@ def add_messages(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
     async def count(request: Request) -> dict[str, int]:
         """How many tokens the prompt of such a request has."""
         chat = await read_as(partial(_counted, request, gateway.settings), request, gateway.settings)
-        return {"input_tokens": len(await preparers.prompt(preparers.card(chat.model), chat))}
+        return {"input_tokens": len(await preparers.prompt(await preparers.card(chat.model), chat))}
 
 
 def _translated(request: Request, settings: Settings, body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:

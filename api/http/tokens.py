@@ -67,15 +67,17 @@ class Preparers:
         self._registry = registry
         self._kept: dict[tuple[str, ...], asyncio.Task[Preparer]] = {}
 
-    def card(self, name: str | None) -> ModelCard:
+    async def card(self, name: str | None) -> ModelCard:
         """The model of this name, or the only one. Raises `InvalidRequest` and `ModelNotFound`."""
+        if name is None and not self._registry.models:
+            await self._registry.look()
         models = self._registry.models
         if name is None and len(models) != 1:
             known = ", ".join(models) or "none yet"
             raise InvalidRequest(
                 f"model is missing. Served: {known}.", code="missing_required_parameter", param="model"
             )
-        card = next(iter(models.values())) if name is None else models.get(name)
+        card = next(iter(models.values())) if name is None else await self._registry.find(name)
         if card is None:
             raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
         return card
@@ -106,7 +108,7 @@ def add_tokens(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
     async def tokenize(request: Request) -> TokenizeResponse:
         """The tokens of a prompt, or of messages as the model's chat template writes them."""
         asked = await read_parsed(TokenizeRequest, request, gateway.settings)
-        card = preparers.card(asked.model)
+        card = await preparers.card(asked.model)
         tokenizer = (await preparers.of(card)).tokenizer
         options = asked.model_dump(include=set(_OF_MESSAGES), exclude_none=True)
         if (asked.prompt is None) == (asked.messages is None):
@@ -129,7 +131,7 @@ def add_tokens(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
     async def detokenize(request: Request) -> DetokenizeResponse:
         """The text of tokens, special ones included."""
         asked = await read_parsed(DetokenizeRequest, request, gateway.settings)
-        tokenizer = (await preparers.of(preparers.card(asked.model))).tokenizer
+        tokenizer = (await preparers.of(await preparers.card(asked.model))).tokenizer
         if (highest := max(asked.tokens, default=0)) >= tokenizer.vocabulary_size:
             raise InvalidRequest(
                 f"tokens: token id {highest} is outside the vocabulary of {tokenizer.vocabulary_size}.", param="tokens"

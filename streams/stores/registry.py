@@ -35,6 +35,8 @@ class Registry:
         self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
         self.ended: dict[str, WorkerCard] = {}  # workers whose process has ended, by id; set by drop_ended
         self.stages: tuple[StageCard, ...] = ()  # set by refresh
+        self._looks = 0  # that have begun
+        self._looking = asyncio.Lock()
 
     async def run(self) -> None:
         """Refresh the cards until cancelled, more often while there is no worker."""
@@ -42,6 +44,20 @@ class Registry:
             with outage_logged("registry is stale"):
                 await self.refresh()
             await asyncio.sleep(self._interval if self.workers else min(0.1, self._interval))
+
+    async def find(self, model: str) -> ModelCard | None:
+        """The model of this name; one that is not known is looked for, as it may just have been announced."""
+        if model not in self.models:
+            await self.look()
+        return self.models.get(model)
+
+    async def look(self) -> None:
+        """Refresh the cards now; all that ask while another looks share the next look."""
+        looks = self._looks
+        async with self._looking:
+            if self._looks == looks:
+                self._looks += 1
+                await self.refresh()
 
     async def refresh(self) -> None:
         live = await (await self._broker.bucket("workers")).entries()

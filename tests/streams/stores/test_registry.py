@@ -1,0 +1,45 @@
+"""Models and workers as every process reads them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.schemas.registry import ModelCard, WorkerCard
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.port import Broker
+from penstock.streams.stores.registry import Registry
+from penstock.streams.topology import topology
+
+
+def worker(name: str) -> WorkerCard:
+    model = ModelCard(name=name, source=name, backend="echo", context_length=100, created=0)
+    return WorkerCard(id=name, model=model, capacity=1, pid=0)
+
+
+async def test_a_model_is_found_as_soon_as_its_worker_is_ready(broker: Broker, namespace: str) -> None:
+    """The registry reads every 1,000 seconds here: only a look of its own finds what has come since."""
+    await broker.ensure(*topology(namespace, ["queue"]))
+    reader, writer = Registry(broker, interval=1000.0), Registry(broker, interval=1000.0)
+    await reader.refresh()
+    await writer.announce_worker(worker("new"))
+    found = await reader.find("new")
+    assert found is not None and found.name == "new"
+
+
+async def test_many_that_ask_for_what_is_not_there_share_two_looks(
+    jetstream: JetStreamBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await jetstream.ensure(*topology(namespace, ["queue"]))
+    registry, looks = Registry(jetstream, interval=1000.0), 0
+    refresh = registry.refresh
+
+    async def counted() -> None:
+        nonlocal looks
+        looks += 1
+        await refresh()
+
+    monkeypatch.setattr(registry, "refresh", counted)
+    assert await asyncio.gather(*(registry.find(f"none{number}") for number in range(100))) == [None] * 100
+    assert looks <= 2, "that under way when they ask, and one for all of them"
