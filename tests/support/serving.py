@@ -68,8 +68,8 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         self._child.send_signal(number)
 
-    def wait(self) -> int:
-        status = self._child.wait(START_TIMEOUT)
+    def wait(self, timeout: float = START_TIMEOUT) -> int:
+        status = self._child.wait(timeout)
         self._reader.join()
         return status
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import Start
+from serving import START_TIMEOUT, Start
 from typer.testing import CliRunner
 
 from penstock.__main__ import app
@@ -146,7 +146,7 @@ def test_a_bad_model_is_told(tmp_path: Path, start: Start) -> None:
 def run(start: Start, path: Path, *asked: str) -> dict[str, Any]:
     """The figures of a run in which nothing was wrong."""
     process = start("bench", "chaos", "--concurrency", "4", "--longest", "60", "--json", str(path), *asked)
-    assert process.wait() == 0, process.output
+    assert process.wait(3 * START_TIMEOUT) == 0, process.output
     found: dict[str, Any] = json.loads(path.read_bytes())
     assert [found[name] for name in ("lost", "doubled", "different", "faults", "raw")] == [0, 0, 0, [], []]
     assert all(strike["away"] is not None for strike in found["strikes"])
