@@ -17,6 +17,7 @@ from penstock.schemas.errors import Overloaded
 from penstock.schemas.registry import ModelCard
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores.registry import Registry
+from penstock.streams.topology import topology
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Grüß dich!"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -80,7 +81,9 @@ def test_messages_count_as_a_request_of_them_does(applications: Applications, mo
 
 @pytest.fixture
 async def registry() -> Registry:
-    return Registry(MemoryBroker(), interval=1.0)
+    broker = MemoryBroker()
+    await broker.ensure(*topology("penstock", []))
+    return Registry(broker, interval=1.0)
 
 
 def card(name: str, source: str = "echo") -> ModelCard:
@@ -90,13 +93,13 @@ def card(name: str, source: str = "echo") -> ModelCard:
 async def test_a_model_may_be_left_out_only_where_there_is_one(registry: Registry) -> None:
     preparers = Preparers(registry)
     with pytest.raises(Exception, match="Served: none yet"):
-        preparers.card(None)
+        await preparers.card(None)
     registry.models["a"] = card("a")
-    assert preparers.card(None).name == "a"
+    assert (await preparers.card(None)).name == "a"
     registry.models["b"] = card("b")
-    assert preparers.card("b").name == "b"
+    assert (await preparers.card("b")).name == "b"
     with pytest.raises(Exception, match="Served: a, b"):
-        preparers.card(None)
+        await preparers.card(None)
 
 
 async def test_a_tokenizer_is_loaded_once(registry: Registry) -> None:
