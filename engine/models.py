@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..schemas.catalogue import looks_like_path
 from ..schemas.errors import ConfigurationError, ModelLoadError
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
@@ -54,11 +55,6 @@ def resolve_model(source: str) -> Path:
     if source == BUNDLED:
         return _BUNDLED_AT
     return _download(source)
-
-
-def looks_like_path(source: str) -> bool:
-    """Whether `source` can only be a path: a hub id is `name` or `owner/name`."""
-    return source.startswith(("/", ".", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
 
 
 def read_model_info(directory: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:

@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...schemas.catalogue import looks_like_path
 from ...schemas.errors import InvalidRequest, ModelLoadError
-from ..models import looks_like_path, read_json, read_model_info, resolve_model
+from ..models import read_json, read_model_info, resolve_model
 from .byte_tokenizer import ByteTokenizer
 from .tokenizer_port import Piece, TokenizerLike
 
