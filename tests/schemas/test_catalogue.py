@@ -41,13 +41,8 @@ def test_keep_alive_takes_the_forms_of_ollama(given: object, seconds: float | No
     assert parse_keep_alive(given) == seconds
 
 
-@pytest.mark.parametrize(
-    "given", ["", "-", "5", "m", "5 minutes", "5x", "m5", "1e3", True, None, [], float("nan"), 1e300]
-)
+@pytest.mark.parametrize("given", ["", "-", "m", "5 minutes", "5x", "m5", "1e3", True, None, [], float("nan"), 1e300])
 def test_keep_alive_refuses_the_rest(given: object) -> None:
-    if given == "5":
-        assert parse_keep_alive(given) == 5.0  # as in the variable OLLAMA_KEEP_ALIVE
-        return
     with pytest.raises(ValueError, match='must be a duration such as "5m"'):
         parse_keep_alive(given)
 

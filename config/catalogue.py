@@ -1,0 +1,209 @@
+"""Reads the models to serve from a TOML file with one table a model, and from a directory with one folder a model.
+
+    [models.qwen]
+    source = "models/Qwen3-8B"      # relative to this file, or absolute, or a Hugging Face id
+    aliases = ["fast"]
+    keep_alive = "10m"
+    defaults = { temperature = 0.7 }
+
+The other keys are the fields of `schemas.catalogue.CatalogueEntry`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from ..schemas.catalogue import GGUF, CatalogueEntry, check_source, looks_like_path, parse_keep_alive
+from ..schemas.errors import ConfigurationError
+
+_KEPT = ("version", "name", "revision", "others")  # not the file's to set
+KEYS = tuple(key for key in CatalogueEntry.model_fields if key not in _KEPT)
+
+_bytes = TypeAdapter(ByteSize).validate_python
+
+
+class _Found(NamedTuple):
+    """A model that a file or a directory names: `entry` is None if it has faults; `where` is for messages."""
+
+    name: str
+    aliases: tuple[str, ...]
+    where: str
+    entry: CatalogueEntry | None
+
+
+def read_models(file: Path | None = None, directory: Path | None = None) -> tuple[CatalogueEntry, ...]:
+    """The models of a TOML file, then those of a directory.
+
+    Raises `ConfigurationError` with every fault of both, one line each.
+    """
+    faults: list[str] = []
+    found = [] if file is None else _from_file(file, faults)
+    found += [] if directory is None else _from_directory(directory, faults)
+    _check_names(found, faults)
+    if faults:
+        raise ConfigurationError(faults)
+    return tuple(model.entry for model in found if model.entry is not None)
+
+
+def _from_file(path: Path, faults: list[str]) -> list[_Found]:
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        faults.append(f"{path}: no such file; name an existing one")
+    except (OSError, UnicodeDecodeError) as error:
+        faults.append(f"{path}: cannot be read: {error}; check its permissions and encoding (UTF-8)")
+    except tomllib.TOMLDecodeError as error:
+        faults.append(f"{path}: not valid TOML: {error}")
+    else:
+        for key in (key for key in tables if key != "models"):
+            faults.append(f"{path}: [{key}] is unknown; each model needs a table of its own, such as [models.{key}]")
+        models = tables.get("models")
+        if isinstance(models, dict) and models:
+            return [_from_table(path, name, values, faults) for name, values in models.items()]
+        faults.append(f"{path}: names no model; add a table such as [models.qwen] with its source")
+    return []
+
+
+def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Found:
+    where = f"{path} [models.{name}]"
+    if not isinstance(values, dict):
+        faults.append(f"{where}: must be a table, got {values!r}; write [models.{name}] above its source")
+        return _Found(name, (), where, None)
+    before = len(faults)
+    given = {key: value for key, value in values.items() if key in KEYS}
+    for key in (key for key in values if key not in KEYS):
+        near = difflib.get_close_matches(key, KEYS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}"
+        faults.append(f"{where} {key}: no such key; {hint}")
+    for key, convert in (("keep_alive", parse_keep_alive), ("kv_cache_memory", _to_bytes)):
+        if key in given:
+            try:
+                given[key] = convert(given[key])
+            except ValueError as error:
+                faults.append(f"{where} {key}: {error}, got {given.pop(key)!r}")
+    if isinstance(given.get("source"), str) and given["source"]:
+        try:
+            given["source"] = _resolve(given["source"], path.parent)
+        except ValueError as error:
+            faults.append(f"{where} source: {error}")
+            given["source"] = "-"  # anything valid: the other keys are to be checked, too
+    entry = None
+    try:
+        entry = CatalogueEntry.model_validate({**given, "name": name})
+    except ValidationError as error:
+        faults += [f"{where} {_explain(each)}" for each in error.errors(include_url=False, include_context=False)]
+    aliases = given.get("aliases")
+    texts = tuple(each for each in aliases if isinstance(each, str)) if isinstance(aliases, list) else ()
+    return _Found(name, texts, where, entry if len(faults) == before else None)
+
+
+def _to_bytes(value: object) -> int:
+    if isinstance(value, bool):
+        raise ValueError("must be a number of bytes, or a size such as 4GiB")
+    try:
+        return int(_bytes(value))
+    except ValidationError:
+        raise ValueError("must be a number of bytes, or a size such as 4GiB") from None
+
+
+def _resolve(source: str, base: Path) -> str:
+    """An absolute path if `source` is a directory, seen from `base`; otherwise a Hugging Face id as it is."""
+    check_source(source)
+    path = base / Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} has no config.json: name a model's directory in Hugging Face's format")
+        return str(path.resolve())
+    if path.exists() or looks_like_path(source) or ("/" in source and path.parent.is_dir()):
+        raise ValueError(f"no such directory: {path}; check the path (a relative one begins at the file's directory)")
+    return source
+
+
+def _explain(fault: Mapping[str, Any]) -> str:
+    """One fault of a table, from pydantic's words."""
+    location = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "missing":
+        return f"{location}: missing; give a directory or a Hugging Face id"
+    return f"{location}: {fault['msg'].removeprefix('Value error, ')}, got {fault['input']!r}"
+
+
+def _from_directory(directory: Path, faults: list[str]) -> list[_Found]:
+    """Each folder with a config.json; others are passed over."""
+    if not directory.is_dir():
+        faults.append(f"{directory}: no such directory; name one that holds a folder for each model")
+        return []
+    found = []
+    for path in sorted(directory.iterdir()):
+        if path.suffix.lower() == GGUF:
+            faults.append(f"{path} is a GGUF file, which this release cannot load; move it out of the directory")
+        elif (path / "config.json").is_file():
+            try:
+                entry = CatalogueEntry(name=path.name, source=str(path.resolve()))
+            except ValidationError as error:
+                faults.append(
+                    f"{path}: {error.errors(include_url=False)[0]['msg'].removeprefix('Value error, ')}; "
+                    "rename the folder"
+                )
+                continue
+            found.append(_Found(path.name, (), str(path), entry))
+    if not found and not faults:
+        faults.append(f"{directory}: holds no model; put a folder with config.json and safetensors there for each")
+    return found
+
+
+def _check_names(found: list[_Found], faults: list[str]) -> None:
+    """Each name and alias may mean one model only."""
+    by_name: dict[str, _Found] = {}
+    for model in found:
+        if (other := by_name.setdefault(model.name, model)) is not model:
+            faults.append(f"{model.where}: {other.where} has the same name; rename one of the two")
+    in_circle = _circles(by_name, faults)
+    by_alias: dict[str, _Found] = {}
+    for model in found:
+        for alias in model.aliases:
+            if alias in by_name:
+                if (model.name, alias) not in in_circle:
+                    faults.append(
+                        f"{model.where} aliases: {alias!r} is the name of {by_name[alias].where}; choose another alias"
+                    )
+            elif alias in by_alias:
+                faults.append(
+                    f"{model.where} aliases: {alias!r} is already an alias of {by_alias[alias].where}; keep one"
+                )
+            else:
+                by_alias[alias] = model
+
+
+def _circles(by_name: Mapping[str, _Found], faults: list[str]) -> set[tuple[str, str]]:
+    """The pairs (name, alias) that lie on a circle of aliases; each circle is one fault."""
+    edges: set[tuple[str, str]] = set()
+    for start in by_name:
+        if any(start == name for name, _ in edges):
+            continue
+        path = _way_back(by_name, start)
+        if len(path) > 1:
+            edges |= set(zip(path, [*path[1:], start], strict=True))
+            faults.append(
+                f"{by_name[start].where} aliases: {' → '.join([*path, start])} is a circle; remove one of these aliases"
+            )
+    return edges
+
+
+def _way_back(by_name: Mapping[str, _Found], start: str) -> list[str]:
+    """The shortest chain of names from `start`, each an alias of the one before, whose last has the alias `start`."""
+    chains = [[start]]
+    seen: set[str] = set()
+    for chain in chains:
+        for alias in by_name[chain[-1]].aliases:
+            if alias == start:
+                return chain
+            if alias in by_name and alias not in seen:
+                seen.add(alias)
+                chains.append([*chain, alias])
+    return []
