@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from ..schemas.params import GenerationParams
+from .adapters import AdapterInfo
 from .backend import Backend, Capabilities
 from .backends.embedding import EmbeddingBackend
 from .backends.registry import BACKENDS
@@ -20,6 +21,7 @@ from .text.tokenizer_port import TokenizerLike
 
 __all__ = [
     "BACKENDS",
+    "AdapterInfo",
     "Backend",
     "CacheStats",
     "Capabilities",

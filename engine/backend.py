@@ -10,6 +10,7 @@ from typing import Protocol
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
+from .adapters import Adapter, AdapterFiles, Targets
 from .choice import Choice
 from .models import ModelInfo
 from .output import CacheStats
@@ -46,6 +47,16 @@ class NoPrefixes:
         raise InvalidRequest("this backend has no prefix cache; use the backend 'paged'", code="unsupported_capability")
 
     load_prefixes = save_prefixes
+
+
+class NoAdapters:
+    """The adapter methods of a backend that cannot change its model."""
+
+    def adapter_targets(self) -> Targets:
+        raise InvalidRequest("this backend runs no adapters; use the backend 'paged'", code="unsupported_capability")
+
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        raise NotImplementedError("a backend without targets has no adapters")
 
 
 class Backend(Protocol):
@@ -102,6 +113,14 @@ class Backend(Protocol):
 
         Raises `ConfigurationError` for an unsuitable file.
         """
+        ...
+
+    def adapter_targets(self) -> Targets:
+        """What adapters may change. Raises `InvalidRequest` for a backend that runs none."""
+        ...
+
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        """Put a checked adapter into memory, for choices that have it. Raises `InvalidRequest` if it does not fit."""
         ...
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLogprob
+from .adapters import Adapter
 from .grammar.matcher import Matcher
 from .models import ModelInfo
 from .request import EngineRequest
@@ -45,16 +46,18 @@ class Choice:
         tokenizer: TokenizerLike,
         info: ModelInfo,
         matcher: Matcher | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """The choice `index` of `request`, counted from 0, advanced by the tokens that `request.generated` has for it.
 
-        `matcher` is the choice's own, at the start of the request's grammar.
+        `matcher` is the choice's own, at the start of the request's grammar; `adapter` is the one that it names.
         """
         params = request.params
         self.request = request
         self.number = request.first_choice + index
         self.prompt = request.prompt
         self.matcher = matcher
+        self.adapter = adapter
         self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
         self.finish: FinishReason | None = None  # why no token will follow; set by `_advance`, `end`, `fail`
         self.cached_tokens = 0  # prompt tokens found in the prefix cache; set by the backend

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
-from ..schemas.errors import GenerationFailed, InvalidRequest
+from ..schemas.errors import GenerationFailed
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
+from .adapters import Adapter, AdapterInfo, LoadedAdapters, Targets, read_adapter
 from .backend import Backend, Capabilities, ProgressCallback
-from .backends.embedding import EmbeddingBackend
 from .backends.registry import load_backend
+from .checks import check_parameters, check_supported
 from .choice import Choice
 from .config import EngineConfig
 from .driver import Driver
@@ -27,7 +28,7 @@ from .handle import RequestHandle
 from .models import ModelInfo
 from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .progress import loading_bar
-from .request import EmbeddingInput, EngineRequest, check_input, check_request, resolve_seed
+from .request import EmbeddingInput, EngineRequest, resolve_seed
 from .text.tokenizer_port import TokenizerLike
 
 Prompt = str | Sequence[int]
@@ -76,6 +77,7 @@ class InferenceEngine:
         self._backend = self._driver.backend
         self._clock = clock
         self._grammars = GrammarCompiler(self._backend.tokenizer)
+        self._adapters = LoadedAdapters()
         self._num_requests = 0
         self._num_prompt_tokens = 0
 
@@ -113,6 +115,7 @@ class InferenceEngine:
             num_generated_tokens=self._driver.num_tokens,
             num_steps=self._driver.num_steps,
             cache=self._backend.cache_stats(),
+            adapter_memory=self._adapters.memory,
         )
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -122,41 +125,46 @@ class InferenceEngine:
         return self.tokenizer.decode(ids, skip_special_tokens)
 
     @overload
-    def generate(self, prompts: list[str] | list[list[int]], params: GenerationParams) -> list[GenerationOutput]: ...
-    @overload
-    def generate(self, prompts: Prompt, params: GenerationParams) -> GenerationOutput: ...
     def generate(
-        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams
+        self, prompts: list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
+    ) -> list[GenerationOutput]: ...
+    @overload
+    def generate(self, prompts: Prompt, params: GenerationParams, adapter: str | None = None) -> GenerationOutput: ...
+    def generate(
+        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
     ) -> GenerationOutput | list[GenerationOutput]:
         """`agenerate`, but blocking."""
-        outputs = wait_for(self._generate_all(_as_list(prompts), params))
+        outputs = wait_for(self._generate_all(_as_list(prompts), params, adapter))
         return outputs if _is_list(prompts) else outputs[0]
 
     @overload
     async def agenerate(
-        self, prompts: list[str] | list[list[int]], params: GenerationParams
+        self, prompts: list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
     ) -> list[GenerationOutput]: ...
     @overload
-    async def agenerate(self, prompts: Prompt, params: GenerationParams) -> GenerationOutput: ...
     async def agenerate(
-        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams
+        self, prompts: Prompt, params: GenerationParams, adapter: str | None = None
+    ) -> GenerationOutput: ...
+    async def agenerate(
+        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
     ) -> GenerationOutput | list[GenerationOutput]:
         """Answer one prompt, or a list of them together; a prompt is text or token ids.
 
-        Cancelling the call cancels the requests. Raises `InvalidRequest` before any of them runs.
+        Cancelling the call cancels the requests. Raises `InvalidRequest` before any of them runs, `ModelNotFound` if
+        no adapter of that name is loaded.
         """
-        outputs = await self._generate_all(_as_list(prompts), params)
+        outputs = await self._generate_all(_as_list(prompts), params, adapter)
         return outputs if _is_list(prompts) else outputs[0]
 
     async def generate_stream(
-        self, prompt: Prompt, params: GenerationParams, request_id: str | None = None
+        self, prompt: Prompt, params: GenerationParams, request_id: str | None = None, adapter: str | None = None
     ) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one prompt as they arrive, all choices interleaved. Leaving early cancels the request.
 
-        `request_id` is the id for `cancel`, by default a random one. Raises `InvalidRequest` at the first step.
+        `request_id` is the id for `cancel`, by default a random one. Raises as `agenerate` does, at the first step.
         """
         await self.prepare(params)
-        handle = self.open(self._request(prompt, params, request_id))
+        handle = self.open(self._request(prompt, params, request_id, adapter))
         try:
             while not handle.finished:
                 for delta in await handle.take():
@@ -170,17 +178,19 @@ class InferenceEngine:
         Raises `InvalidRequest`.
         """
         if params.grammar is not None:
-            self._refuse_unsupported(params)
+            check_parameters(params, self._backend, self.config.backend)
             await asyncio.to_thread(self._grammars.compile, params.grammar)
 
     def open(self, request: EngineRequest) -> RequestHandle:
         """Start a request with the caller's ids and seed; call it in the event loop that will read the handle.
 
-        Raises `InvalidRequest` for a request that can never be served, `GenerationFailed` if the engine has stopped.
+        Raises `InvalidRequest` for a request that can never be served, `ModelNotFound` for an adapter that is not
+        loaded, and `GenerationFailed` if the engine has stopped.
         """
-        self._check(request)
+        check_supported(request, self._backend, self.config.backend)
+        adapter, info = self._adapters.find(request.adapter), self._backend.info
         choices = [
-            Choice(request, index, self.tokenizer, self._backend.info, self._grammars.matcher(request.params))
+            Choice(request, index, self.tokenizer, info, self._grammars.matcher(request.params), adapter)
             for index in range(request.params.n)
         ]
         handle = RequestHandle(request, partial(self._driver.cancel_choices, choices))
@@ -228,6 +238,29 @@ class InferenceEngine:
         blocks: int = self._driver.call(lambda: self._backend.load_prefixes(Path(path))).result()
         return blocks
 
+    def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
+        """Load a LoRA adapter, a directory in PEFT's format, for requests that name it; running ones go on meanwhile.
+
+        If the name is taken, later requests get the new adapter, and earlier ones finish with the old. Raises
+        `InvalidRequest` for one that does not fit the model, or for which there is no room; then nothing changes.
+        """
+        targets: Targets = self._driver.call(self._backend.adapter_targets).result()
+        files = read_adapter(name, Path(path).expanduser(), targets)
+        adapter: Adapter = self._driver.call(partial(self._backend.load_adapter, files)).result()
+        self._adapters.add(adapter)
+        return adapter.info
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse later requests that name the adapter; its memory is freed when the last earlier one has ended.
+
+        Raises `ModelNotFound` if no adapter has the name.
+        """
+        self._adapters.remove(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The loaded adapters, by name."""
+        return self._adapters.infos()
+
     def cancel(self, request_id: str) -> bool:
         """Stop a request before its next token. Returns whether it was running."""
         return self._driver.cancel(request_id)
@@ -247,8 +280,10 @@ class InferenceEngine:
     ) -> None:
         self.close()
 
-    async def _generate_all(self, prompts: list[Prompt], params: GenerationParams) -> list[GenerationOutput]:
-        requests = [self._request(prompt, params) for prompt in prompts]
+    async def _generate_all(
+        self, prompts: list[Prompt], params: GenerationParams, adapter: str | None
+    ) -> list[GenerationOutput]:
+        requests = [self._request(prompt, params, adapter=adapter) for prompt in prompts]
         for request in requests:
             self._check(request)
         await self.prepare(params)
@@ -274,56 +309,23 @@ class InferenceEngine:
             builder.add(await handle.take(), self._clock())
         return builder.build(self.tokenizer, self._clock())
 
-    def _request(self, prompt: Prompt, params: GenerationParams, request_id: str | None = None) -> EngineRequest:
+    def _request(
+        self, prompt: Prompt, params: GenerationParams, request_id: str | None = None, adapter: str | None = None
+    ) -> EngineRequest:
         return EngineRequest(
             id=request_id or uuid.uuid4().hex,
             prompt=self._ids(prompt),
             params=params,
             seed=resolve_seed(params),
+            adapter=adapter,
         )
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
     def _check(self, request: EngineRequest) -> None:
-        if isinstance(request, EmbeddingInput):
-            self._check_embedding(request)
-            return
-        if not self.capabilities.text:
-            raise InvalidRequest(
-                f"the backend {self.config.backend!r} serves only embeddings; call embed, or use another backend",
-                code="unsupported_capability",
-            )
-        check_request(request, self._backend.info)
-        self._refuse_unsupported(request.params)
-
-    def _check_embedding(self, request: EmbeddingInput) -> None:
-        if not isinstance(self._backend, EmbeddingBackend):
-            raise InvalidRequest(
-                f"the backend {self.config.backend!r} cannot embed; start a worker with "
-                "--backend sentence_transformers for that",
-                code="unsupported_capability",
-            )
-        info, most = self._backend.info, self._backend.embedding_size
-        if request.dimensions is not None and not 1 <= request.dimensions <= most:
-            raise InvalidRequest(
-                f"dimensions is {request.dimensions}; use a number from 1 to {most}.", param="dimensions"
-            )
-        path = f"input[{request.first_choice}]"
-        check_input(request.prompt, path, context_length=info.context_length, vocabulary_size=info.vocabulary_size)
-
-    def _refuse_unsupported(self, params: GenerationParams) -> None:
-        unsupported = params.model_fields_set - self.capabilities.parameters
-        if refused := sorted(
-            name
-            for name in unsupported
-            if getattr(params, name) != GenerationParams.model_fields[name].get_default(call_default_factory=True)
-        ):
-            raise InvalidRequest(
-                f"the backend {self.config.backend!r} does not support {', '.join(refused)}; leave it out",
-                code="unsupported_parameter",
-                param=refused[0],
-            )
+        check_supported(request, self._backend, self.config.backend)
+        self._adapters.find(request.adapter)
 
 
 def _is_list(prompts: Prompt | list[str] | list[list[int]]) -> bool:

@@ -110,7 +110,8 @@ class CacheStats:
 class EngineStats:
     """Counts since the engine was built; `num_running` and `num_waiting` are choices at this moment.
 
-    `cache` is None for a backend without a key-value cache of its own.
+    `cache` is None for a backend without a key-value cache of its own. `adapter_memory` is in bytes: it counts an
+    adapter until the last request that uses it has ended.
     """
 
     num_running: int
@@ -120,6 +121,7 @@ class EngineStats:
     num_generated_tokens: int
     num_steps: int
     cache: CacheStats | None = None
+    adapter_memory: int = 0
 
 
 class OutputBuilder:

@@ -22,8 +22,8 @@ class EngineRequest:
     `generated` holds, for each choice, the token ids that an earlier worker has delivered; it is empty if there are
     none. The engine resumes at the next index and returns only new tokens.
 
-    Requests share cached prefixes only if they have the same `cache_salt`, such as a tenant's name. `priority` 0 is
-    served first, then 1, and so on.
+    Requests share cached prefixes only if they have the same `cache_salt`, such as a tenant's name, and the same
+    `adapter`, the name of a loaded one or None. `priority` 0 is served first, then 1, and so on.
     """
 
     id: str
@@ -35,6 +35,7 @@ class EngineRequest:
     generated: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
     priority: int = 0
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

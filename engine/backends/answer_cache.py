@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ...schemas.events import Delta
+from ..adapters import Adapter, AdapterFiles, Targets
 from ..backend import Backend, Capabilities
 from ..choice import Choice
 from ..models import ModelInfo
@@ -96,6 +97,12 @@ class AnswerCache:
     def load_prefixes(self, path: Path) -> int:
         return self._backend.load_prefixes(path)
 
+    def adapter_targets(self) -> Targets:
+        return self._backend.adapter_targets()
+
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        return self._backend.load_adapter(files)
+
     def close(self) -> None:
         self._answers.clear()
         self._backend.close()
@@ -122,4 +129,6 @@ def _key(choice: Choice) -> bytes | None:
     asked = params.model_dump_json(exclude={"seed", "n"})
     prompt = struct.pack(f"<{len(choice.prompt)}q", *choice.prompt)
     salt = choice.request.cache_salt.encode()
-    return blake2b(struct.pack("<q", len(salt)) + salt + prompt + asked.encode(), digest_size=16).digest()
+    adapter = choice.adapter.info.digest.encode() if choice.adapter is not None else b""
+    content = struct.pack("<q", len(salt)) + salt + prompt + asked.encode()
+    return blake2b(content, digest_size=16, key=adapter).digest()

@@ -15,7 +15,7 @@ from pathlib import Path
 from ...schemas.errors import ConfigurationError
 from ...schemas.events import Delta
 from ...schemas.params import GenerationParams
-from ..backend import Capabilities, NoPrefixes, ProgressCallback
+from ..backend import Capabilities, NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice, ChosenLogprob
 from ..config import EngineConfig
 from ..models import ModelInfo, read_model_info
@@ -36,7 +36,7 @@ class _Row:
     first: int  # index of the first token that this row generates
 
 
-class EchoBackend(NoPrefixes):
+class EchoBackend(NoAdapters, NoPrefixes):
     """Needs no files; if `model` is a directory, uses its tokenizer and context length."""
 
     capabilities = Capabilities(

@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ...schemas.events import Delta
-from ..backend import NoPrefixes
+from ..backend import NoAdapters, NoPrefixes
 from ..choice import Choice
 from ..request import EmbeddingInput
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Vectors = NDArray[np.float32]  # [N, D]
 
 
-class EmbeddingBackend(NoPrefixes):
+class EmbeddingBackend(NoAdapters, NoPrefixes):
     """The common part of embedding backends: every step is one padded pass over waiting inputs.
 
     Requests take turns, each with its longest inputs first; inputs of the next requests fill the rest of a pass.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,10 +21,12 @@ from transformers import DynamicCache
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
 from ...schemas.params import GenerationParams
+from ..adapters import Adapter, AdapterFiles, Targets
 from ..backend import Capabilities, NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..loading import load_causal_lm, resolve_device
+from ..low_rank import Adaptation, place, users
 from ..models import count_parameters, read_model_info, resolve_model
 from ..sampler import sample
 from ..sizing import sized
@@ -32,6 +36,7 @@ from .padded_batch import PaddedBatch
 _log = logging.getLogger(__name__)
 
 _ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_PROBE = torch.tensor([[0, 1, 2]])  # any tokens: only the shapes matter
 
 
 class HfBackend(NoPrefixes):
@@ -63,6 +68,7 @@ class HfBackend(NoPrefixes):
             )
         self._max_batch_size = config.max_batch_size
         self._kv_cache_memory = config.kv_cache_memory
+        self._adaptation: Adaptation | None = None  # set by `adapter_targets`
         self._waiting: dict[Choice, None] = {}  # in order of arrival
         self._batches: list[PaddedBatch] = []
 
@@ -83,6 +89,20 @@ class HfBackend(NoPrefixes):
             if choice in batch.rows:
                 batch.keep([row for row, other in enumerate(batch.rows) if other is not choice])
         self._batches = [batch for batch in self._batches if batch.rows]
+
+    @torch.inference_mode()
+    def adapter_targets(self) -> Targets:
+        if self._adaptation is None:
+            adaptation = Adaptation(self._model)
+            with adaptation.observe(_PROBE.numel()):
+                self._run(input_ids=_PROBE.to(self._device))
+            adaptation.hook(self._model)
+            self._adaptation = adaptation
+        return self._adaptation.targets
+
+    @torch.inference_mode()
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        return place(files, self._model.dtype, self._device)
 
     def delay(self) -> float:
         return 0.0 if self._waiting or self._batches else inf
@@ -120,7 +140,8 @@ class HfBackend(NoPrefixes):
     def _advance(self, batch: PaddedBatch) -> list[Delta]:
         """Generate one token for every row of the batch, and drop the rows that have finished."""
         try:
-            results = sample(batch.forward(self._run), batch.rows)
+            run = self._run if self._adaptation is None else partial(self._run_adapted, batch.rows, self._adaptation)
+            results = sample(batch.forward(run), batch.rows)
         except Exception as error:
             return self._isolate(batch, error)
         deltas = []
@@ -154,6 +175,12 @@ class HfBackend(NoPrefixes):
         """Call the model with the inputs that its `forward` accepts: one with ALiBi, say, takes no positions."""
         keywords = inputs | {"use_cache": True, "logits_to_keep": 1}
         return self._model(**{name: value for name, value in keywords.items() if name in self._accepted})
+
+    def _run_adapted(self, rows: Sequence[Choice], adaptation: Adaptation, **inputs: Any) -> Any:
+        count, width = inputs["input_ids"].shape
+        used = users([choice.adapter for choice in rows], [width] * count, self._device)
+        with adaptation.using(used, count * width):
+            return self._run(**inputs)
 
     def _new_batch(self, rows: list[Choice]) -> PaddedBatch:
         return PaddedBatch(rows, DynamicCache(config=self._model.config), self._device)

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
+from ..adapters import Adapter, AdapterFiles, Targets
 from ..backend import Capabilities, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
@@ -235,6 +236,17 @@ class PagedBackend:
     @torch.inference_mode()
     def load_prefixes(self, path: Path) -> int:
         return load_prefixes(path, self.blocks, self._runner, self.info.source)
+
+    def adapter_targets(self) -> Targets:
+        return self._runner.adaptation.targets
+
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        adapter = self._runner.load_adapter(files)
+        reason = self._runner.slow_adapters
+        if reason and reason not in self.info.slow_paths:
+            _log.warning("%s: %s", self.info.source, reason)
+            self.info = replace(self.info, slow_paths=(*self.info.slow_paths, reason))
+        return adapter
 
     def delay(self) -> float:
         return 0.0 if self.num_running or self.num_waiting else inf

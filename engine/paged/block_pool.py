@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 
-def root(salt: str) -> bytes:
-    """The start of a tenant's chain of keys; chains with different salts share no keys."""
-    return blake2b(salt.encode(), digest_size=16, person=b"root").digest()
+def root(salt: str, adapter: str = "") -> bytes:
+    """The start of a chain of keys; chains with different salts, or different adapters by their digests, share none."""
+    return blake2b(salt.encode(), digest_size=16, person=b"root", key=adapter.encode()).digest()
 
 
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:

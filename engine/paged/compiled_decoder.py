@@ -137,7 +137,7 @@ class CompiledDecoder:
         """
         numbers, sampled = array("q"), []
         known = [] if chosen is None else chosen.tolist()
-        for index, (ids, start, tables, samples, _) in enumerate(segments):
+        for index, (ids, start, tables, samples, *_) in enumerate(segments):
             numbers.extend((len(ids), start, samples, len(tables[0])))
             numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
             for table in tables:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ..cpu.layouts import paired
 from ..cpu.library import PLAIN, Kernels, Product
+from ..low_rank import Adaptation, Part
 
 reorder = torch.ops.mkldnn._reorder_linear_weight
 """Converts a weight [O, I] to oneDNN's layout."""
@@ -145,6 +146,38 @@ def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """x W' + b with a weight from `reorder`."""
     product: Tensor = _POINTWISE(x, weight, bias, "none", [], "")
     return product
+
+
+class Views(Unfused):
+    """The products of unchanged modules, side by side: nothing is copied or taken over."""
+
+    weight, nbytes = torch.empty(0), 0
+
+    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+
+class Adaptable(Unfused):
+    """A product with those of the adapters that the step uses."""
+
+    def __init__(self, linear: Linear, adaptation: Adaptation, parts: Sequence[Part]) -> None:
+        self._linear, self._adaptation, self._parts = linear, adaptation, parts
+        self.weight, self.nbytes, self.product = linear.weight, linear.nbytes, linear.product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._adaptation.add(self._parts, x, self._linear(x))
+
+    def silu(self, x: Tensor) -> Tensor:
+        return super().silu(x) if self._adaptation.is_active else self._linear.silu(x)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().add(x, other) if self._adaptation.is_active else self._linear.add(x, other)
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().mul(x, other) if self._adaptation.is_active else self._linear.mul(x, other)
 
 
 class Applied(nn.Module):

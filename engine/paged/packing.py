@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..adapters import Adapter
+from ..low_rank import Users, users
 from ..transfer import upload
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -27,6 +29,7 @@ class Segment(NamedTuple):
     tables: Sequence[Sequence[int]]
     samples: bool
     scores: bool = False
+    adapter: Adapter | None = None
 
     @property
     def end(self) -> int:
@@ -44,13 +47,14 @@ class LayerGroup(NamedTuple):
 class PackedStep(NamedTuple):
     """The tensors of one step. `ids` and `positions` are [T]; `keep` [K] are the indices of the tokens whose logits are
     wanted, and `sampled` [K] the indices of their segments, repeated where one is scored. `groups` has what
-    `PackGroup` made for each group."""
+    `PackGroup` made for each group, `users` the adapters and their tokens."""
 
     ids: Tensor
     positions: Tensor
     keep: Tensor
     sampled: Sequence[int]
     groups: Sequence[Any]
+    users: Sequence[Users] = ()
 
 
 class Computed(NamedTuple):
@@ -124,4 +128,5 @@ def pack(
         keep=upload(torch.from_numpy(keep), device),
         sampled=[order[index] for index in sampling],
         groups=steps,
+        users=users([segment.adapter for segment in ordered], counts.tolist(), device),
     )

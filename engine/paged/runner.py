@@ -22,13 +22,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ...schemas.errors import ModelLoadError
+from ..adapters import Adapter, AdapterFiles
 from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
+from ..low_rank import Adaptation, place
 from .attention import MatmulAttention, Rules, attend_alone
 from .compiled_decoder import CompiledDecoder
 from .decoder import Decoder
 from .kv_cache import LayerSpec, Pool
-from .linear import Applied, Linear, Unfused, fused_weight, release
+from .linear import Adaptable, Applied, Linear, Views, fused_weight, release
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .precision import in_float32
 from .proof import Setting, differences, distance
@@ -74,6 +76,7 @@ class Runner:
         self._pools: list[Pool] = []
         self._graphs: DecodeGraphs | None = None  # set by `record_graphs`
         self._rules: list[Rules] = []  # by layer; set by the first pass
+        self.adaptation = Adaptation(model)
         self.num_weights = 0  # numbers in all products; this and the next two are set by `_fuse`
         self.num_head_weights = 0  # those of the output head, which only sampled tokens pass
         self.weight_bytes = 0  # what a decoding step reads, without keys and values
@@ -134,15 +137,27 @@ class Runner:
 
     def forward(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         """Compute the segments; see `pack` for `chosen`."""
-        if self._compiled is not None and self._compiled.takes(segments):
+        adapted = any(segment.adapter is not None for segment in segments)
+        if self._compiled is not None and not adapted and self._compiled.takes(segments):
             return self._compiled(segments, chosen)
         return self._compute(segments, chosen)
 
     @torch.inference_mode()
     def _compute(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         step = self._pack(segments, chosen)
-        logits = self._graphs(step) if self._graphs is not None else None
+        logits = self._graphs(step) if self._graphs is not None and not step.users else None
         return Computed(self._forward(step) if logits is None else logits, step.sampled)
+
+    @property
+    def slow_adapters(self) -> str:
+        """Which fast path a step with adapters does not take; empty if it takes them all."""
+        way = "compiled" if self._compiled else "recorded as CUDA graphs" if self._graphs else ""
+        return f"steps that hold requests with an adapter are not {way}" if way else ""
+
+    @torch.inference_mode()
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        """Put an adapter into memory, for segments to use. Raises `InvalidRequest`."""
+        return place(files, self.dtype, self._device)
 
     @torch.inference_mode()
     def record_graphs(self, context_length: int, max_batch_size: int) -> None:
@@ -157,9 +172,10 @@ class Runner:
         return pack(segments, self._packed_groups, self.block_size, self._device, make, chosen)
 
     def _forward(self, step: PackedStep) -> Tensor:
-        if self._decoder is not None:
-            return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
-        return self._run(step.ids, step.positions, step.keep, partial(self._attend_apart, step.groups))
+        with self.adaptation.using(step.users, len(step.ids)):
+            if self._decoder is not None:
+                return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
+            return self._run(step.ids, step.positions, step.keep, partial(self._attend_apart, step.groups))
 
     def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """Attend with the rules that the layer used in the first pass."""
@@ -217,7 +233,8 @@ class Runner:
         ids = self._probe()[_PROBE_SPLIT:]
         positions = torch.arange(len(ids), device=self._device) * _PROBE_STRIDE
         try:
-            self._alone = self._run(ids, positions, torch.tensor([len(ids) - 1], device=self._device), note)
+            with self.adaptation.observe(len(ids)):
+                self._alone = self._run(ids, positions, torch.tensor([len(ids) - 1], device=self._device), note)
         except ModelLoadError:
             raise
         except Exception as error:
@@ -263,7 +280,7 @@ class Runner:
     @torch.inference_mode()
     def _is_plain(self) -> bool:
         """Whether the plain decoder computes what the model computes."""
-        self._decoder = Decoder.of(self._model, _Views, torch.float32)
+        self._decoder = Decoder.of(self._model, Views, torch.float32)
         if self._decoder is None:
             return False
         try:
@@ -284,6 +301,7 @@ class Runner:
             for name, module in parent.named_children():
                 if type(module) is nn.Linear:
                     setattr(parent, name, Applied(fuse([module])))
+        self.adaptation.hook(self._model)
 
     def _compile(self, kernels: Kernels | None, context_length: int) -> str:
         """Use the compiled decoder if it computes what the model computes; else return the reason why not."""
@@ -318,7 +336,8 @@ class Runner:
         self.weight_bytes += linear.nbytes
         self._spans.append(span(linear.weight))
         release(parts)
-        return linear
+        layers = self.adaptation.parts(parts)
+        return Adaptable(linear, self.adaptation, layers) if layers else linear
 
 
 _PROBE_SPLIT, _PROBE_ALONE, _PROBE_STRIDE, _PROBE_BLOCKS = 5, 8, 7, 6
@@ -328,15 +347,3 @@ _TOLERANCE = 1e-3  # for results in float32
 def _widened(tensor: Tensor, size: int) -> Tensor:
     """[…, D] → […, size], padded with zeros, which change no score."""
     return tensor if tensor.shape[-1] == size else functional.pad(tensor, (0, size - tensor.shape[-1]))
-
-
-class _Views(Unfused):
-    """The products of unchanged modules: nothing is copied or taken over."""
-
-    weight, nbytes = torch.empty(0), 0
-
-    def __init__(self, parts: Sequence[nn.Linear]) -> None:
-        self._parts = parts
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=-1)

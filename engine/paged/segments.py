@@ -16,7 +16,8 @@ def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:
     """The segment of a row; `pending` is the index of its token in the last step, if the host has not read that."""
     row, count, samples = scheduled
     tokens = _tokens(row, count) if pending is None else [~pending]
-    return Segment(tokens, row.num_computed, row.tables.blocks, samples, not row.choice.is_scored)
+    choice = row.choice
+    return Segment(tokens, row.num_computed, row.tables.blocks, samples, not choice.is_scored, choice.adapter)
 
 
 def split_scores(
