@@ -122,7 +122,7 @@ class Adaptation:
                 continue
             own = (inputs if tokens is None else inputs[tokens]).float()
             for (_, start, end), (a, b, scale) in pairs:
-                product = (own @ a.float()) * scale @ b[:, : end - start].float()
+                product = (own @ a.float())[:, : len(b)] * scale @ b.float()
                 if tokens is None:
                     outputs[:, start:end] += product
                 else:
@@ -133,8 +133,8 @@ class Adaptation:
         return self.add(parts, inputs[0], output)
 
 
-def place(files: AdapterFiles, dtype: torch.dtype, device: torch.device, rank_unit: int = 1, unit: int = 1) -> Adapter:
-    """Put an adapter's matrices on `device`: `a` becomes [I, R], `b` [R, O], padded with zeros to whole units.
+def place(files: AdapterFiles, dtype: torch.dtype, device: torch.device, rank_unit: int = 1) -> Adapter:
+    """Put an adapter's matrices on `device`: `a` becomes [I, R], R in whole units, padded with zeros, and `b` [r, O].
 
     Raises `InvalidRequest` if there is no room, or for numbers that are not finite in `dtype`.
     """
@@ -146,7 +146,7 @@ def place(files: AdapterFiles, dtype: torch.dtype, device: torch.device, rank_un
     pairs, memory = {}, 0
     for module, (a, b, scale) in files.pairs.items():
         padded = functional.pad(a.T, (0, -len(a) % rank_unit)).to(device, dtype).contiguous()
-        other = functional.pad(b.T, (0, -len(b) % unit, 0, -len(a) % rank_unit)).to(device, dtype).contiguous()
+        other = b.T.to(device, dtype).contiguous()
         if not (padded.isfinite().all() and other.isfinite().all()):
             raise InvalidRequest(
                 f"the adapter in {files.source} has numbers for {module} that are not finite in {dtype}; train or "

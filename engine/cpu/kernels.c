@@ -17,6 +17,7 @@ enum { TILE = 6, CHUNK = 512 }; /* rows whose sums fit into registers; pairs of 
 enum { AHEAD = 64 };            /* keys that attention fetches ahead */
 enum { UNPACK = 8 };            /* least rows for which INT8 and INT4 weights become bfloat16 for tiles */
 enum { NEAR = 1 << 20 };        /* bytes of inputs that stay in the L2 cache */
+enum { RUN = 4 };               /* rows of one adapter whose sums fit into registers */
 
 /* x W' + b, [R, I] -> [R, O]. The weight is stored in blocks of 64 outputs, each in pairs of inputs:
    [O / 64, I / 2, 64, 2], zeros behind O and I.
@@ -28,6 +29,16 @@ typedef struct {
     const float *bias; /* [O] or NULL */
     int64_t inputs, outputs, kind;
 } Product;
+
+/* What an adapter adds to one layer, whose outputs are those from `start` to `end` of a product:
+   scale * (x A) B, A T [I, rank rounded up to 16], B T [rank, end - start]. A rank of 0 adds nothing. */
+typedef struct {
+    const void *a, *b;
+    int64_t rank, start, end;
+    float scale;
+} LowRank;
+
+enum { QKV, OUTPUT = 3, GATE, UP, DOWN, NUM_PARTS }; /* the parts of a layer; `qkv` has three */
 
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [E] */
@@ -49,6 +60,8 @@ typedef struct {
     Product head;
     void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: buffers for the inputs of products */
     float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D]; [R, I] */
+    float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
+    int64_t most_rank;           /* a multiple of 16 */
     float epsilon;
 } Model;
 
@@ -57,7 +70,13 @@ typedef struct {
     int64_t id, position;
     const int64_t *tables;
     int64_t width;
+    const LowRank *adapter; /* [layers, NUM_PARTS] or NULL */
 } Token;
+
+/* Up to RUN adjacent rows with the same adapter. */
+typedef struct {
+    int64_t first, count;
+} Run;
 
 INLINE __m512 silu(__m512 x) {
     __m512 one = _mm512_set1_ps(1);
@@ -315,19 +334,115 @@ INLINE int64_t rows_of_item(const Product *p, int64_t rows, int half) {
     return rows < most ? rows : most;
 }
 
+/* ---- Adapters ---- */
+
+/* 16 columns of scale * x A for `rows` rows; each row is computed alike whatever the others are. */
+INLINE void low_tile(const LowRank *p, const void *x, int64_t inputs, int64_t column, float *to, int64_t stride,
+                     int rows, int half) {
+    const int64_t width = (p->rank + 15) / 16 * 16;
+    __m512 sums[RUN][2];
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < inputs; i += 2) {
+        __m512 even = load(p->a, i * width + column, 0xffff, half);
+        __m512 odd = load(p->a, (i + 1) * width + column, 0xffff, half);
+        for (int r = 0; r < rows; r++) {
+            __m512 first, second;
+            if (half) {
+                __m512i pair = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * inputs + i));
+                first = even_or_odd(pair, 0), second = even_or_odd(pair, 1);
+            } else {
+                const float *at = (const float *)x + r * inputs + i;
+                first = _mm512_set1_ps(at[0]), second = _mm512_set1_ps(at[1]);
+            }
+            sums[r][0] = _mm512_fmadd_ps(first, even, sums[r][0]);
+            sums[r][1] = _mm512_fmadd_ps(second, odd, sums[r][1]);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        __m512 sum = _mm512_mul_ps(_mm512_add_ps(sums[r][0], sums[r][1]), _mm512_set1_ps(p->scale));
+        _mm512_storeu_ps(to + r * stride + column, sum);
+    }
+}
+
+#define LOW(name, half)                                                                                               \
+    static __attribute__((noinline)) void name(const LowRank *p, const void *x, int64_t inputs, int64_t column,       \
+                                               float *to, int64_t stride, int64_t rows) {                             \
+        switch (rows) {                                                                                               \
+        case 1: low_tile(p, x, inputs, column, to, stride, 1, half); break;                                           \
+        case 2: low_tile(p, x, inputs, column, to, stride, 2, half); break;                                           \
+        case 3: low_tile(p, x, inputs, column, to, stride, 3, half); break;                                           \
+        case 4: low_tile(p, x, inputs, column, to, stride, 4, half); break;                                           \
+        }                                                                                                             \
+    }
+LOW(low_bf16, 1)
+LOW(low_f32, 0)
+
+/* The adapters of a step in one layer, or in the `count` parts of it from `first` on. */
+typedef struct {
+    const Model *model;
+    const Token *tokens;
+    const Run *runs;
+    int64_t num_runs, layer, first, count;
+} Adapters;
+
+/* Compute `low` for these parts, which share the input x T [rows, I]. Every thread must call it. */
+INLINE void make_low(const Adapters *s, const void *x, int64_t inputs, int half) {
+    const Model *m = s->model;
+    const int64_t columns = m->most_rank / 16, stride = 3 * m->most_rank;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < s->num_runs * s->count * columns; item++) {
+        const Run *run = s->runs + item / (s->count * columns);
+        const int64_t part = item / columns % s->count, column = item % columns * 16;
+        const LowRank *p = s->tokens[run->first].adapter + s->layer * NUM_PARTS + s->first + part;
+        if (column >= p->rank) continue;
+        const uint8_t *from = (const uint8_t *)x + run->first * inputs * (half ? 2 : 4);
+        float *to = m->low + run->first * stride + part * m->most_rank;
+        (half ? low_bf16 : low_f32)(p, from, inputs, column, to, stride, run->count);
+    }
+}
+
+/* Add the adapter's products to one row's outputs in a block. */
+static __attribute__((noinline)) void add_low(const Adapters *s, int64_t row, int64_t block, float *to, int half) {
+    const Model *m = s->model;
+    const LowRank *p = s->tokens[row].adapter + s->layer * NUM_PARTS + s->first;
+    for (int64_t part = 0; part < s->count; part++, p++) {
+        const int64_t column = block * BLOCK - p->start, width = p->end - p->start;
+        if (!p->rank || column + BLOCK <= 0 || column >= width) continue;
+        const float *low = m->low + (row * 3 + part) * m->most_rank;
+        __mmask16 masks[4];
+        __m512 sums[4];
+        for (int j = 0; j < 4; j++) {
+            const int64_t at = column + 16 * j; /* lanes before the part or behind it belong to others */
+            masks[j] = at >= width || at <= -16 ? 0 : tail_mask(width - at) & (at < 0 ? 0xffff << -at : 0xffff);
+            sums[j] = _mm512_loadu_ps(to + 16 * j);
+        }
+        for (int64_t k = 0; k < p->rank; k++)
+            for (int j = 0; j < 4; j++) {
+                __m512 weight = load(p->b, k * width + column + 16 * j, masks[j], half);
+                sums[j] = _mm512_fmadd_ps(_mm512_set1_ps(low[k]), weight, sums[j]);
+            }
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(to + 16 * j, sums[j]);
+    }
+}
+
+/* ---- Products of whole steps ---- */
+
 enum { STORE, ADD, SILU, TIMES, ROUND };
 
-/* x [rows, I] times the weight. STORE, ADD and SILU (the SiLU of the product) write float32 [rows, O]; TIMES (the
-   product times `gates` [rows, O]) and ROUND write T [rows, O]. Every thread must call it; there is no barrier at
-   its end. Guided scheduling hands out ever shorter runs of blocks: memory bandwidth differs between threads, and a
-   run of adjacent blocks reads faster than as many scattered ones. */
-INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int how, const float *gates, int half) {
+/* x [rows, I] times the weight, plus what the adapters add, if any. STORE, ADD and SILU (the SiLU of the product)
+   write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every thread must
+   call it; there is no barrier at its end. Guided scheduling hands out ever shorter runs of blocks: memory bandwidth
+   differs between threads, and a run of adjacent blocks reads faster than as many scattered ones. */
+INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int how, const float *gates,
+                    const Adapters *adapters, int half) {
     const int64_t each = rows_of_item(p, rows, half), count = blocks(p), width = half ? 2 : 4;
 #pragma omp for schedule(guided) nowait
     for (int64_t item = 0; item < (rows + each - 1) / each * count; item++) {
         float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
         const int64_t block = item % count, from = item / count * each, left = rows - from < each ? rows - from : each;
         int64_t outputs = multiply(p, block, (const uint8_t *)x + from * p->inputs * width, left, sums, half);
+        for (int64_t r = 0; adapters && r < left; r++)
+            if (adapters->tokens[from + r].adapter) add_low(adapters, from + r, block, sums[r], half);
         for (int64_t r = 0; r < left; r++)
             for (int64_t j = 0; j < outputs; j += 16) {
                 int64_t index = (from + r) * p->outputs + block * BLOCK + j;
@@ -523,19 +638,33 @@ INLINE void logits_argmax(const Model *m, int64_t rows, float *logits, float *mo
         if (!isfinite(most[r])) best[r] = -1;
 }
 
-/* The whole model; `keep` [kept] are the indices of the tokens whose logits are wanted. */
-INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const int64_t *keep, int64_t kept, float *logits,
-                float *most, int64_t *best, int half) {
+/* A product with those of the adapters, of which it has `count` parts from `first` on. */
+INLINE void adapted(const Product *p, Adapters *step, int64_t first, int64_t count, const void *x, int64_t rows,
+                    void *to, int how, const float *gates, int half) {
+    if (!step->num_runs) {
+        product(p, x, rows, to, how, gates, NULL, half);
+        return;
+    }
+    step->first = first, step->count = count;
+    make_low(step, x, p->inputs, half);
+    product(p, x, rows, to, how, gates, step, half);
+}
+
+/* The whole model; `keep` [kept] are the indices of the tokens whose logits are wanted, `runs` the rows that have
+   adapters. */
+INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const Run *runs, int64_t num_runs,
+                    const int64_t *keep, int64_t kept, float *logits, float *most, int64_t *best, int half) {
     const int64_t E = m->embedding;
+    Adapters own = {m, tokens, runs, num_runs, 0, 0, 0};
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < E; i += 16) {
             __mmask16 mask = tail_mask(E - i);
             store(m->stream, r * E + i, load(m->embeddings, tokens[r].id * E + i, mask, half), mask, 0);
         }
-    for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++) {
+    for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         norms(m, l->attention_norm, l->epsilon, rows, half);
-        product(&l->qkv, m->input, rows, m->qkv, STORE, NULL, half);
+        adapted(&l->qkv, &own, QKV, 3, m->input, rows, m->qkv, STORE, NULL, half);
 #pragma omp barrier
         rotate_and_store(m, l, tokens, rows, half);
         switch (m->head_dim) { /* a constant head_dim halves the time */
@@ -544,14 +673,14 @@ INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const int
         case 128: attend(m, l, tokens, rows, 128, half); break;
         default: attend(m, l, tokens, rows, m->head_dim, half);
         }
-        product(&l->output, m->mixed, rows, m->stream, ADD, NULL, half);
+        adapted(&l->output, &own, OUTPUT, 1, m->mixed, rows, m->stream, ADD, NULL, half);
 #pragma omp barrier
         norms(m, l->mlp_norm, l->mlp_epsilon, rows, half);
-        product(&l->gate, m->input, rows, m->gates, SILU, NULL, half);
+        adapted(&l->gate, &own, GATE, 1, m->input, rows, m->gates, SILU, NULL, half);
 #pragma omp barrier
-        product(&l->up, m->input, rows, m->gated, TIMES, m->gates, half);
+        adapted(&l->up, &own, UP, 1, m->input, rows, m->gated, TIMES, m->gates, half);
 #pragma omp barrier
-        product(&l->down, m->gated, rows, m->stream, ADD, NULL, half);
+        adapted(&l->down, &own, DOWN, 1, m->gated, rows, m->stream, ADD, NULL, half);
 #pragma omp barrier
     }
 #pragma omp for schedule(static)
@@ -561,21 +690,29 @@ INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const int
 }
 
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
-   last token are wanted, the width of the tables; then ids [count] and tables [groups, width]. The model must have
+   last token are wanted, the width of the tables, the address of the adapter or 0; then ids [count] and tables
+   [groups, width]. The model must have
    cosines and sines for every position. Writes the wanted `logits` [kept, V] and the ids of their maxima, `best`
    [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an id without an
    embedding or a token without a block. */
 int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
     Token tokens[MOST_ROWS];
-    int64_t keep[MOST_ROWS], rows = 0, kept = 0;
+    Run runs[MOST_ROWS];
+    int64_t keep[MOST_ROWS], rows = 0, kept = 0, num_runs = 0;
     float most[MOST_ROWS];
     for (int64_t s = 0; s < count; s++) {
         const int64_t length = segments[0], start = segments[1], wanted = segments[2], width = segments[3];
-        const int64_t *ids = segments + 4, *tables = ids + length;
+        const LowRank *adapter = (const LowRank *)segments[4];
+        const int64_t *ids = segments + 5, *tables = ids + length;
         if ((start + length - 1) / m->block_size >= width) return 1;
         for (int64_t i = 0; i < length; i++) {
             if (ids[i] < 0 || ids[i] >= m->vocabulary) return 1;
-            tokens[rows++] = (Token){ids[i], start + i, tables, width};
+            if (adapter) {
+                Run *last = runs + num_runs - 1;
+                if (rows && tokens[rows - 1].adapter == adapter && last->count < RUN) last->count++;
+                else runs[num_runs++] = (Run){rows, 1};
+            }
+            tokens[rows++] = (Token){ids[i], start + i, tables, width, adapter};
         }
         if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
         segments = tables + m->num_groups * width;
@@ -583,8 +720,8 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
 #pragma omp parallel num_threads(m->threads)
     {
         if (m->half && has_tiles) shape_tiles(rows);
-        if (m->half) forward(m, tokens, rows, keep, kept, logits, most, best, 1);
-        else forward(m, tokens, rows, keep, kept, logits, most, best, 0);
+        if (m->half) forward(m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, 1);
+        else forward(m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, 0);
         if (m->half && has_tiles) release_tiles();
     }
     return 0;
@@ -598,8 +735,8 @@ void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int6
 #pragma omp parallel num_threads(threads)
     {
         if (half && has_tiles) shape_tiles(rows);
-        if (half) product(p, x, rows, to, ROUND, NULL, 1);
-        else product(p, x, rows, to, ROUND, NULL, 0);
+        if (half) product(p, x, rows, to, ROUND, NULL, NULL, 1);
+        else product(p, x, rows, to, ROUND, NULL, NULL, 0);
         if (half && has_tiles) release_tiles();
     }
 }

@@ -8,25 +8,38 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from ..adapters import LowRank
 from ..cpu.library import MOST_ROWS, Kernels, Product
 from .attention import Rules
 from .decoder import Decoder
 from .kv_cache import Pool
+from .linear import Adaptable
 from .packing import Computed, LayerGroup, Segment
 
 _MOST_KEYS = 1024
 """The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
 are faster."""
 
+RANK_UNIT = 16
+"""The kernels compute so many columns of an adapter's first matrix together."""
+
 _FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step goes beyond
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class _LowRank(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("a", "b")),
+        *((name, _INT) for name in ("rank", "start", "end")),
+        ("scale", _FLOAT),
+    ]
 
 
 class _Layer(ctypes.Structure):
@@ -48,7 +61,8 @@ class _Model(ctypes.Structure):
         ("layers", _POINTER),
         ("norm", _POINTER),
         ("head", Product),
-        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
+        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "low")),
+        ("most_rank", _INT),
         ("epsilon", _FLOAT),
     ]
 
@@ -67,6 +81,8 @@ class CompiledDecoder:
         self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # reused: allocating would cost each step 0.1 ms
         self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
         self._angles, self._num_angles = torch.empty(0), 0  # cosines and sines [2, P, D], P; grown by `_reach`
+        self._parts = [part for linear in decoder.linears() if isinstance(linear, Adaptable) for part in linear.parts]
+        self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
         first, (_, output, gate, _, down), head = decoder.layers[0], products[:5], products[-1]
         self._layers = (_Layer * len(decoder.layers))()
         for index, (layer, to) in enumerate(zip(decoder.layers, self._layers, strict=True)):
@@ -122,6 +138,23 @@ class CompiledDecoder:
             layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
             layer.window = groups[index].window or 1 << 62
 
+    def table(self, pairs: Mapping[str, LowRank]) -> ctypes.Array[_LowRank]:
+        """What an adapter adds to each layer, as the kernels read it; valid as long as `pairs` exist.
+
+        The columns of every `a` must be a multiple of `RANK_UNIT`.
+        """
+        table = (_LowRank * len(self._parts))()
+        for part, to in zip(self._parts, table, strict=True):
+            to.start, to.end = part.start, part.end
+            if part.name in pairs:
+                a, b, to.scale = pairs[part.name]
+                to.a, to.b, to.rank = a.data_ptr(), b.data_ptr(), len(b)
+        most = max(pair.a.shape[1] for pair in pairs.values())
+        if most > self._model.most_rank:
+            self._low = torch.empty((MOST_ROWS, 3, most))
+            self._model.low, self._model.most_rank = self._low.data_ptr(), most
+        return table
+
     @staticmethod
     def takes(segments: Sequence[Segment]) -> bool:
         """Whether the kernels take this step: few tokens, no prefill over a long context, no scored prompt."""
@@ -137,8 +170,13 @@ class CompiledDecoder:
         """
         numbers, sampled = array("q"), []
         known = [] if chosen is None else chosen.tolist()
-        for index, (ids, start, tables, samples, *_) in enumerate(segments):
-            numbers.extend((len(ids), start, samples, len(tables[0])))
+        order: Sequence[int] = range(len(segments))
+        if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
+            order = sorted(order, key=lambda index: id(segments[index].adapter))
+        for index in order:
+            ids, start, tables, samples, _, adapter = segments[index]
+            address = ctypes.addressof(adapter.compiled) if adapter else 0
+            numbers.extend((len(ids), start, samples, len(tables[0]), address))
             numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
             for table in tables:
                 numbers.extend(table)

@@ -164,11 +164,11 @@ class Adaptable(Unfused):
     """A product with those of the adapters that the step uses."""
 
     def __init__(self, linear: Linear, adaptation: Adaptation, parts: Sequence[Part]) -> None:
-        self._linear, self._adaptation, self._parts = linear, adaptation, parts
+        self._linear, self._adaptation, self.parts = linear, adaptation, parts
         self.weight, self.nbytes, self.product = linear.weight, linear.nbytes, linear.product
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._adaptation.add(self._parts, x, self._linear(x))
+        return self._adaptation.add(self.parts, x, self._linear(x))
 
     def silu(self, x: Tensor) -> Tensor:
         return super().silu(x) if self._adaptation.is_active else self._linear.silu(x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from math import inf
@@ -27,7 +28,7 @@ from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
 from ..low_rank import Adaptation, place
 from .attention import MatmulAttention, Rules, attend_alone
-from .compiled_decoder import CompiledDecoder
+from .compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoder import Decoder
 from .kv_cache import LayerSpec, Pool
 from .linear import Adaptable, Applied, Linear, Views, fused_weight, release
@@ -137,8 +138,7 @@ class Runner:
 
     def forward(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         """Compute the segments; see `pack` for `chosen`."""
-        adapted = any(segment.adapter is not None for segment in segments)
-        if self._compiled is not None and not adapted and self._compiled.takes(segments):
+        if self._compiled is not None and self._compiled.takes(segments):
             return self._compiled(segments, chosen)
         return self._compute(segments, chosen)
 
@@ -151,13 +151,13 @@ class Runner:
     @property
     def slow_adapters(self) -> str:
         """Which fast path a step with adapters does not take; empty if it takes them all."""
-        way = "compiled" if self._compiled else "recorded as CUDA graphs" if self._graphs else ""
-        return f"steps that hold requests with an adapter are not {way}" if way else ""
+        return "steps that hold requests with an adapter are not recorded as CUDA graphs" if self._graphs else ""
 
     @torch.inference_mode()
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Put an adapter into memory, for segments to use. Raises `InvalidRequest`."""
-        return place(files, self.dtype, self._device)
+        adapter = place(files, self.dtype, self._device, RANK_UNIT if self._compiled else 1)
+        return replace(adapter, compiled=self._compiled.table(adapter.pairs)) if self._compiled else adapter
 
     @torch.inference_mode()
     def record_graphs(self, context_length: int, max_batch_size: int) -> None:

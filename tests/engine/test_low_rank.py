@@ -126,12 +126,15 @@ MIXED = [(prompt, name) for prompt in PROMPTS for name in NAMES]
 def test_tokens_are_the_merged_models(world_of: Callable[[str], World], start: Start, shape: str, backend: str) -> None:
     """Alone, and mixed in one batch with the other adapters and the base; the base's are its own all along."""
     world = world_of(shape)
-    engine = world.load(start(world, backend=backend))
+    engine = start(world, backend=backend)
+    slow = engine.model_info().slow_paths  # adapters take the same paths as the base
+    world.load(engine)
     expected = [world.greedy(prompt, name) for prompt, name in MIXED]
     assert len(set(expected)) == len(expected)
     assert together(engine, MIXED) == expected
     alone = MIXED[4:8]
     assert [engine.generate(prompt, GREEDY, name).token_ids for prompt, name in alone] == expected[4:8]
+    assert engine.model_info().slow_paths == slow
 
 
 @pytest.mark.parametrize("shape", ["mixtral", "gpt_oss"])

@@ -59,7 +59,8 @@ def make_adapter(directory: Path, sizes: Sizes, rank: int = 4, seed: int = 0, **
 @torch.no_grad()
 def merged(model: Any, directory: Path, scale: float = 2.0) -> Any:
     """A copy of `model` with the adapter in its weights."""
-    copy, tensors = deepcopy(model), load_file(directory / "adapter_model.safetensors")
+    copy = deepcopy(model)
+    tensors = {name: tensor.float() for name, tensor in load_file(directory / "adapter_model.safetensors").items()}
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             module = copy.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
+from penstock.engine.adapters import read_adapter
 from penstock.engine.choice import Choice
 from penstock.engine.paged import backend as paged
 from penstock.engine.paged import triton_attention as paged_attention
@@ -22,6 +23,7 @@ from penstock.engine.paged.graphs import DecodeGraphs
 from penstock.engine.paged.linear import PlainLinear
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.runner import Runner
+from penstock.tests.support.lora import make_adapter
 
 CPU = torch.device("cpu")
 CONTEXT = 160
@@ -125,6 +127,23 @@ def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner])
     assert capture.replays == 3, "the two steps with prompts are not for a graph"
     for one, other in zip(plain, recorded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_steps_with_adapters_are_not_recorded_ones(runners: tuple[Runner, Runner], tmp_path: Path) -> None:
+    """They are computed beside the graphs, and `slow_adapters` says so."""
+    runner = runners[1]
+    assert runner.slow_adapters == ""
+    capture = record(runner)
+    assert "not recorded as CUDA graphs" in runner.slow_adapters
+    targets = runner.adaptation.targets
+    path = make_adapter(tmp_path, {name: (size.inputs, size.outputs) for name, size in targets.linear.items()})
+    adapter = runner.load_adapter(read_adapter("one", path, targets))
+    segment = Segment([5], 0, [[3]] * len(runner.groups), True)
+    plain = runner.forward([segment]).logits.clone()
+    assert capture.replays == 1
+    changed = runner.forward([segment._replace(adapter=adapter)]).logits
+    assert capture.replays == 1 and not torch.allclose(plain, changed)
+    assert torch.equal(runner.forward([segment]).logits, plain) and capture.replays == 2
 
 
 def test_recorded_steps_launched_ahead_change_no_answer(
