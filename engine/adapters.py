@@ -44,6 +44,7 @@ _UNSUPPORTED = {  # fields of adapter_config.json that change the arithmetic, wi
     "kasa_config": "singular values (KaSA)",
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the base model's weights alone
+_SLOW = re.compile(r"\)[*+{]|(?:[*+{].*){4}")  # patterns for which `re` may take exponential time, or nearly
 _SHOWN = 3  # module names in an error message
 
 
@@ -163,9 +164,10 @@ def read_adapter(name: str, directory: Path, targets: Targets) -> AdapterFiles:
     _check_config(config, directory)
     pairs = dict(_pairs(_tensors(content, directory), config, directory))
     _check_modules(pairs, targets, directory)
-    scales = json.dumps(sorted((module, pair.scale) for module, pair in pairs.items())).encode()
-    digest = blake2b(blake2b(scales).digest() + content, digest_size=16).hexdigest()
-    return AdapterFiles(name, str(directory), digest, pairs)
+    scales = json.dumps(sorted((module, pair.scale) for module, pair in pairs.items()))
+    digest = blake2b(scales.encode(), digest_size=16)
+    digest.update(content)
+    return AdapterFiles(name, str(directory), digest.hexdigest(), pairs)
 
 
 def check_room(needed: int, available: int, owner: str) -> None:
@@ -248,6 +250,8 @@ def _setting(config: dict[str, Any], field: str, patterns: str, module: str, dir
     value = config.get(field)
     try:
         for pattern, own in (config.get(patterns) or {}).items():
+            if _SLOW.search(pattern):
+                raise re.error(f"the pattern {pattern!r} could take too long")
             if re.match(rf"(.*\.)?({pattern})$", module):
                 value = own
                 break

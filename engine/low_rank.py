@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ..schemas.errors import InvalidRequest
 from .adapters import Adapter, AdapterFiles, AdapterInfo, LowRank, Target, Targets, check_room
 from .sizing import memory_of_machine
+from .transfer import upload
 
 
 class Part(NamedTuple):
@@ -46,7 +47,7 @@ def users(adapters: Sequence[Adapter | None], counts: Sequence[int], device: tor
     for adapter in dict.fromkeys(adapters):
         if adapter is not None:
             own = torch.tensor([other is adapter for other in adapters])
-            found.append(Users(adapter, own[each].nonzero()[:, 0].to(device)))
+            found.append(Users(adapter, upload(own[each].nonzero()[:, 0], device)))
     return found
 
 

@@ -34,7 +34,8 @@ CHAT: Endpoint = "/v1/chat/completions"
 class OpenAIAdapter:
     """Takes and returns the JSON bodies of OpenAI's API; as safe to share between threads and event loops as `engine`.
 
-    `name` is the model's name in requests and answers; its source if None. The formats say how to parse the model's
+    `name` is the model's name in requests and answers; its source if None. The name of a loaded LoRA adapter chooses
+    that instead. The formats say how to parse the model's
     tool calls and reasoning: names, or "auto" for what its chat template suggests.
     """
 
@@ -85,18 +86,22 @@ class OpenAIAdapter:
 
     async def _open(self, body: Mapping[str, Any], endpoint: Endpoint, *, streaming: bool) -> _Running:
         request = parse_request(endpoint, {"model": self.name, **body})
-        if request.model != self.name:
+        name = request.model
+        adapter = None if name == self.name else name
+        if adapter is not None and adapter not in (names := [info.name for info in self.engine.adapters()]):
             raise InvalidRequest(
-                f"This engine serves only {self.name!r}; name that.", code="model_not_found", param="model"
+                f"This engine serves only {', '.join(map(repr, [self.name, *names]))}; name one.",
+                code="model_not_found",
+                param="model",
             )
-        for name in ("timeout", "priority", "service_tier"):
-            if getattr(request, name) not in (None, "auto"):
-                raise InvalidRequest(f"{name} has no effect without a queue; leave it out.", param=name)
+        for field in ("timeout", "priority", "service_tier"):
+            if getattr(request, field) not in (None, "auto"):
+                raise InvalidRequest(f"{field} has no effect without a queue; leave it out.", param=field)
         prepared = await asyncio.to_thread(
             self._preparer.prepare,
             request,
             context_length=self.engine.model_info().context_length,
-            name=self.name,
+            name=name,
             seed=secrets.randbits(63),
         )
         await self.engine.prepare(prepared.params)
@@ -104,19 +109,19 @@ class OpenAIAdapter:
         if isinstance(request, EmbeddingRequest):
             if streaming:
                 raise InvalidRequest("Embeddings cannot be streamed; call create().", param="stream")
-            renderer: Renderer = Embeddings(id, self.name, encoded=request.encoding_format == "base64")
+            renderer: Renderer = Embeddings(id, name, encoded=request.encoding_format == "base64")
         else:
             created = int(time.time())
-            renderer = Renderer(endpoint, id, self.name, created, streaming=streaming, extras=Extras.of(body))
+            renderer = Renderer(endpoint, id, name, created, streaming=streaming, extras=Extras.of(body))
             prompts = tuple(map(tuple, prepared.prompts))
-            renderer.begin(Accepted(id, self.name, created, sum(map(len, prompts)), prompts))
-        return _Running(self.engine, prepared, renderer)
+            renderer.begin(Accepted(id, name, created, sum(map(len, prompts)), prompts))
+        return _Running(self.engine, prepared, renderer, adapter)
 
 
 class _Running:
     """One request in the engine: a handle for each of its prompts."""
 
-    def __init__(self, engine: InferenceEngine, prepared: Prepared, renderer: Renderer) -> None:
+    def __init__(self, engine: InferenceEngine, prepared: Prepared, renderer: Renderer, adapter: str | None) -> None:
         n = prepared.params.n
         kind: Callable[..., EngineRequest] = EngineRequest
         if isinstance(renderer, Embeddings):
@@ -134,6 +139,7 @@ class _Running:
                 params=prepared.params,
                 seed=prepared.params.seed or 0,
                 first_choice=index * n,
+                adapter=adapter,
             )
             self._handles.append(engine.open(request))
 

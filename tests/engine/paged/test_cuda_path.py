@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lora import make_adapter
 from pydantic import ByteSize
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,6 @@ from penstock.engine.paged.graphs import DecodeGraphs
 from penstock.engine.paged.linear import PlainLinear
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.runner import Runner
-from penstock.tests.support.lora import make_adapter
 
 CPU = torch.device("cpu")
 CONTEXT = 160

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lora import config, linear_sizes, matrices, merged, write_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -17,7 +18,6 @@ from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.quantize import linear_maker
 from penstock.engine.paged.runner import Runner
-from penstock.tests.support.lora import config, linear_sizes, matrices, merged, write_adapter
 
 pytestmark = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
 
@@ -53,9 +53,10 @@ def kernels() -> Kernels:
 
 
 def make_model(dtype: torch.dtype) -> Any:
+    make: Any = AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(SHAPE, dtype=torch.float32, attn_implementation=ATTENTION)
+        model = make(SHAPE, dtype=torch.float32, attn_implementation=ATTENTION)
     return model.eval().to(dtype)
 
 
