@@ -5,8 +5,8 @@ to repeat. First sends leave in the order of the calls. During an outage the lin
 reconnect it runs the recovery hook, which restores what the server may have lost, then sends them in the same order.
 
 It does not use nats-py's own `request` and `flush`: `request` costs several times as much, and a cancelled or timed-out
-`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. nats-py's `publish` and
-`subscribe` swallow a cancellation that arrives while they wait for space in its buffer; the link raises it.
+`flush` makes the next PONG raise inside nats-py's read loop, which then stops reading. nats-py's `subscribe` swallows a
+cancellation that arrives while it waits for space in its buffer; the link raises it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error, OutboundBufferLimitError
 
 from ...schemas.errors import BrokerAway, BrokerUnavailable, PenstockError, StartupError
+from .client import DirectClient, cancellations
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Link:
     def __init__(self, address: str, timeout: float) -> None:
         self.address = address
         self.timeout = timeout
-        self._client = Client()
+        self._client = DirectClient()
         self._loop = asyncio.get_running_loop()
         self._inbox = f"{self._client.new_inbox()}."
         self._count = 0
@@ -191,21 +191,21 @@ class Link:
     async def send(self, subject: str, data: bytes, *, reply: str = "") -> None:
         """Send without an answer; during an outage the message may be sent later or be lost."""
         with contextlib.suppress(*_NOT_SENT):
-            await self._publish(subject, data, reply)
+            await self._client.post(subject, data, reply)
 
     async def subscribe(
         self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, group: str = ""
     ) -> Subscription:
-        before = _cancellations()
+        before = cancellations()
         try:
-            # No limits (nats-py would drop messages): callbacks never wait, so at most one read queues up.
+            # No limits: nats-py would drop messages.
             subscription = await self._client.subscribe(
                 subject, queue=group, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
             )
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BrokerUnavailable(f"the connection to {self.address} is closed") from error
         self._subscriptions.add(subscription)
-        if _cancellations() > before:
+        if cancellations() > before:
             await self.unsubscribe(subscription)
             raise asyncio.CancelledError
         return subscription
@@ -248,18 +248,12 @@ class Link:
     async def _send(self, token: str, exchange: _Exchange) -> None:
         exchange.resend_at = self._loop.time() + _RESEND_AFTER
         try:
-            await self._publish(exchange.subject, exchange.data, self._inbox + token, exchange.headers)
+            await self._client.post(exchange.subject, exchange.data, self._inbox + token, exchange.headers)
         except _NOT_SENT as error:
             exchange.trouble = str(error)
         except (Error, ValueError) as error:  # a message that can never be sent
             if not exchange.answer.done():
                 exchange.answer.set_exception(error)
-
-    async def _publish(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None = None) -> None:
-        before = _cancellations()
-        await self._client.publish(subject, data, reply=reply, headers=headers)
-        if _cancellations() > before:
-            raise asyncio.CancelledError
 
     async def _answered(self, message: Msg) -> None:
         exchange = self._open.get(message.subject[len(self._inbox) :])
@@ -336,12 +330,6 @@ class Link:
             log.log(logging.WARNING if self.connected else logging.DEBUG, "NATS at %s: %r", self.address, error)
         else:
             log.error("callback for NATS at %s failed", self.address, exc_info=error)
-
-
-def _cancellations() -> int:
-    """The number of pending cancellations of this task."""
-    task = asyncio.current_task()
-    return task.cancelling() if task else 0
 
 
 def status(headers: Mapping[str, str] | None) -> str | None:

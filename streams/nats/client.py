@@ -1,0 +1,82 @@
+"""nats-py's client with a shorter path for each message: messages are most of what a front process does.
+
+nats-py has a queue and a task for each subscription, parses header names character by character, and checks and
+assembles a publish in four coroutines. Here the read loop calls a subscription's callback itself, so callbacks run in
+the order of arrival, and `post` builds the command at once. What is out of the ordinary (a full buffer, an outage, a
+status line, an invalid header) takes nats-py's own path.
+
+This relies on private parts of nats-py; tests/streams/nats/test_client.py fails if they change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+_VERSION = b"NATS/1.0\r\n"
+
+_has_space = re.compile(r"\s").search
+_is_header_name = re.compile(r"[A-Za-z0-9-]+").fullmatch
+
+
+class DirectClient(Client):
+    """Everything received waits for the callbacks of its subscriptions, so these must never wait for an answer."""
+
+    async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        """Publish. Raises as `publish` does, and `CancelledError` where that would swallow it, waiting for space."""
+        command = _command(subject, data, reply, headers)
+        fits = command is not None and self._pending_data_size + len(command) <= self._max_pending_size
+        if command is None or not fits or not self.is_connected or len(data) > self._max_payload:
+            before = cancellations()
+            await self.publish(subject, data, reply=reply, headers=headers)
+            if cancellations() > before:
+                raise asyncio.CancelledError
+            return
+        await self._send_command(command)
+        if self._flush_queue is not None and self._flush_queue.empty():
+            await self._flush_pending()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        subscription = self._subs.get(sid)
+        if subscription is None or subscription._cb is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        parsed = _parsed(headers) if headers else None
+        if headers and parsed is None:
+            parsed = await self._process_headers(headers)
+        try:
+            await subscription._cb(Msg(self, subject.decode(), reply.decode(), data, parsed))
+        except Exception as error:
+            await self._error_cb(error)
+
+
+def cancellations() -> int:
+    """The number of pending cancellations of this task."""
+    task = asyncio.current_task()
+    return task.cancelling() if task else 0
+
+
+def _command(subject: str, data: bytes, reply: str, headers: dict[str, str] | None) -> bytes | None:
+    """The protocol's command to publish; None if nats-py must refuse or repair some of it."""
+    if not subject or _has_space(subject) or _has_space(reply):
+        return None
+    if not headers:
+        return b"PUB %b %b %d\r\n%b\r\n" % (subject.encode(), reply.encode(), len(data), data)
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items() if _is_header_name(name)]
+    head = f"NATS/1.0\r\n{''.join(lines)}\r\n".encode()
+    breaks = len(headers) + 2
+    if not len(lines) + 2 == head.count(b"\n") == head.count(b"\r") == breaks:
+        return None
+    sizes = len(head), len(head) + len(data)
+    return b"HPUB %b %b %d %d\r\n%b%b\r\n" % (subject.encode(), reply.encode(), *sizes, head, data)
+
+
+def _parsed(headers: bytes) -> dict[str, str] | None:
+    """The headers of a message; None if it has a status."""
+    if not headers.startswith(_VERSION):
+        return None
+    lines = headers[len(_VERSION) :].decode("utf-8", "replace").split("\r\n")
+    return {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}

@@ -1,0 +1,114 @@
+"""The shorter path of messages through nats-py says the same as its own, and leaves it what is out of the ordinary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import nats
+import pytest
+import pytest_asyncio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import BadSubjectError
+
+from penstock.streams.nats.client import DirectClient
+from penstock.streams.nats.server import EmbeddedServer
+
+
+@pytest_asyncio.fixture
+async def client(server: EmbeddedServer) -> AsyncIterator[DirectClient]:
+    client = DirectClient()
+    await client.connect(server.url)
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def plain(server: EmbeddedServer) -> AsyncIterator[Client]:
+    client = await nats.connect(server.url)
+    yield client
+    await client.close()
+
+
+HEADERS: list[dict[str, str] | None] = [
+    None,
+    {},
+    {"Nats-Msg-Id": "acme.1"},
+    {"One": "1", "Two": "a: b", "Empty": "", "Name": "Čapek"},
+    {"Two-Lines": "one\r\ntwo", "Padded": "  in the middle  "},
+]
+
+
+@pytest.mark.parametrize("headers", HEADERS)
+async def test_a_message_is_what_nats_py_makes_of_it(
+    client: DirectClient, plain: Client, namespace: str, headers: dict[str, str] | None
+) -> None:
+    heard: asyncio.Queue[tuple[str, str, bytes, dict[str, str] | None]] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait((message.subject, message.reply, message.data, message.headers or None))
+
+    for receiver in client, plain:
+        await receiver.subscribe(f"{namespace}.>", cb=hear)
+        await receiver.flush()
+    await client.post(f"{namespace}.a", b"\r\nbody\x00", f"{namespace}-reply", headers)
+    await client.publish(f"{namespace}.a", b"\r\nbody\x00", f"{namespace}-reply", headers)
+    first, *others = [await heard.get() for _ in range(4)]
+    assert first[:3] == (f"{namespace}.a", f"{namespace}-reply", b"\r\nbody\x00")
+    assert others == [first] * 3
+
+
+async def test_a_status_is_read_as_nats_py_reads_it(client: DirectClient) -> None:
+    heard: asyncio.Queue[Msg] = asyncio.Queue()
+    inbox = client.new_inbox()
+    await client.subscribe(inbox, cb=heard.put)
+    await client.post("nobody.listens", b"", inbox)
+    assert ((await heard.get()).headers or {})["Status"] == "503"
+
+
+async def test_a_subject_cannot_hold_a_second_command(client: DirectClient) -> None:
+    for subject in "", "a b", "a 0\r\n\r\nPUB b":
+        with pytest.raises(BadSubjectError):
+            await client.post(subject, b"")
+    with pytest.raises(BadSubjectError):
+        await client.post("a", b"", "b 0\r\n\r\nPUB b")
+
+
+async def test_callbacks_run_in_the_order_of_arrival(client: DirectClient, namespace: str) -> None:
+    heard: asyncio.Queue[str] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.subject)
+
+    subjects = [f"{namespace}.{name}" for name in "abc"]
+    for subject in subjects:
+        await client.subscribe(subject, cb=hear)
+    order = [*subjects, *reversed(subjects)]
+    for subject in order:
+        await client.post(subject, b"")
+    assert [await heard.get() for _ in order] == order
+
+
+async def test_a_callback_that_fails_is_reported_and_the_next_message_comes(
+    server: EmbeddedServer, namespace: str
+) -> None:
+    errors: list[Exception] = []
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def report(error: Exception) -> None:
+        errors.append(error)
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.data)
+        if message.data == b"bad":
+            raise ValueError("unreadable")
+
+    client = DirectClient()
+    await client.connect(server.url, error_cb=report)
+    await client.subscribe(namespace, cb=hear)
+    for data in b"bad", b"good":
+        await client.post(namespace, data)
+    assert [await heard.get() for _ in range(2)] == [b"bad", b"good"]
+    await client.close()
+    assert [str(error) for error in errors] == ["unreadable"]
