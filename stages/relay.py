@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 
 from ..engine import RequestHandle
 from ..schemas import codec
@@ -14,6 +15,8 @@ from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import ValidatedJob
 from .contract import Pipe
 
+_PROCESS = uuid.uuid4().hex
+_numbers = count()  # with _PROCESS they name each holder; a random name for each would wait for the engine's thread
 _LONGEST_PAUSE = 0.5  # seconds
 _MOST_TOKENS = 4096  # of the outputs of one message
 
@@ -38,7 +41,7 @@ class OutputPublisher:
         self._pipe = pipe
         self._interval = interval  # least seconds between two deltas of the same choices
         self._subject = pipe.outputs_of(job.tenant, job.id)
-        self._holder = uuid.uuid4().hex
+        self._holder = f"{_PROCESS}-{next(_numbers)}"
         self._turn = asyncio.Lock()  # outputs are stored one after the other
         self._ours: bool | None = None  # None until announced; set by announce
         self.expired = False  # set by expire

@@ -74,7 +74,8 @@ class Batch(JobStage):
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                await self._pause(self.pipe.settings.batch_window)
+                if (window := self.pipe.settings.batch_window) > 0:
+                    await self._pause(window)
                 for model, lanes in list(self._lanes.items()):  # more may come meanwhile
                     while found := self._gather(model, lanes):
                         await self._send(*found)
@@ -214,7 +215,8 @@ class Batch(JobStage):
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the jobs of a batch and settle their deliveries, for good or bad."""
         id, oldest = uuid.uuid4().hex, seats.oldest
-        await asyncio.gather(*(self._send_one(id, worker, seats, waiting, oldest) for waiting in chosen))
+        sending = [self._send_one(id, worker, seats, waiting, oldest) for waiting in chosen]
+        await (sending[0] if len(sending) == 1 else asyncio.gather(*sending))  # a task takes a turn of the event loop
 
     async def _send_one(self, id: str, worker: WorkerCard, seats: Seats, waiting: Waiting, oldest: int) -> None:
         batch = InferenceBatch(
