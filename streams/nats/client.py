@@ -16,6 +16,8 @@ import re
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+LINGER = 0.002  # seconds that a message without haste waits for others, because each write costs a system call
+
 _VERSION = b"NATS/1.0\r\n"
 
 _has_space = re.compile(r"\s").search
@@ -25,8 +27,17 @@ _is_header_name = re.compile(r"[A-Za-z0-9-]+").fullmatch
 class DirectClient(Client):
     """Everything received waits for the callbacks of its subscriptions, so these must never wait for an answer."""
 
-    async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Publish. Raises as `publish` does, and `CancelledError` where that would swallow it, waiting for space."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._lingering: asyncio.TimerHandle | None = None  # set by post, reset by _end_lingering
+
+    async def post(
+        self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None, *, linger: bool = False
+    ) -> None:
+        """Publish; with `linger` together with the next message or after `LINGER` seconds.
+
+        Raises as `publish` does, and `CancelledError` where that would swallow it while it waits for space.
+        """
         command = _command(subject, data, reply, headers)
         fits = command is not None and self._pending_data_size + len(command) <= self._max_pending_size
         if command is None or not fits or not self.is_connected or len(data) > self._max_payload:
@@ -36,8 +47,19 @@ class DirectClient(Client):
                 raise asyncio.CancelledError
             return
         await self._send_command(command)
-        if self._flush_queue is not None and self._flush_queue.empty():
-            await self._flush_pending()
+        if not linger:
+            self._flush_soon()
+        elif self._lingering is None:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER, self._end_lingering)
+
+    def _end_lingering(self) -> None:
+        self._lingering = None
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Wake nats-py's flusher, unless it will write anyway or there is no connection to write to."""
+        if self._flush_queue is not None and self._flush_queue.empty() and self.is_connected:
+            self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         subscription = self._subs.get(sid)

@@ -188,10 +188,13 @@ class Link:
         """Return when the server has processed everything sent before."""
         await self.exchange(f"{self._inbox}{self._count + 1}", b"")  # to its own reply subject: it answers itself
 
-    async def send(self, subject: str, data: bytes, *, reply: str = "") -> None:
-        """Send without an answer; during an outage the message may be sent later or be lost."""
+    async def send(self, subject: str, data: bytes, *, reply: str = "", linger: bool = False) -> None:
+        """Send without an answer; during an outage the message may be sent later or be lost.
+
+        `linger`: it may wait a moment to travel together with others.
+        """
         with contextlib.suppress(*_NOT_SENT):
-            await self._client.post(subject, data, reply)
+            await self._client.post(subject, data, reply, linger=linger)
 
     async def subscribe(
         self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, group: str = ""

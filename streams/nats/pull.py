@@ -68,7 +68,7 @@ def parse_reply_subject(reply: str) -> ReplySubject:
 
 
 class JetStreamDelivery:
-    """Implements `Delivery`: every acknowledgement is a plain publish to the reply subject."""
+    """Implements `Delivery`: every acknowledgement is a plain publish to the reply subject, `ack` one without haste."""
 
     __slots__ = ("_link", "_reply", "attempt", "message", "received")
 
@@ -80,7 +80,7 @@ class JetStreamDelivery:
         self.received = received
 
     async def ack(self) -> None:
-        await self._link.send(self._reply, b"+ACK")
+        await self._link.send(self._reply, b"+ACK", linger=True)
 
     async def nak(self, delay: float = 0.0) -> None:
         await self._link.send(self._reply, b'-NAK {"delay": %d}' % nanoseconds(delay) if delay else b"-NAK")

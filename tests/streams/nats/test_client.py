@@ -12,6 +12,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import BadSubjectError
 
+from penstock.streams.nats import client as client_module
 from penstock.streams.nats.client import DirectClient
 from penstock.streams.nats.server import EmbeddedServer
 
@@ -88,6 +89,27 @@ async def test_callbacks_run_in_the_order_of_arrival(client: DirectClient, names
     for subject in order:
         await client.post(subject, b"")
     assert [await heard.get() for _ in order] == order
+
+
+async def test_a_message_without_haste_travels_with_the_next(
+    client: DirectClient, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.data)
+
+    await client.subscribe(namespace, cb=hear)
+    await client.post(namespace, b"alone", linger=True)
+    assert await heard.get() == b"alone"
+    monkeypatch.setattr(client_module, "LINGER", 1e6)
+    await client.post(namespace, b"one", linger=True)
+    await client.post(namespace, b"two", linger=True)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert client.pending_data_size > 0
+    await client.post(namespace, b"three")
+    assert [await heard.get() for _ in range(3)] == [b"one", b"two", b"three"]
 
 
 async def test_a_callback_that_fails_is_reported_and_the_next_message_comes(
