@@ -153,7 +153,7 @@ async def _parts(
         settings, stages = pipe.settings, choose(pipe.settings)
         toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
         made: dict[type[Stage], Callable[[Pipe], Stage]] = {
-            Validate: partial(Validate, loaded=keep_loaded),
+            Validate: partial(Validate, on_load=keep_loaded),
             Stream: partial(Stream, filters=find_filters(settings.filters, filters) if Stream in stages else ()),
         }
         if toolbox:

@@ -218,12 +218,12 @@ def prepare_inputs(
     """The token ids of every input; `name` is the model's, for error messages. Raises `InvalidRequest`."""
     inputs = request.prompts
     if len(inputs) > MAX_INPUTS:
-        raise InvalidRequest(f"input has {len(inputs)} entries; send at most {MAX_INPUTS} a request.", param="input")
+        raise InvalidRequest(f"The request has {len(inputs)} inputs; send at most {MAX_INPUTS}.", param="input")
     prompts = []
     for index, text in enumerate(inputs):
         path = "input" if len(inputs) == 1 else f"input[{index}]"
         if not text or (isinstance(text, str) and not text.strip()):
-            raise InvalidRequest(f"{path} is blank; send some text.", code="empty_prompt", param=path)
+            raise InvalidRequest(f"The input {path} is blank; send some text.", code="empty_prompt", param=path)
         prompts.append(encode_within(tokenizer, text, context_length, path) if isinstance(text, str) else text)
         check_input(prompts[-1], path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
     if (total := sum(map(len, prompts))) > MAX_TOKENS:
@@ -238,7 +238,8 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            raise InvalidRequest(f"{path}.content is missing; send it.", param=f"{path}.content")
+            fault = "null; send text" if "content" in message.model_fields_set else "missing; send it"
+            raise InvalidRequest(f"{path}.content is {fault}.", param=f"{path}.content")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidRequest(f"{path}.tool_call_id is missing; send the call's id.", param=f"{path}.tool_call_id")
         if message.role == "tool" and message.tool_call_id not in called:

@@ -57,16 +57,16 @@ def check_request(request: EngineRequest, info: ModelInfo) -> None:
     """Raise `InvalidRequest` for a request that the model can never serve."""
     params = request.params
     if not request.prompt:
-        raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+        raise InvalidRequest("The prompt is empty; send at least one token.", param="prompt")
     if len(request.prompt) >= info.context_length:
         raise InvalidRequest(
-            f"the prompt has {len(request.prompt)} tokens, and the context of this model holds {info.context_length}, "
-            "answer included; shorten it",
+            f"The prompt has {len(request.prompt)} tokens, and the context of this model holds {info.context_length}, "
+            "answer included; shorten it.",
             code="context_length_exceeded",
             param="prompt",
         )
     if not -(2**63) <= request.seed < 2**63:
-        raise InvalidRequest(f"the seed {request.seed} does not fit into 64 bits; choose a smaller one", param="seed")
+        raise InvalidRequest(f"The seed {request.seed} does not fit into 64 bits; choose a smaller one.", param="seed")
     check_ids(request.prompt, "prompt", info.vocabulary_size)
     check_ids(params.stop_token_ids, "stop_token_ids", info.vocabulary_size)
     check_ids(params.logit_bias, "logit_bias", info.vocabulary_size)
@@ -74,12 +74,12 @@ def check_request(request: EngineRequest, info: ModelInfo) -> None:
     for name in ("min_tokens", "ignore_eos", "stop_token_ids"):
         if params.grammar is not None and getattr(params, name):
             raise InvalidRequest(
-                f"{name} cannot be combined with a grammar, which decides where the answer ends; leave it out",
+                f"{name} cannot be combined with a grammar, which decides where the answer ends; leave it out.",
                 param=name,
             )
     if request.generated and len(request.generated) != params.n:
         raise InvalidRequest(
-            f"generated has {len(request.generated)} choices, but n is {params.n}; give one for each", param="generated"
+            f"generated has {len(request.generated)} choices, but n is {params.n}; give {params.n}.", param="generated"
         )
     for tokens in request.generated:
         check_ids(tokens, "generated", info.vocabulary_size)
@@ -96,10 +96,10 @@ def check_ids(ids: Collection[int], name: str, vocabulary_size: int) -> None:
 def check_input(ids: Sequence[int], path: str, *, context_length: int, vocabulary_size: int) -> None:
     """Raise `InvalidRequest` for an input that the model can never embed."""
     if not ids:
-        raise InvalidRequest(f"{path} is empty; send some text.", code="empty_prompt", param=path)
+        raise InvalidRequest(f"The input {path} is empty; send some text.", code="empty_prompt", param=path)
     if len(ids) > context_length:
         raise InvalidRequest(
-            f"{path} has {len(ids)} tokens, but the context length of this model is {context_length} tokens.",
+            f"The input {path} has {len(ids)} tokens, but the context length of this model is {context_length} tokens.",
             code="context_length_exceeded",
             param=path,
         )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import get_args
 
 from ..engine.grammar.checker import GrammarChecker
-from ..engine.prepare import Preparer, load_preparer
+from ..engine.preparers import PreparerCache, PreparerKey
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import (
@@ -38,60 +38,60 @@ from ..streams.topology import EVENTS, JOBS, PRIORITIES
 from . import endings
 from .contract import Intake, Pipe, Stage
 
-_Key = tuple[str, str, str, str]  # what a model's preparer is made of: source, backend, tool and reasoning format
+_BAD_SUBJECT = (
+    f"Publish a job on the subject jobs.<priority>.<tenant>, with one of the priorities {', '.join(PRIORITIES)}."
+)
+MAX_MISADDRESSED = 1_000  # jobs on subjects of no lane that wait for their refusal
 
-_STRAY = f"A job's subject is jobs.<priority>.<tenant>, and the priority one of {', '.join(PRIORITIES)}."
-MOST_STRAYS = 1_000  # that wait to be refused by an event
-
-CLOCKS = 2.0  # seconds by which a client's clock may differ from ours
-LONG_AT_ONCE = 2  # jobs longer than that
-WORTH_A_LOOK = 4_000  # bytes of a job; whether it is a repetition is asked for more
-LONG = 20_000  # bytes of a job; tokenising more than this would hold up the event loop for milliseconds
+MAX_CLOCK_SKEW = 2.0  # seconds between a client's clock and this machine's
+LONG = 20_000  # bytes of a job; to tokenise more would block the event loop for milliseconds
+MAX_LONG_JOBS = 2  # that are tokenised at the same time
+MIN_DUPLICATE_CHECK = 4_000  # bytes of a job; a larger one is checked for being a duplicate before it is tokenised
 
 
 class Validate(Stage):
-    """`jobs` in, validated jobs out. Tokenizers are loaded at a model's first request and kept."""
+    """Consumes `jobs` and publishes validated jobs. Loads the tokenizer of each model once and keeps it."""
 
     name = "validate"
     outwaits_elections = False
 
-    def __init__(self, pipe: Pipe, loaded: Callable[[], None] = lambda: None) -> None:
-        """`loaded` is called whenever a tokenizer has been loaded, which will stay."""
+    def __init__(self, pipe: Pipe, on_load: Callable[[], None] = lambda: None) -> None:
+        """`on_load` is called after each load of a tokenizer."""
         super().__init__(pipe)
-        self._loaded = loaded
-        self._preparers: dict[_Key, asyncio.Task[Preparer]] = {}
+        self._preparers = PreparerCache(on_load)
         self._grammars = GrammarChecker()
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
-        self._long = asyncio.Semaphore(LONG_AT_ONCE)
-        self._strays: asyncio.Queue[Message] = asyncio.Queue(MOST_STRAYS)
+        self._long = asyncio.Semaphore(MAX_LONG_JOBS)
+        self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
 
     async def run(self, intake: Intake) -> None:
-        """Load the tokenizer of every model that appears, before its first request comes."""
+        """Consume jobs, and load the tokenizer of every model that appears before its first request comes."""
         await intake.consume_lanes(JOBS, self.name, self.pipe.subjects.jobs_of)
-        await self.pipe.broker.refuse(self.pipe.subjects.jobs_all(), self.name, self._why_stray)
+        await self.pipe.broker.refuse(self.pipe.subjects.jobs_all(), self.name, self._why_misaddressed)
         settings = self.pipe.settings
         if settings.model:
-            self._load((settings.model, settings.backend, settings.tool_format, settings.reasoning_format))
+            own = PreparerKey(settings.model, settings.backend, settings.tool_format, settings.reasoning_format)
+            self._preparers.start(own)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._refuse_strays())
+                group.create_task(self._refuse_misaddressed())
                 while True:
                     for card in self.pipe.registry.models.values():
-                        self._load(_key(card))
+                        self._preparers.start(PreparerKey.of(card))
                     await asyncio.sleep(settings.heartbeat_interval)
         finally:
             await self._grammars.close()
 
     @property
     def ready(self) -> bool:
-        return all(loading.done() for loading in self._preparers.values())
+        return self._preparers.idle
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
         priority, tenant = self._lane(message)
         job = self._decode(message)
-        # A worker finds a repetition out, too, but with the prompt computed.
-        if job.endpoint == "/v1/responses" or len(message.data) > WORTH_A_LOOK:
+        # A worker detects a duplicate, too, but only after its prompt has been tokenised.
+        if job.endpoint == "/v1/responses" or len(message.data) > MIN_DUPLICATE_CHECK:
             events = self.pipe.subjects.events(tenant, job.bridge, job.id or endings.request_id(message))
             if await self.pipe.broker.last(EVENTS, events) is not None:
                 return
@@ -108,43 +108,44 @@ class Validate(Stage):
                 raise StorageFull(STORE_FULL) from None
             first = self.pipe.settings.job_stages[0]
             raise Overloaded(
-                f"The stage {first} takes no more requests of {priority} priority for now.",
+                f"The queue of the stage {first} is full for {priority} priority; try again later.",
                 code="queue_full",
                 retry_after=1.0,
             ) from None
 
-    def _why_stray(self, message: Message) -> str | None:
-        """Why a job is refused that no lane takes, since its subject names none or no tenant."""
+    def _why_misaddressed(self, message: Message) -> str | None:
+        """Why the broker refuses a job to its publisher: its subject names no lane or no tenant."""
         priority, _, tenant = message.subject.removeprefix(f"{self.pipe.subjects.root}.jobs.").partition(".")
         if priority in PRIORITIES and tenant:
             return None
-        with contextlib.suppress(asyncio.QueueFull):  # then the publisher alone is told
-            is_long = len(message.data) > LONG  # and its request is found by its message id, if at all
-            self._strays.put_nowait(replace(message, data=b"") if is_long else message)
-        return _STRAY
+        with contextlib.suppress(asyncio.QueueFull):  # then only the publisher learns of it
+            is_long = len(message.data) > LONG  # then the message id alone identifies the request, if there is one
+            self._misaddressed.put_nowait(replace(message, data=b"") if is_long else message)
+        return _BAD_SUBJECT
 
-    async def _refuse_strays(self) -> None:
+    async def _refuse_misaddressed(self) -> None:
+        """Refuse these jobs to their clients, too, by an event."""
         while True:
-            for request, tenant, bridge, _ in endings.addresses(await self._strays.get()):
+            for request, tenant, bridge, _ in endings.addresses(await self._misaddressed.get()):
                 subject = self.pipe.subjects.events(tenant, bridge, request)
                 if await through_outages(partial(self.pipe.broker.last, EVENTS, subject), subject) is None:
-                    event = endings.ending(request, InvalidRequest(_STRAY, param="priority"))
+                    event = endings.ending(request, InvalidRequest(_BAD_SUBJECT, param="priority"))
                     await self.pipe.emit(event, tenant=tenant, bridge=bridge, key="end")
 
     def _lane(self, message: Message) -> tuple[Priority, str]:
         priority, tenant = message.subject.split(".")[-2:]
         if re.fullmatch(TOKEN_PATTERN, tenant) is None:
-            raise InvalidRequest("A tenant's name holds letters, digits, '_' and '-' alone.", param="tenant")
+            raise InvalidRequest("A tenant's name may hold only letters, digits, '_' and '-'.", param="tenant")
         for known in get_args(Priority):
             if priority == known:
                 return known, tenant
-        raise InvalidRequest(_STRAY, param="priority")
+        raise InvalidRequest(_BAD_SUBJECT, param="priority")
 
     def _decode(self, message: Message) -> Job:
         try:
             return codec.decode_model(Job, message.data, message.headers.get(SCHEMA))
         except DecodeError as error:
-            raise InvalidRequest(f"The job cannot be read: {error}.", code="malformed_job") from None
+            raise InvalidRequest(f"The job is malformed: {error}.", code="malformed_job") from None
 
     async def _validate(
         self, job: Job, endpoint: Endpoint, message: Message, priority: Priority, tenant: str
@@ -153,7 +154,7 @@ class Validate(Stage):
         request = parse_request(endpoint, job.body)
         deadline = self._deadline(job.timeout or request.timeout, message, created)
         model = await self._model(request.model)
-        preparer = await self._preparer(model)
+        preparer = await self._preparers.get(model)
         prepare = partial(
             preparer.prepare,
             request,
@@ -185,7 +186,7 @@ class Validate(Stage):
         )
 
     async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:
-        """Have the stage tools take turns with the model; each comes here again as a chat request."""
+        """Hand a response to the stage `tools`, which sends each turn of the model through here as a chat request."""
         created = self.pipe.now()
         request = parse_responses(job.body)
         await self._model(request.model)
@@ -193,8 +194,8 @@ class Validate(Stage):
         if job.id is None:
             name = f"resp_{hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()}"
         if not is_response(name):
-            raise InvalidRequest("The id of a response is resp_ and 32 hexadecimal digits.", param="id")
-        request.sources()  # it may refuse
+            raise InvalidRequest("The id of a response must be resp_ and 32 hexadecimal digits.", param="id")
+        request.sources()  # raises `InvalidRequest`
         deadline = self._deadline(job.timeout or request.timeout, message, created)
         loop = LoopJob(
             id=name,
@@ -206,16 +207,14 @@ class Validate(Stage):
             body=job.body,
         )
         await self._quotas.check(tenant, len(message.data))
-        subject, headers = (
-            self.pipe.subjects.tools(priority, tenant),
-            {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB},
-        )
+        subject = self.pipe.subjects.tools(priority, tenant)
+        headers = {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB}
         try:
             await self.pipe.broker.publish(subject, codec.encode(loop), message_id=f"{tenant}.{name}", headers=headers)
-        except StreamFull as error:  # to wait here would hold up the turns that make room there
+        except StreamFull as error:  # waiting here would block the turns that make room there
             if error.storage:
                 raise StorageFull(STORE_FULL) from None
-            raise Overloaded("Too many responses are under way.", retry_after=1.0) from None
+            raise Overloaded("Too many responses are in progress; try again later.", retry_after=1.0) from None
 
     async def _model(self, name: str) -> ModelCard:
         model = await self.pipe.registry.find(name)
@@ -231,40 +230,18 @@ class Validate(Stage):
         except ValueError:
             deadline = math.nan
         if not math.isfinite(deadline):
-            raise InvalidRequest(f"The header {DEADLINE} must hold Unix seconds.", param="deadline")
+            raise InvalidRequest(f"The header {DEADLINE} must be a time in Unix seconds.", param="deadline")
         longest = self.pipe.settings.longest_timeout
-        if deadline > created + longest + CLOCKS:
+        if deadline > created + longest + MAX_CLOCK_SKEW:
             raise InvalidRequest(
-                f"The request may take {longest:g} s at most: what was said of it is kept no longer. Ask for less, or "
-                "have the setting events_ttl raised.",
+                f"A request may take {longest:g} s at most, as its events are stored no longer. Ask for less, or have "
+                "the operator raise the setting events_ttl.",
                 param="timeout",
             )
         if deadline <= created:
-            raise DeadlineExceeded("The deadline passed before the job was looked at.")
+            raise DeadlineExceeded("The deadline passed before the job was validated.")
         return deadline
 
     @property
     def _default_timeout(self) -> float:
         return min(self.pipe.settings.default_timeout, self.pipe.settings.longest_timeout)
-
-    async def _preparer(self, model: ModelCard) -> Preparer:
-        """Raises `ModelLoadError` where this machine cannot load the model's tokenizer."""
-        try:
-            return await asyncio.shield(self._load(_key(model)))
-        except Exception:
-            self._preparers.pop(_key(model), None)  # the next request tries again
-            raise
-
-    def _load(self, key: _Key) -> asyncio.Task[Preparer]:
-        if key not in self._preparers:
-            self._preparers[key] = asyncio.create_task(self._prepare(key))
-        return self._preparers[key]
-
-    async def _prepare(self, key: _Key) -> Preparer:
-        preparer = await asyncio.to_thread(load_preparer, *key)
-        self._loaded()
-        return preparer
-
-
-def _key(model: ModelCard) -> _Key:
-    return model.source, model.backend, model.tool_format, model.reasoning_format

@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
 EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer.py": {"engine"},
     "stages/relay.py": {"engine"},
-    "stages/validate.py": {"engine.grammar.checker", "engine.prepare", "engine.text.tokenizer"},
+    "stages/validate.py": {"engine.grammar.checker", "engine.preparers", "engine.text.tokenizer"},
     "stages/stream.py": {"engine.text.answer_reader"},
     "composition.py": set(ARROWS),
     "__main__.py": {"api.terminal.lazy"},  # all else when a command is invoked

@@ -1,6 +1,6 @@
-"""An HTTP answer made of a request's events: its status waits for the first one, its end for the last.
+"""HTTP responses made of a request's events. The status waits for the first event, the end for the last.
 
-A client that leaves, at whatever moment, cancels its request, unless it has said that it will come back.
+A client that disconnects cancels its request, unless the request is resumable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def error_response(error: ErrorBody, request: str | None = None) -> Response:
 
 
 class EventStream(Response):
-    """Sends a request's events as SSE. What they look like is a subclass's to say, and how a refusal is told."""
+    """Sends a request's events as SSE. Subclasses render the events and say which of them refuse the request."""
 
     def __init__(self, reading: Reading | ResponseReading, *, keepalive: float, progress: Progress | None) -> None:
         super().__init__()
@@ -55,15 +55,15 @@ class EventStream(Response):
 
     @abstractmethod
     def _chunks(self, event: Event) -> list[bytes]:
-        """The SSE messages for one event."""
+        """Render one event as SSE messages."""
 
     def _refusal(self, event: Event) -> ErrorBody | None:
-        """What is answered with a status of its own, if this is among the first events."""
+        """The error that this event answers the request with; it decides the status if it is among the first events."""
         return None
 
     def _reached(self, events: list[Event]) -> bool:
-        """Whether the answer may begin, now that these events are there."""
-        # What the client had last may still be on its way to the stream.
+        """Whether the response may begin, now that these events have arrived."""
+        # The event after which the client resumes may not be stored yet.
         return self._progress is None or self._progress.reached
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +74,11 @@ class EventStream(Response):
             body += self._render(events)
             reached = self._reached(events)
             if not reached and not error and self._reading.ended:
-                error = ErrorBody.of(invalid_event_id("The stream does not go as far as Last-Event-ID says."))
+                error = ErrorBody.of(
+                    invalid_event_id(
+                        "Last-Event-ID is beyond the end of the stream; send the id of an event that you received."
+                    )
+                )
             if reached or error:
                 break
         if error is not None:
@@ -92,10 +96,10 @@ class EventStream(Response):
                 return
             body = self._render(await self._reading.take(max(0.0, silent_until - clock())))
             if not body and not self._reading.ended and clock() >= silent_until:
-                body = self._comment("ping")  # so that proxies and clients do not give up
+                body = self._comment("ping")  # so that proxies and clients do not time out
 
     def _render(self, events: list[Event]) -> bytes:
-        # Of the places in a queue, only the newest is news.
+        # Of several positions in the queue, send only the newest.
         return b"".join(
             chunk
             for event in events
@@ -104,8 +108,8 @@ class EventStream(Response):
         )
 
     def _comment(self, text: str) -> bytes:
-        # The official client keeps an id, as the standard says, but then takes the blank line behind a comment for a
-        # message without data, and fails. No blank line is needed: it skips the comment as a part of the next message.
+        # The official client remembers the last id, as the standard says, but then takes a blank line after a comment
+        # for a message without data, and fails. Without the blank line the comment belongs to the next message.
         return f": {text}\n".encode() + (b"" if self._progress else b"\n")
 
     def _identified(self, message: bytes) -> bytes:
@@ -121,7 +125,7 @@ class EventStream(Response):
 
 
 class Answer(EventStream):
-    """OpenAI's answer: SSE with `streaming`, or one JSON body. `status`: with news of the queue."""
+    """OpenAI's response: SSE with `streaming`, or one JSON body; `status` adds events with the queue position."""
 
     def __init__(
         self,
@@ -154,10 +158,10 @@ class Answer(EventStream):
             case Token():
                 if progress is None:
                     return list(renderer.chunks(event))
-                had, news = progress.split(event)
-                if had is not None:
-                    list(renderer.chunks(had))  # so that it knows what came before
-                return [self._identified(chunk) for chunk in renderer.chunks(news)] if news is not None else []
+                sent, unsent = progress.split(event)
+                if sent is not None:
+                    list(renderer.chunks(sent))  # brings the renderer's state up to date
+                return [self._identified(chunk) for chunk in renderer.chunks(unsent)] if unsent is not None else []
             case Done():
                 *usage, end = renderer.end(event)
                 if progress is not None:

@@ -1,4 +1,4 @@
-"""The HTTP bridge: OpenAI's paths in front of the pipeline. It checks little: what a body means is validate's work."""
+"""The HTTP bridge: OpenAI's paths in front of the pipeline. The stage `validate` checks what the bodies mean."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..bridge.bridge import Bridge
 from .answers import error_response
 from .batches import add_batches
 from .browsers import Browsers, is_loopback
-from .completions import add_generation
+from .completions import add_completions
 from .conversations import add_conversations
 from .embeddings import add_embeddings
 from .files import add_files
@@ -35,68 +35,65 @@ from .ignored import HEADER, Ignored
 from .keys import Authentication, Keys
 from .messages import add_messages
 from .openapi import complete, refusals
+from .preparers import Preparers
 from .requests import Gateway
 from .responses import add_responses
 from .streams import add_streams
-from .tokens import Preparers, add_tokens
+from .tokens import add_tokens
 
-_EXPOSED = (
-    "x-request-id",
-    "retry-after",
-    "retry-after-ms",
-    "x-should-retry",
-    HEADER,
-)  # headers that a web page may read
+_NOT_READY = {"description": "Not ready yet, or shutting down."}
+# Response headers that a web page may read.
+_EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", HEADER)
 
 
 def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Settings, version: str) -> FastAPI:
-    """The ASGI application; whoever calls this starts `bridge` and runs `registry`.
+    """The ASGI application. The caller starts `bridge` and runs `registry`.
 
-    Raises `ConfigurationError` for API keys that cannot be read.
+    Raises `ConfigurationError` for malformed API keys.
     """
     app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
-    _add_errors(app)
-    _add_edges(app, settings)
-    gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota))
-    add_generation(app, gateway)
-    add_embeddings(app, gateway)
+    _add_error_handlers(app)
+    _add_middleware(app, settings)
     preparers = Preparers(registry)
-    add_generate(app, gateway, preparers)
-    add_tokens(app, gateway, preparers)
+    gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota), preparers)
+    add_completions(app, gateway)
+    add_embeddings(app, gateway)
+    add_generate(app, gateway)
+    add_tokens(app, gateway)
     add_files(app, gateway)
     add_batches(app, gateway)
     add_responses(app, gateway)
     add_conversations(app, gateway)
-    add_messages(app, gateway, preparers)
+    add_messages(app, gateway)
 
     @app.get("/models", tags=["openai"])
     @app.get("/v1/models", tags=["openai"])
     async def models() -> Any:
-        """Every model that can be asked for."""
+        """List the models that are served."""
         return {"object": "list", "data": [_model(card) for card in registry.models.values()]}
 
     @app.get("/v1/models/{name:path}", tags=["openai"], responses=refusals(404))
     async def model(name: str) -> Any:
-        """One model."""
+        """Show a model."""
         return _model(await preparers.card(name))
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:
-        """The process answers."""
+        """Answer 200 while the process runs."""
         return {"status": "live"}
 
-    @app.get("/health", tags=["health"], responses={503: {"description": "Not yet, or no more."}})
-    @app.get("/health/ready", tags=["health"], responses={503: {"description": "Not yet, or no more."}})
+    @app.get("/health", tags=["health"], responses={503: _NOT_READY})
+    @app.get("/health/ready", tags=["health"], responses={503: _NOT_READY})
     async def ready() -> Any:
-        """A request would be answered now; otherwise 503 with what is missing.
+        """Answer 200 if a request would be answered now; otherwise 503 with what is `missing`.
 
-        Custom stages need not say that they live, so those of which nothing was heard are `unseen`, and no more.
-        `slow_paths` says, by worker, which fast paths its model does not take, and why.
+        A custom stage need not send heartbeats, so one without them is `unseen`, not `missing`. `slow_paths` says for
+        each worker which fast paths its model cannot take, and why.
         """
         if bridge.draining:
             return JSONResponse({"status": "stopping"}, 503)
         absent = registry.missing(settings.pipeline) if broker.connected else ["broker"]
-        if "stream" not in absent:  # which runs only with all the filters
+        if "stream" not in absent:  # which runs only while every filter does
             absent = [part for part in absent if part not in settings.filters]
         unseen = [stage for stage in absent if stage in settings.job_stages and stage not in BUILT_IN_STAGES]
         missing = [part for part in absent if part not in unseen]
@@ -120,8 +117,8 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _add_edges(app: FastAPI, settings: Settings) -> None:
-    """What stands before every path, the innermost first."""
+def _add_middleware(app: FastAPI, settings: Settings) -> None:
+    """Add the middleware of every path, the innermost first."""
     keys = settings.api_keys is not None or settings.api_keys_file is not None
     if keys:
         app.add_middleware(Authentication, keys=Keys(settings.api_keys or (), settings.api_keys_file))
@@ -140,7 +137,7 @@ def _add_edges(app: FastAPI, settings: Settings) -> None:
 
 
 class _RequestIds:
-    """ASGI middleware: every answer has an `x-request-id`, always of our own making."""
+    """ASGI middleware: every response has an `x-request-id` that Penstock made; a client cannot choose it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -154,40 +151,42 @@ class _RequestIds:
         await self.app(scope, receive, named if scope["type"] == "http" else send)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(_: Request, error: Refusal) -> Response:
         response = error_response(ErrorBody.of(error))
         if error.status in (409, 507) or error.code == NO_SPACE:
-            response.headers["x-should-retry"] = "false"  # else the official client asks twice more
+            response.headers["x-should-retry"] = "false"  # else the official client retries twice
         if error.code == "body_timeout":
-            response.headers["connection"] = "close"  # what is still to come of the body must not hold it
+            response.headers["connection"] = "close"  # the rest of the body must not keep it open
         return response
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: Exception) -> Response:
-        return error_response(ErrorBody(499, "The client left.", "cancelled_error", "cancelled"))  # read by nobody
+        return error_response(
+            ErrorBody(499, "The client disconnected.", "cancelled_error", "cancelled")
+        )  # no client reads it
 
     @app.exception_handler(BrokerUnavailable)
     async def away(_: Request, error: Exception) -> Response:
-        refusal = Overloaded("The message broker does not answer.", code="broker_away", retry_after=2.0)
+        refusal = Overloaded(
+            "The message broker does not answer; try again later.", code="broker_away", retry_after=2.0
+        )
         return error_response(ErrorBody.of(refusal))
 
     @app.exception_handler(StreamFull)
     async def full(_: Request, error: StreamFull) -> Response:
-        refusal = (
-            StorageFull(STORE_FULL) if error.storage else Overloaded("Too many messages are waiting.", retry_after=1.0)
-        )
-        return error_response(ErrorBody.of(refusal))
+        busy = Overloaded("Too many messages are waiting; try again later.", retry_after=1.0)
+        return error_response(ErrorBody.of(StorageFull(STORE_FULL) if error.storage else busy))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
         if error.status_code == 405:
             headers["Allow"] = ", ".join(_methods(request))
-            text, code = f"this path takes another method: {headers['Allow']}.", "method_not_allowed"
+            text, code = f"this path has only the methods {headers['Allow']}.", "method_not_allowed"
         else:
-            text, code = "no such path. See /docs for those there are.", "not_found"
+            text, code = "no such path; see /docs for the list.", "not_found"
         text = f"{request.method} {request.url.path}: {text}"
         response = error_response(ErrorBody(error.status_code, text, "invalid_request_error", code))
         response.headers.update(headers)
@@ -195,11 +194,18 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
-        return error_response(ErrorBody(500, "Penstock failed to answer.", "server_error", "internal_error"))
+        return error_response(
+            ErrorBody(
+                500,
+                "Penstock could not answer because of an internal error; see its log.",
+                "server_error",
+                "internal_error",
+            )
+        )
 
 
 def _methods(request: Request) -> list[str]:
-    """What a request's path takes; a route by itself knows its own alone."""
+    """The methods of a request's path, over all of its routes."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     found = (route.methods or () for route in routes if route.matches(request.scope)[0] != Match.NONE)
     return sorted(set().union(*found))

@@ -1,12 +1,12 @@
-"""What a browser may ask for a web page.
+"""Which requests of browsers are allowed.
 
-A page of anywhere can make its visitor's browser send requests to a server on that visitor's machine or network. The
-browser names the page in `Origin`, or says in `Sec-Fetch-Site` how far away it is; programs send neither, and nothing
-here concerns them but the check of `Host`.
+Any web page can make its visitor's browser send requests to a server on the visitor's machine or network. The browser
+names the page in `Origin`, or says in `Sec-Fetch-Site` how it relates to the server. Other programs send neither, so
+that only the check of `Host` applies to them.
 
-A name that its owner points at this machine makes a foreign page look like one of ours (DNS rebinding). So a server on
-a loopback address answers to that address and to `localhost` alone. One on the network cannot know its names: it needs
-API keys, which no foreign page has.
+An attacker can point a name of theirs at this machine, which makes their page look like one of ours (DNS rebinding). So
+a server on a loopback address answers only to that address and to `localhost`. A server on the network cannot know its
+names: it needs API keys, which no foreign page has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class Browsers:
-    """ASGI middleware: refuses what browsers bring from pages other than ours and those of `origins` (`*`: any).
+    """ASGI middleware: refuses requests of web pages other than ours and those of `origins` (`*`: any page).
 
     `local`: the server listens on a loopback address.
     """
@@ -51,8 +51,8 @@ class Browsers:
         hosts = headers.getlist("host")
         if self._local and not all(map(self._is_ours, hosts)):
             raise Forbidden(
-                f"This server is not called {hosts[0]!r:.200}: it listens on a loopback address. Ask for localhost, or "
-                "start it with --cors-origins https://NAME to have it answer to a name.",
+                f"This server listens on a loopback address and does not answer to the name {hosts[0]!r:.200}. Ask for "
+                "localhost, or start it with --cors-origins https://NAME.",
                 code="foreign_host",
             )
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
@@ -60,7 +60,7 @@ class Browsers:
             self._check_origin(origin.lower(), hosts)
         elif site in ("cross-site", "same-site") and "*" not in self._origins:
             is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
-            if not is_link:  # whose answer is shown to a person, and not to the page
+            if not is_link:  # the browser shows the answer to its user, not to the page
                 raise _foreign("A web page of another origin", "ORIGIN")
         if (origin is not None or site is not None) and _has_body(headers):
             _check_type(headers.get("content-type", ""))
@@ -70,9 +70,9 @@ class Browsers:
             return
         scheme, _, address = origin.partition("://")
         port = _DEFAULT_PORTS.get(scheme, ":")
-        # A proxy in front may speak TLS, so that the scheme tells nothing.
+        # A proxy in front may speak TLS, so the schemes may differ.
         if not address or address.removesuffix(port) not in (host.lower().removesuffix(port) for host in hosts):
-            # `null` is what a browser calls pages without an address: those of files, and sandboxed ones.
+            # Browsers send `null` for pages without an address: local files and sandboxed pages.
             page = "A web page without an address" if origin == "null" else f"The web page {origin!r:.200}"
             raise _foreign(page, "*" if origin == "null" else origin[:200])
 
@@ -84,11 +84,11 @@ class Browsers:
             ipaddress.ip_address(name)
         except ValueError:
             return False
-        return True  # an address cannot be pointed elsewhere
+        return True  # an attacker cannot rebind an address
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` is reached from this machine alone."""
+    """Whether a server that listens on `host` can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -109,11 +109,11 @@ def _has_body(headers: Headers) -> bool:
 
 def _check_type(given: str) -> None:
     kind = given.partition(";")[0].strip().lower()
-    # A form's file comes as multipart, which is no JSON; for JSON a browser must first ask whether it may.
+    # A form uploads a file as multipart. A browser sends JSON to another origin only after a CORS preflight.
     if kind not in ("application/json", "multipart/form-data") and not (
         kind.startswith("application/") and kind.endswith("+json")
     ):
-        raise NotJson("A browser must send its JSON as Content-Type: application/json.")
+        raise NotJson("Send JSON from a browser with the header Content-Type: application/json.")
 
 
 def _foreign(page: str, origin: str) -> Forbidden:

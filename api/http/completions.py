@@ -19,13 +19,13 @@ from .requests import Gateway, open_request, read_object
 ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
 
 
-def add_generation(app: FastAPI, gateway: Gateway) -> None:
+def add_completions(app: FastAPI, gateway: Gateway) -> None:
     for endpoint in ENDPOINTS:
         extra = documented(KINDS[endpoint])
-        app.post(endpoint, tags=["openai"], name=endpoint, openapi_extra=extra)(_generation(endpoint, gateway))
+        app.post(endpoint, tags=["openai"], name=endpoint, openapi_extra=extra)(_route(endpoint, gateway))
 
 
-def _generation(endpoint: Endpoint, gateway: Gateway) -> Any:
+def _route(endpoint: Endpoint, gateway: Gateway) -> Any:
     async def generate(request: Request) -> Response:
         body = await read_object(request, gateway.settings, KINDS[endpoint])
         reading, progress, status = await open_request(request, gateway, endpoint, body, PREFIX[endpoint])

@@ -1,7 +1,7 @@
-"""HTTP connections within limits: how many there are, how long a request's head may be and take, and how long a client
-may leave an answer unread.
+"""HTTP connections with limits that uvicorn lacks: their number, the size and time of a request's head, and the time
+that a client may leave a response unread.
 
-uvicorn has none of these. The body's size and time are `requests.read_body`'s.
+`requests.read_body` limits the size and time of the body.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from .answers import error_response
 
 log = structlog.get_logger(__name__)
 
-LINGER = 2.0  # seconds in which a client that was refused may read why
-MOST_PIPELINED = 16  # requests that one connection sends ahead
-QUIET = 10.0  # seconds between two warnings
+LINGER = 2.0  # seconds that a refused client has to read the error
+MAX_PIPELINED = 16  # requests that one connection may send ahead
+WARNING_INTERVAL = 10.0  # seconds
 
 
 class Connections:
-    """How many connections there are, in total and from each address; of IPv6, from each network of 64 bits."""
+    """Counts the connections, in total and by address; an IPv6 network of 64 bits counts as one address."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.total = 0
         self._by_address: Counter[str] = Counter()
-        self._warned = -QUIET
+        self._warned = -WARNING_INTERVAL
 
     def admit(self, address: str) -> bool:
-        """Count one more, unless there is no room for it."""
+        """Count one more connection, unless that exceeds a limit."""
         settings = self.settings
         if self.total < settings.max_connections and self._by_address[address] < settings.max_connections_per_address:
             self.total += 1
             self._by_address[address] += 1
             return True
-        if time.monotonic() - self._warned >= QUIET:
+        if time.monotonic() - self._warned >= WARNING_INTERVAL:
             self._warned = time.monotonic()
-            log.warning("connections are refused", address=address, here=self._by_address[address], total=self.total)
+            count = self._by_address[address]
+            log.warning("connections refused", address=address, from_address=count, total=self.total)
         return False
 
     def leave(self, address: str) -> None:
@@ -59,7 +60,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with an end to whatever a client could draw out."""
+    """uvicorn's connection, with a timeout for everything that a client could delay."""
 
     def __init__(
         self,
@@ -73,22 +74,22 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._connections = connections
         self._settings = connections.settings
-        self._address: str | None = None  # where it counts; set by connection_made
-        self._timer: asyncio.TimerHandle | None = None  # of what the client must do next
-        self._unread: asyncio.TimerHandle | None = None  # of what it must read
+        self._address: str | None = None  # under which it is counted; set by connection_made
+        self._timer: asyncio.TimerHandle | None = None  # until the client must have sent something
+        self._unread: asyncio.TimerHandle | None = None  # until the client must have read what was written
         self._refused = False
-        self._in_head = False  # between the first byte of a request and the last one of its headers
-        self._in_body = False  # from there to its end
+        self._in_head = False  # between the first byte of a request and the end of its headers
+        self._in_body = False  # between the end of the headers and the end of the body
         self._fields = 0  # bytes of the URL and headers of this request, trailers included
-        self._waiting = 0  # bytes that have made neither a head nor a part of a body yet
-        self._advanced = False  # the bytes at hand have; set by the parser's callbacks
-        self._is_rest = False  # the bytes at hand begin within a body
+        self._waiting = 0  # received bytes that complete neither a head nor a part of a body yet
+        self._advanced = False  # whether the current bytes completed something; set by the parser's callbacks
+        self._is_rest = False  # whether the current bytes begin within a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         address = _network(get_remote_addr(transport))
         if not self._connections.admit(address):
             self.transport = transport
-            self._refuse(503, "too_many_connections", "Too many connections; close some, or try again later.")
+            self._refuse(503, "too_many_connections", "Too many connections; close some or try again later.")
             return
         self._address = address
         super().connection_made(transport)
@@ -112,7 +113,7 @@ class Connection(HttpToolsProtocol):
         if self._timer is None and not self._busy and not self._refused:  # the rest of a body, or line ends
             self._await_client(self._settings.header_timeout)
 
-    # What the parser finds
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -132,7 +133,7 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         self._in_head, self._in_body, self._advanced = False, True, True
-        if len(self.pipeline) >= MOST_PIPELINED:
+        if len(self.pipeline) >= MAX_PIPELINED:
             self._refused = True
             self.transport.abort()
             return
@@ -150,16 +151,16 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         super().on_message_complete()
-        if not self._busy:  # it was answered before it had ended
+        if not self._busy:  # the response was complete before the request
             self._await_client(self._settings.idle_timeout)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "invalid_http", "This is not HTTP/1.1 as its specification has it.")
+        self._refuse(400, "invalid_http", "The request is not valid HTTP/1.1.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered as if it had not asked for another protocol, as the specification has it."""
+        """Ignore the wish for another protocol, as the specification allows."""
 
-    # What the client does with the answer
+    # Callbacks of the transport
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -184,7 +185,7 @@ class Connection(HttpToolsProtocol):
     def _check_head(self, size: int) -> None:
         most = self._settings.max_header_size
         if size > most and not self._refused:
-            message = f"The request's line and headers have more than {most} bytes; the setting max_header_size has it."
+            message = f"The request's line and headers exceed {most} bytes, the limit of the setting max_header_size."
             self._refuse(431, "headers_too_large", message)
 
     def _await_client(self, seconds: float) -> None:
@@ -200,9 +201,9 @@ class Connection(HttpToolsProtocol):
             self._end()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Say why, and take nothing more from this client."""
+        """Answer with an error, and read nothing more from this client."""
         self._refused = True
-        if self._busy:  # nothing may stand within the answer that is on its way
+        if self._busy:  # an error must not interrupt a response that has begun
             self.transport.abort()
             return
         kind = "overloaded_error" if status == 503 else "invalid_request_error"
@@ -210,7 +211,7 @@ class Connection(HttpToolsProtocol):
         response.headers["connection"] = "close"
         lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
         self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", bytes(response.body)]))
-        # To close at once, with bytes still unread, would reset the connection, and the client never read the answer.
+        # Closing at once, with bytes unread, would reset the connection before the client has read the error.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         if self.flow is not None:
@@ -219,7 +220,7 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER, self.transport.abort)
 
     def _end(self) -> None:
-        """Close, once what was written has been read; not everybody does."""
+        """Close once the client has read what was written; abort after `write_timeout`."""
         self._cancel(self._timer, self._unread)
         self.transport.close()
         self._unread = self.loop.call_later(self._settings.write_timeout, self.transport.abort)
@@ -232,18 +233,19 @@ class Connection(HttpToolsProtocol):
 
 
 def protocol(settings: Settings) -> Callable[..., Connection]:
-    """What uvicorn makes of each connection; they are counted together."""
+    """A factory of connections for uvicorn; all of them are counted together."""
     connections = Connections(settings)
 
-    def made(**given: Any) -> Connection:
+    def connect(**given: Any) -> Connection:
         return Connection(**given, connections=connections)
 
-    return made
+    return connect
 
 
 def _network(client: tuple[str, int] | None) -> str:
+    """The address under which a client is counted."""
     if client is None:
-        return ""  # of a Unix socket
+        return ""  # a Unix socket
     address = client[0].partition("%")[0]
     if ":" not in address:
         return address

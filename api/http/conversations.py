@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/conversations`: items that responses read and add to."""
+"""OpenAI's `/v1/conversations`: items that responses read and append to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ...schemas.openai.items import InputItem, input_items
 from ...streams.stores.conversations import Conversation, Conversations
 from .files import page
 from .openapi import body_of, refusals
-from .requests import Gateway, read_parsed, tenant_of
+from .requests import Gateway, Routes, read_parsed, tenant_of
 
-MOST_ITEMS = 20  # that one request adds
+MAX_ITEMS = 20  # that one request may add
 
 Metadata = Annotated[dict[str, str], Field(max_length=16)]
-_FAULTS = refusals(400, 404, 408, 413, 429, 503, 507)
+_REFUSALS = refusals(400, 404, 408, 413, 429, 503, 507)
 
 
 class ConversationBody(Body):
-    items: Annotated[list[InputItem], Field(max_length=MOST_ITEMS)] | None = None
+    items: Annotated[list[InputItem], Field(max_length=MAX_ITEMS)] | None = None
     metadata: Metadata | None = None
 
 
@@ -34,81 +34,85 @@ class MetadataBody(Body):
 
 
 class ItemsBody(Body):
-    items: Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS)]
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 def add_conversations(app: FastAPI, gateway: Gateway) -> None:
     path = "/v1/conversations/{id}"
+    routes = ConversationRoutes(gateway)
+    body = body_of(ConversationBody)
+    app.post("/v1/conversations", tags=["openai"], openapi_extra=body, responses=_REFUSALS)(routes.create)
+    app.get(path, tags=["openai"], responses=_REFUSALS)(routes.retrieve)
+    app.post(path, tags=["openai"], openapi_extra=body_of(MetadataBody), responses=_REFUSALS)(routes.update)
+    app.delete(path, tags=["openai"], responses=_REFUSALS)(routes.delete)
+    app.post(f"{path}/items", tags=["openai"], openapi_extra=body_of(ItemsBody), responses=_REFUSALS)(routes.add)
+    app.get(f"{path}/items", tags=["openai"], responses=_REFUSALS)(routes.items)
+    app.get(f"{path}/items/{{item}}", tags=["openai"], responses=_REFUSALS)(routes.item)
+    app.delete(f"{path}/items/{{item}}", tags=["openai"], responses=_REFUSALS)(routes.remove)
 
-    @app.post("/v1/conversations", tags=["openai"], openapi_extra=body_of(ConversationBody), responses=_FAULTS)
-    async def create(request: Request) -> Any:
-        """Begin a conversation."""
-        asked = await read_parsed(ConversationBody, request, gateway.settings)
-        await gateway.quotas.check(tenant_of(request), _length(request))
+
+class ConversationRoutes(Routes):
+    async def create(self, request: Request) -> Any:
+        """Create a conversation."""
+        asked = await read_parsed(ConversationBody, request, self._settings)
+        await self._gateway.quotas.check(tenant_of(request), _length(request))
         made = Conversation(id=f"conv_{uuid.uuid4().hex}", created_at=int(time.time()), metadata=asked.metadata or {})
-        store, tenant = await Conversations.of(gateway.broker), tenant_of(request)
+        store, tenant = await Conversations.of(self._broker), tenant_of(request)
         await store.create(tenant, made)
         if asked.items:
             await _add(store, tenant, made.id, asked.items)
         return _shown(made)
 
-    @app.get(path, tags=["openai"], responses=_FAULTS)
-    async def retrieve(id: str, request: Request) -> Any:
-        """What is known of a conversation, but for its items."""
-        return _shown((await _find(id, request))[1])
+    async def retrieve(self, id: str, request: Request) -> Any:
+        """Show a conversation, without its items."""
+        return _shown((await self._find(id, request))[1])
 
-    @app.post(path, tags=["openai"], openapi_extra=body_of(MetadataBody), responses=_FAULTS)
-    async def update(id: str, request: Request) -> Any:
-        """Give it other metadata."""
-        asked = await read_parsed(MetadataBody, request, gateway.settings)
-        store, _ = await _find(id, request)
+    async def update(self, id: str, request: Request) -> Any:
+        """Replace a conversation's metadata."""
+        asked = await read_parsed(MetadataBody, request, self._settings)
+        store, _ = await self._find(id, request)
         new = {"metadata": asked.metadata or {}}
-        return _shown(_there(id, await store.change(tenant_of(request), id, lambda one: one.model_copy(update=new))))
+        return _shown(_existing(id, await store.change(tenant_of(request), id, lambda one: one.model_copy(update=new))))
 
-    @app.delete(path, tags=["openai"], responses=_FAULTS)
-    async def delete(id: str, request: Request) -> Any:
-        """Forget a conversation and its items; the responses stay."""
-        store, found = await _find(id, request)
+    async def delete(self, id: str, request: Request) -> Any:
+        """Delete a conversation and its items, but not its responses."""
+        store, found = await self._find(id, request)
         await store.delete(tenant_of(request), found)
         return {"id": id, "object": "conversation.deleted", "deleted": True}
 
-    @app.post(f"{path}/items", tags=["openai"], openapi_extra=body_of(ItemsBody), responses=_FAULTS)
-    async def add(id: str, request: Request) -> Any:
-        """Add items at the end."""
-        asked = await read_parsed(ItemsBody, request, gateway.settings)
-        store, _ = await _find(id, request)
-        await gateway.quotas.check(tenant_of(request), _length(request))
+    async def add(self, id: str, request: Request) -> Any:
+        """Append items to a conversation."""
+        asked = await read_parsed(ItemsBody, request, self._settings)
+        store, _ = await self._find(id, request)
+        await self._gateway.quotas.check(tenant_of(request), _length(request))
         items = await _add(store, tenant_of(request), id, asked.items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
         return {"object": "list", "data": items, **ends}
 
-    @app.get(f"{path}/items", tags=["openai"], responses=_FAULTS)
-    async def items(id: str, request: Request) -> Any:
-        """Its items, in pages."""
-        store, found = await _find(id, request)
+    async def items(self, id: str, request: Request) -> Any:
+        """List a conversation's items, in pages."""
+        store, found = await self._find(id, request)
         return page(request, await store.items(tenant_of(request), found), default=20, most=100)
 
-    @app.get(f"{path}/items/{{item}}", tags=["openai"], responses=_FAULTS)
-    async def item(id: str, item: str, request: Request) -> Any:
-        """One of its items."""
-        store, found = await _find(id, request)
-        return _one(await store.items(tenant_of(request), found), item)
+    async def item(self, id: str, item: str, request: Request) -> Any:
+        """Show an item of a conversation."""
+        store, found = await self._find(id, request)
+        return _item(await store.items(tenant_of(request), found), item)
 
-    @app.delete(f"{path}/items/{{item}}", tags=["openai"], responses=_FAULTS)
-    async def remove(id: str, item: str, request: Request) -> Any:
-        """Take an item out."""
-        store, found = await _find(id, request)
-        _one(await store.items(tenant_of(request), found), item)
+    async def remove(self, id: str, item: str, request: Request) -> Any:
+        """Delete an item of a conversation."""
+        store, found = await self._find(id, request)
+        _item(await store.items(tenant_of(request), found), item)
 
         def without(one: Conversation) -> Conversation:
             return one.model_copy(update={"removed": (*one.removed, item)})
 
-        return _shown(_there(id, await store.change(tenant_of(request), id, without)))
+        return _shown(_existing(id, await store.change(tenant_of(request), id, without)))
 
-    async def _find(id: str, request: Request) -> tuple[Conversations, Conversation]:
-        store = await Conversations.of(gateway.broker)
-        known = re.fullmatch("conv_[0-9a-f]{32}", id)
-        return store, _there(id, await store.read(tenant_of(request), id) if known else None)
+    async def _find(self, id: str, request: Request) -> tuple[Conversations, Conversation]:
+        store = await Conversations.of(self._broker)
+        valid = re.fullmatch("conv_[0-9a-f]{32}", id)
+        return store, _existing(id, await store.read(tenant_of(request), id) if valid else None)
 
 
 async def _add(store: Conversations, tenant: str, id: str, given: list[InputItem]) -> list[dict[str, Any]]:
@@ -119,12 +123,12 @@ async def _add(store: Conversations, tenant: str, id: str, given: list[InputItem
 
 
 def _length(request: Request) -> int:
-    """About what its body is stored as."""
+    """The length of the body in bytes, about what storing it takes."""
     declared = request.headers.get("content-length", "")
     return int(declared[:20]) if declared.isdecimal() else 0
 
 
-def _there(id: str, found: Conversation | None) -> Conversation:
+def _existing(id: str, found: Conversation | None) -> Conversation:
     if found is None:
         raise StreamNotFound(
             f"There is no conversation {id[:100]!r}.", code="conversation_not_found", param="conversation_id"
@@ -132,11 +136,11 @@ def _there(id: str, found: Conversation | None) -> Conversation:
     return found
 
 
-def _one(items: list[dict[str, Any]], id: str) -> dict[str, Any]:
+def _item(items: list[dict[str, Any]], id: str) -> dict[str, Any]:
     for item in items:
         if item["id"] == id:
             return item
-    raise StreamNotFound(f"There is no item {id[:100]!r} here.", code="item_not_found", param="item_id")
+    raise StreamNotFound(f"The conversation has no item {id[:100]!r}.", code="item_not_found", param="item_id")
 
 
 def _shown(conversation: Conversation) -> dict[str, Any]:

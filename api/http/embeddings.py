@@ -16,7 +16,7 @@ from .requests import Gateway, open_request, read_object
 def add_embeddings(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/embeddings", tags=["openai"], openapi_extra=documented(EmbeddingRequest))
     async def embed(request: Request) -> Response:
-        """OpenAI's `/v1/embeddings`; the model is one that a worker with the backend sentence_transformers serves."""
+        """OpenAI's `/v1/embeddings`; needs a worker with the backend sentence_transformers."""
         body = await read_object(request, gateway.settings, EmbeddingRequest)
         opened = await open_request(request, gateway, "/v1/embeddings", body, PREFIX["/v1/embeddings"])
         encoded = body.get("encoding_format") == "base64"

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/files`: an object is named `<tenant>.<file>`, and says of itself what the client is told."""
+"""OpenAI's `/v1/files`. A file is an object named `<tenant>.<file>`; its metadata is what clients see."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...streams.stores.files import files_in_use, find_file, list_files, put_fil
 from ...streams.stores.objects import ObjectInfo, Objects
 from ...streams.topology import FILES
 from .openapi import refusals
-from .requests import Gateway, tenant_of
+from .requests import Gateway, Routes, tenant_of
 
 PURPOSES = ("batch", "user_data")
-SLOWEST = 16 << 10  # bytes a second of an upload, after which it is given up
-FORM_ROOM = 64 << 10  # bytes of an upload beside the file
+MIN_UPLOAD_RATE = 16 << 10  # bytes a second; a slower upload is refused
+FORM_OVERHEAD = 64 << 10  # bytes of an upload beside the file
 
 _FORM = {
     "type": "object",
@@ -45,73 +45,79 @@ _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": 
 
 
 def add_files(app: FastAPI, gateway: Gateway) -> None:
-    settings = gateway.settings
+    routes = FileRoutes(gateway)
+    refused = refusals(400, 408, 413, 429, 503, 507)
+    app.post("/v1/files", tags=["openai"], openapi_extra=_UPLOAD, responses=refused)(routes.upload)
+    app.get("/v1/files", tags=["openai"], responses=refusals(400, 503))(routes.files)
+    app.get("/v1/files/{id}", tags=["openai"], responses=refusals(404, 503))(routes.file)
+    sent = _BYTES | refusals(404, 503)
+    app.get("/v1/files/{id}/content", tags=["openai"], response_class=Response, responses=sent)(routes.content)
+    app.delete("/v1/files/{id}", tags=["openai"], responses=refusals(400, 404, 503))(routes.delete)
 
-    @app.post("/v1/files", tags=["openai"], openapi_extra=_UPLOAD, responses=refusals(400, 408, 413, 429, 503, 507))
-    async def upload(request: Request) -> Any:
-        """Keep a file; `purpose` is `batch` or `user_data`."""
-        form = await _form(request, settings.file_limit, settings.body_timeout)
+
+class FileRoutes(Routes):
+    async def upload(self, request: Request) -> Any:
+        """Upload a file; `purpose` is `batch` or `user_data`."""
+        form = await _form(request, self._settings.file_limit, self._settings.body_timeout)
         try:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile):
                 raise InvalidRequest("file is missing.", code="missing_required_parameter", param="file")
-            if (file.size or 0) > settings.file_limit:
-                raise _too_large(settings.file_limit)
+            if (file.size or 0) > self._settings.file_limit:
+                raise _too_large(self._settings.file_limit)
             if purpose not in PURPOSES:
-                raise InvalidRequest(f"purpose is one of {', '.join(PURPOSES)}.", param="purpose")
-            name, lifetime = f"{tenant_of(request)}.file-{uuid.uuid4().hex}", _lifetime(form, settings.files_ttl)
-            objects = await Objects.of(gateway.broker, FILES)
-            await gateway.quotas.check(tenant_of(request), file.size or 0)
+                raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
+            name, lifetime = f"{tenant_of(request)}.file-{uuid.uuid4().hex}", _lifetime(form, self._settings.files_ttl)
+            objects = await Objects.of(self._broker, FILES)
+            await self._gateway.quotas.check(tenant_of(request), file.size or 0)
             info = await put_file(objects, name, _chunks(file), file.filename or "file", str(purpose), lifetime)
-            assert info is not None, "nobody else has the name"
+            assert info is not None, "the name is new"
         finally:
             await form.close()
         return _shown(info)
 
-    @app.get("/v1/files", tags=["openai"], responses=refusals(400, 503))
-    async def files(request: Request) -> Any:
-        """The files there are, newest first; `purpose`, `order`, `limit` and `after` choose."""
+    async def files(self, request: Request) -> Any:
+        """List the files, newest first; `purpose`, `order`, `limit` and `after` select."""
         purpose = request.query_params.get("purpose")
-        infos = await list_files(gateway.broker, tenant_of(request))
+        infos = await list_files(self._broker, tenant_of(request))
         found = [_shown(info) for info in infos if purpose in (None, info.about["purpose"])]
         return page(request, found, default=10_000, most=10_000)
 
-    @app.get("/v1/files/{id}", tags=["openai"], responses=refusals(404, 503))
-    async def file(id: str, request: Request) -> Any:
-        """What is known of a file."""
-        return _shown(await find_file(gateway.broker, tenant_of(request), id))
+    async def file(self, id: str, request: Request) -> Any:
+        """Show a file's metadata."""
+        return _shown(await find_file(self._broker, tenant_of(request), id))
 
-    @app.get("/v1/files/{id}/content", tags=["openai"], response_class=Response, responses=_BYTES | refusals(404, 503))
-    async def content(id: str, request: Request) -> Response:
-        """The file itself."""
-        info = await find_file(gateway.broker, tenant_of(request), id)
-        data = (await Objects.of(gateway.broker, FILES)).read(info)
+    async def content(self, id: str, request: Request) -> Response:
+        """Download a file."""
+        info = await find_file(self._broker, tenant_of(request), id)
+        data = (await Objects.of(self._broker, FILES)).read(info)
         headers = {"content-length": str(info.size), "content-disposition": "attachment"}
         return StreamingResponse(data, media_type="application/octet-stream", headers=headers)
 
-    @app.delete("/v1/files/{id}", tags=["openai"], responses=refusals(400, 404, 503))
-    async def delete(id: str, request: Request) -> Any:
-        """Delete a file, unless a batch that runs needs it."""
-        info = await find_file(gateway.broker, tenant_of(request), id)
-        if info.name in await files_in_use(gateway.broker):
-            raise InvalidRequest("A batch that has not ended needs this file.", code="file_in_use", param="file_id")
-        await (await Objects.of(gateway.broker, FILES)).delete(info)
+    async def delete(self, id: str, request: Request) -> Any:
+        """Delete a file, unless a running batch needs it."""
+        info = await find_file(self._broker, tenant_of(request), id)
+        if info.name in await files_in_use(self._broker):
+            raise InvalidRequest(
+                "A running batch needs this file; cancel the batch first.", code="file_in_use", param="file_id"
+            )
+        await (await Objects.of(self._broker, FILES)).delete(info)
         return {"id": id, "object": "file", "deleted": True}
 
 
 def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, most: int) -> dict[str, Any]:
-    """OpenAI's list of `items`, which are given oldest first. Raises `InvalidRequest` for what the query asks."""
+    """The page of `items`, oldest first, that the query asks for, as OpenAI's list. Raises `InvalidRequest`."""
     query = request.query_params
     limit, order, after = query.get("limit", str(default)), query.get("order", "desc"), query.get("after")
     if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= most:
-        raise InvalidRequest(f"limit is a number from 1 to {most}.", param="limit")
+        raise InvalidRequest(f"limit must be a number from 1 to {most}.", param="limit")
     if order not in ("asc", "desc"):
-        raise InvalidRequest("order is asc or desc.", param="order")
+        raise InvalidRequest("order must be asc or desc.", param="order")
     ordered = items if order == "asc" else items[::-1]
     if after is not None:
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise InvalidRequest("after is not the id of one of these.", param="after")
+            raise InvalidRequest("after must be the id of an entry of this list.", param="after")
         ordered = ordered[ids.index(after) + 1 :]
     data = ordered[: int(limit)]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
@@ -119,9 +125,9 @@ def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, mos
 
 
 async def _form(request: Request, limit: int, patience: float) -> FormData:
-    """The form, its file on disk where it is large. Raises `PayloadTooLarge`, `DeadlineExceeded`, `InvalidRequest`."""
+    """The form; a large file is on disk. Raises `PayloadTooLarge`, `DeadlineExceeded`, `InvalidRequest`."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit + FORM_ROOM:
+    if declared.isdecimal() and int(declared[:20]) > limit + FORM_OVERHEAD:
         raise _too_large(limit)
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("Send the file as multipart/form-data.", code="invalid_form")
@@ -130,10 +136,10 @@ async def _form(request: Request, limit: int, patience: float) -> FormData:
 
     async def limited() -> Message:
         nonlocal size
-        async with asyncio.timeout_at(min(clock(), begun + size / SLOWEST) + patience):
+        async with asyncio.timeout_at(min(clock(), begun + size / MIN_UPLOAD_RATE) + patience):
             message = await request.receive()
         size += len(message.get("body", b""))
-        if size > limit + FORM_ROOM:
+        if size > limit + FORM_OVERHEAD:
             raise _too_large(limit)
         return message
 
@@ -141,24 +147,24 @@ async def _form(request: Request, limit: int, patience: float) -> FormData:
         return await Request(request.scope, limited).form(max_files=1, max_fields=8)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"Nothing more came within {patience:g} seconds, or less than {SLOWEST} bytes a second.",
+            f"The upload paused for {patience:g} seconds, or was slower than {MIN_UPLOAD_RATE} bytes a second.",
             code="body_timeout",
         ) from None
     except HTTPException as error:
-        raise InvalidRequest(f"The form cannot be read: {error.detail}", code="invalid_form") from None
+        raise InvalidRequest(f"The form is malformed: {error.detail}", code="invalid_form") from None
 
 
 def _too_large(limit: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"The file is larger than {limit} bytes; the setting file_limit allows no more.")
+    return PayloadTooLarge(f"The file exceeds {limit} bytes, the limit of the setting file_limit.")
 
 
 def _lifetime(form: FormData, most: float) -> float:
-    """Seconds that the client wants its file to live."""
+    """Seconds until the file expires. Raises `InvalidRequest`."""
     anchor, seconds = form.get("expires_after[anchor]"), str(form.get("expires_after[seconds]", ""))
     if anchor is None and not seconds:
         return most
     if anchor != "created_at" or not re.fullmatch("[0-9]{1,9}", seconds) or not 3600 <= int(seconds) <= most:
-        message = f"expires_after has the anchor created_at, and from 3600 to {int(most)} seconds."
+        message = f"expires_after must have the anchor created_at and from 3600 to {int(most)} seconds."
         raise InvalidRequest(message, param="expires_after")
     return int(seconds)
 

@@ -1,4 +1,4 @@
-"""`POST /generate`: what the OpenAI paths do, told in Penstock's own events."""
+"""`POST /generate`: what OpenAI's paths do, in Penstock's own events."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from ...schemas.openai.completions import ChatRequest, CompletionRequest, Stop
 from ..bridge.resume import Progress
 from ..render.openai import Renderer, join_calls
 from .answers import Answer
-from .ignored import known_alone
+from .ignored import known_fields
 from .openapi import documented
 from .requests import Gateway, Opened, open_request, read_object
 from .streams import Feed
-from .tokens import Preparers
 
 
 class _Events(Feed):
-    """The events from the first one on, or after what the client has; ids for whoever may resume."""
+    """The events from the first one on, or after Last-Event-ID; with ids if the client may resume."""
 
     def __init__(self, opened: Opened, keepalive: float) -> None:
         progress = opened.progress or Progress(opened.reading.request)
@@ -36,32 +35,32 @@ class _Events(Feed):
 
 
 class _Whole(Renderer):
-    """All of it as one object."""
+    """The whole generation as one JSON object."""
 
     def whole(self, tokens: list[Token], done: Done) -> bytes:
         choices = []
         for index, reason in enumerate(done.finish_reasons):
-            said = [token for token in tokens if token.choice == index]
-            entries = [entry for token in said for entry in token.logprobs or ()]
+            own = [token for token in tokens if token.choice == index]
+            entries = [entry for token in own for entry in token.logprobs or ()]
             choice = {
                 "index": index,
-                "text": "".join(token.text for token in said),
-                "reasoning": "".join(token.reasoning for token in said),
-                "tool_calls": join_calls(said),
-                "token_ids": [id for token in said for id in token.token_ids],
-                "logprobs": None if all(token.logprobs is None for token in said) else entries,
+                "text": "".join(token.text for token in own),
+                "reasoning": "".join(token.reasoning for token in own),
+                "tool_calls": join_calls(own),
+                "token_ids": [id for token in own for id in token.token_ids],
+                "logprobs": None if all(token.logprobs is None for token in own) else entries,
                 "finish_reason": reason,
-                "stop_reason": next((token.stop_reason for token in reversed(said)), None),
+                "stop_reason": next((token.stop_reason for token in reversed(own)), None),
             }
             choices.append(choice)
         return orjson.dumps({**self._head, "object": "generation", "choices": choices, "usage": done.usage})
 
 
 class _Own(Body):
-    """What may be said otherwise here than on OpenAI's paths."""
+    """The fields that differ from those of OpenAI's paths."""
 
-    model: ModelName = ""  # needed where several models are served
-    stop_sequences: Stop | None = None  # another name of `stop`
+    model: ModelName = ""  # required if several models are served
+    stop_sequences: Stop | None = None  # an alias of `stop`
 
 
 class _Chat(_Own, ChatRequest):
@@ -72,25 +71,25 @@ class _Text(_Own, CompletionRequest):
     pass
 
 
-def add_generate(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
+def add_generate(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/generate", tags=["native"], openapi_extra=documented(_Chat, _Text))
     async def generate(request: Request) -> Response:
-        """The body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`.
+        """Generate from the body of `/v1/chat/completions`, if it has messages, or of `/v1/completions`.
 
-        `model` may be left out if one is served.
+        `model` may be left out if only one is served.
 
-        With `stream` the answer is the request's events, as `/v1/streams/{id}` gives them.
+        With `stream` the response is the request's events, as `/v1/streams/{id}` sends them.
         """
         body = await read_object(request, gateway.settings)
         endpoint: Endpoint = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         kind = _Chat if "messages" in body else _Text
-        body = {**known_alone(body, kind, request=request, settings=gateway.settings)}
+        body = {**known_fields(body, kind, request, gateway.settings)}
         if (stops := body.pop("stop_sequences", None)) is not None:
             if body.get("stop") not in (None, stops):
                 raise InvalidRequest("stop and stop_sequences differ; give one.", param="stop_sequences")
             body["stop"] = stops
         if body.get("model") is None:
-            body["model"] = (await preparers.card(None)).name
+            body["model"] = (await gateway.preparers.card(None)).name
         opened = await open_request(request, gateway, endpoint, body, "gen-")
         keepalive = gateway.settings.keepalive_interval
         if body.get("stream") is True:

@@ -1,6 +1,6 @@
-"""Unknown fields of a request's body: ignored, and named in the answer's header `Penstock-Ignored` and in the log.
+"""Unknown fields of a request's body: ignored, and named in the response header `Penstock-Ignored` and in the log.
 
-Clients add fields of their own, which other servers ignore in silence. The setting `strict` refuses them instead.
+Clients add fields of their own, which other servers ignore silently. The setting `strict` refuses them instead.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from ...config.settings import Settings
 from ...schemas.openai.chat import Body
 
 HEADER = "penstock-ignored"
-MOST_NAMES = 20  # that are told
-MOST_NAME = 64  # characters of each
+MAX_NAMES = 20  # in the header and in the log
+MAX_NAME = 64  # characters of each name
 
 log = structlog.get_logger(__name__)
 
 
-def known_alone(body: dict[str, Any], *kinds: type[Body], request: Request, settings: Settings) -> dict[str, Any]:
-    """`body` without the fields that none of `kinds` has, whose names the answer to `request` tells.
+def known_fields(body: dict[str, Any], kind: type[Body], request: Request, settings: Settings) -> dict[str, Any]:
+    """`body` without the fields that `kind` lacks; the response to `request` names those.
 
-    With the setting `strict` it stays as it is, and whoever checks it refuses them.
+    With the setting `strict`, `body` itself: the later check of all its fields refuses unknown ones.
     """
-    known = frozenset[str]().union(*(kind.field_names() for kind in kinds))
     if settings.strict:
         return body
+    known = kind.field_names()
     name_ignored(request, [name for name in body if name not in known])
     return {name: value for name, value in body.items() if name in known}
 
 
 def name_ignored(request: Request, names: Iterable[str]) -> None:
-    """Have the answer to `request` say that these were ignored: fields, or parts of them by a path, once each."""
-    told = request.scope.setdefault("state", {}).setdefault(HEADER, {})
-    told.update(dict.fromkeys(names))
+    """Name ignored fields, or parts of them by their path, in the response to `request`; each name once."""
+    request.scope.setdefault("state", {}).setdefault(HEADER, {}).update(dict.fromkeys(names))
 
 
 class Ignored:
-    """ASGI middleware: every answer says what was ignored of its request, and so does one line of the log."""
+    """ASGI middleware: names the ignored fields of each request in its response and in one line of the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -57,7 +56,7 @@ class Ignored:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start" and (names := state.get(HEADER)):
                 headers = MutableHeaders(scope=message)
-                shown = [_printable(name) for name in [*names][:MOST_NAMES]]
+                shown = [_printable(name) for name in [*names][:MAX_NAMES]]
                 headers[HEADER] = ", ".join(shown)
                 request = headers.get("x-request-id")
                 log.info("fields ignored", request=request, path=scope["path"], fields=shown, count=len(names))
@@ -67,5 +66,5 @@ class Ignored:
 
 
 def _printable(name: str) -> str:
-    """What a header may hold, without the comma that separates names."""
-    return re.sub(r"[^!-+\--~]", "?", name[:MOST_NAME]) or "?"
+    """`name` as a header may hold it, without the comma that separates names."""
+    return re.sub(r"[^!-+\--~]", "?", name[:MAX_NAME]) or "?"

@@ -1,7 +1,7 @@
-"""API keys: whose a request is. Keys lie as their SHA-256 hashes, and are found by them; the keys themselves nowhere.
+"""API keys, which identify tenants. Penstock stores and looks up their SHA-256 hashes, never the keys themselves.
 
-They are random and long, so a plain hash keeps them; and what a look-up compares is a hash that whoever asks cannot
-steer, so that the time it takes tells nothing.
+Keys are long and random, so a plain hash protects them. A look-up compares hashes, which a client cannot choose, so its
+duration reveals nothing.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ _OPEN = "/health/"
 
 
 def is_open(path: str) -> bool:
-    """Whether anybody may ask for this path, without a key and from any page."""
+    """Whether a path needs no key and is open to every web page."""
     return f"{path}/".startswith(_OPEN)
 
 
 class Keys:
     """The keys of the settings and those of a file, which is read again when it changes.
 
-    A file that cannot be read any more leaves the keys that were known, and is an error in the log.
+    If the file becomes unreadable, the known keys stay valid and the log has an error.
     """
 
     def __init__(self, given: Iterable[str], file: Path | None = None) -> None:
-        """`given` as `ApiKey.parse` takes them. Raises `ConfigurationError`, which names the faulty lines."""
+        """`given` holds entries for `ApiKey.parse`. Raises `ConfigurationError`, which names the faulty lines."""
         self._file = file
         self._given = _owners({f"key {number}": entry for number, entry in enumerate(given, 1)})
         self._read: Mapping[str, ApiKey] = {}  # by hash; set by _load
-        self._version: object = None  # of the file, when it was read last
+        self._version: object = None  # of the file when it was last read
         if file is not None:
             self._version = _version(file)
             self._load(file)
 
     def find(self, key: str) -> ApiKey | None:
-        """Whose key this is, and what for."""
+        """The entry of this key: its tenant and rights. None for an unknown key."""
         if self._file is not None and (version := _version(self._file)) != self._version:
             self._version = version
             try:
                 self._load(self._file)
-                log.info("API keys read again", file=str(self._file), keys=len(self._read))
+                log.info("API keys reloaded", file=str(self._file), keys=len(self._read))
             except ConfigurationError as error:
-                log.error("the API keys stay as they were", reason=str(error))
+                log.error("cannot reload API keys, keeping the old ones", reason=str(error))
         digest = hashlib.sha256(key.encode()).hexdigest()
         return self._read.get(digest) or self._given.get(digest)
 
@@ -69,7 +69,7 @@ class Keys:
             lines = file.read_text("utf-8").splitlines()
             readable = file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError([f"api_keys_file {file}: cannot be read: {error}"]) from None
+            raise ConfigurationError([f"api_keys_file {file} cannot be read: {error}"]) from None
         entries = {
             f"api_keys_file {file}, line {number}": text
             for number, line in enumerate(lines, 1)
@@ -77,11 +77,11 @@ class Keys:
         }
         self._read = _owners(entries)
         if readable and any("sha256:" not in text for text in entries.values()):
-            log.warning("a file that others can read holds keys in plain text", file=str(file))
+            log.warning("plain-text API keys in a file that other users can read", file=str(file))
 
 
 def _owners(entries: Mapping[str, str]) -> dict[str, ApiKey]:
-    """The owners by the hash of their key; `entries` are by where they were given."""
+    """The keys by their hash; `entries` are by their source, for error messages. Raises `ConfigurationError`."""
     found: dict[str, ApiKey] = {}
     faults = []
     for origin, entry in entries.items():
@@ -91,7 +91,7 @@ def _owners(entries: Mapping[str, str]) -> dict[str, ApiKey]:
             faults.append(f"{origin}: {error}")
         else:
             if found.setdefault(key.digest, key) != key:
-                faults.append(f"{origin}: this key is another tenant's too, or has another max_priority")
+                faults.append(f"{origin}: this key is listed before with another tenant or max_priority; remove one")
     if faults:
         raise ConfigurationError(faults)
     return found
@@ -106,7 +106,7 @@ def _version(file: Path) -> object:
 
 
 class Authentication:
-    """ASGI middleware: a request without a known key ends here, any other gets its tenant in the state of its scope."""
+    """ASGI middleware: refuses a request without a known key; puts the tenant of any other into its scope's state."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self.app = app
@@ -117,7 +117,7 @@ class Authentication:
             headers = Headers(scope=scope)
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             bearer = bearer.strip() if scheme.lower() == "bearer" else ""
-            given = [key for key in (bearer, headers.get("x-api-key")) if key]  # the latter of Anthropic's clients
+            given = [key for key in (bearer, headers.get("x-api-key")) if key]  # Anthropic's clients send `x-api-key`
             owner = next((found for key in given if (found := self.keys.find(key))), None)
             if owner is None:
                 refusal = Unauthorized(
@@ -132,17 +132,19 @@ class Authentication:
 
 
 def make_key(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is; quotas, prefixes and answers are a tenant's own.")],
+    tenant: Annotated[
+        str, typer.Argument(help="The tenant that gets the key. Tenants share no quota, prefix or answer.")
+    ],
     max_priority: Annotated[
-        str | None, typer.Option(help="The most that its requests may ask for: high, normal or low.")
+        str | None, typer.Option(help="The highest priority that its requests may have: high, normal or low.")
     ] = None,
 ) -> None:
-    """Make an API key, and print the line of it for the file that --api-keys-file names."""
+    """Make an API key and print its line for the file of --api-keys-file."""
     if re.fullmatch(TOKEN_PATTERN, tenant) is None:
-        raise typer.BadParameter("a tenant's name holds letters, digits, '_' and '-' alone, at most 64")
+        raise typer.BadParameter("a tenant's name may hold only letters, digits, '_' and '-', at most 64")
     key = f"sk-penstock-{secrets.token_urlsafe(32)}"
     try:
         entry = ApiKey.parse(f"{tenant}={key}" + (f" max_priority={max_priority}" if max_priority else ""))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    print(f"The key, which is shown this once:\n{key}\n\nIts line in the file:\n{entry}")
+    print(f"The key, shown only now:\n{key}\n\nIts line for the file:\n{entry}")

@@ -1,5 +1,5 @@
-"""Anthropic's `/v1/messages/batches`: a batch like OpenAI's, whose input file is made of the body, and whose output
-files are read as results."""
+"""Anthropic's `/v1/messages/batches`: OpenAI's batches underneath. The input file is made of the body, the results
+of the output files."""
 
 from __future__ import annotations
 
@@ -25,24 +25,32 @@ from ...streams.topology import BATCH_STATES, FILES
 from ..batches.input import read_line, read_lines
 from ..render.anthropic import error_payload
 from .batches import publish
-from .ignored import known_alone
+from .ignored import known_fields
 from .openapi import body_of
-from .requests import Gateway, read_as, tenant_of
+from .requests import Gateway, Routes, read_as, tenant_of
 
 PATH = "/v1/messages/batches"
-MOST_LISTED = 1000
+MAX_LISTED = 1000
 _LINES: dict[int | str, Any] = {"200": {"content": {"application/x-jsonl": {"schema": {"type": "string"}}}}}
 
 
 def add_message_batches(app: FastAPI, gateway: Gateway, responses: dict[int | str, Any]) -> None:
-    """`responses` is how refusals are documented."""
-    broker = gateway.broker
+    """`responses` documents the refusals."""
+    routes = MessageBatchRoutes(gateway)
+    app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessageBatchRequest), responses=responses)(routes.create)
+    app.get(PATH, tags=["anthropic"], responses=responses)(routes.batches)
+    app.get(f"{PATH}/{{id}}", tags=["anthropic"], responses=responses)(routes.batch)
+    lines = _LINES | responses
+    app.get(f"{PATH}/{{id}}/results", tags=["anthropic"], response_class=Response, responses=lines)(routes.results)
+    app.post(f"{PATH}/{{id}}/cancel", tags=["anthropic"], responses=responses)(routes.cancel)
+    app.delete(f"{PATH}/{{id}}", tags=["anthropic"], responses=responses)(routes.delete)
 
-    @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessageBatchRequest), responses=responses)
-    async def create(request: Request) -> Any:
-        """Answer these messages within a day, at low priority; each is checked when its turn comes."""
-        lines = await read_as(partial(_lines, request, gateway), request, gateway.settings)
-        tenant, now, lifetime = tenant_of(request), int(time.time()), gateway.settings.files_ttl
+
+class MessageBatchRoutes(Routes):
+    async def create(self, request: Request) -> Any:
+        """Create a batch of messages, answered within a day at low priority; each is validated when it runs."""
+        lines = await read_as(partial(_lines, request, self._gateway), request, self._settings)
+        tenant, now, lifetime = tenant_of(request), int(time.time()), self._settings.files_ttl
         file = f"file-{uuid.uuid4().hex}"
         batch = Batch(
             id=f"msgbatch_{uuid.uuid4().hex}",
@@ -56,86 +64,83 @@ def add_message_batches(app: FastAPI, gateway: Gateway, responses: dict[int | st
             tenant=tenant,
             output_ttl=lifetime,
         )
-        await gateway.quotas.check(tenant, sum(map(len, lines)))
-        files = await Objects.of(broker, FILES)
+        await self._gateway.quotas.check(tenant, sum(map(len, lines)))
+        files = await Objects.of(self._broker, FILES)
         info = await put_file(files, f"{tenant}.{file}", _each(lines), f"{batch.id}_input.jsonl", "batch", lifetime)
         try:
-            await publish(gateway, batch)
-        except Refusal:  # nobody will ever want it
+            await publish(self._gateway, batch)
+        except Refusal:  # no batch will read the file
             if info is not None:
                 await files.delete(info)
             raise
         return _shown(request, batch)
 
-    @app.get(PATH, tags=["anthropic"], responses=responses)
-    async def batches(request: Request) -> Any:
-        """The batches of messages there are, newest first; `limit`, `after_id` and `before_id` choose."""
-        found = reversed(await list_batches(broker, tenant_of(request)))
+    async def batches(self, request: Request) -> Any:
+        """List the batches of messages, newest first; `limit`, `after_id` and `before_id` select."""
+        found = reversed(await list_batches(self._broker, tenant_of(request)))
         return _page(request, [_shown(request, batch) for batch in found if batch.endpoint == MESSAGES])
 
-    @app.get(f"{PATH}/{{id}}", tags=["anthropic"], responses=responses)
-    async def batch(id: str, request: Request) -> Any:
-        """How far a batch has come."""
-        return _shown(request, await _find(id, request))
+    async def batch(self, id: str, request: Request) -> Any:
+        """Show a batch and its progress."""
+        return _shown(request, await self._find(id, request))
 
-    @app.get(f"{PATH}/{{id}}/results", tags=["anthropic"], response_class=Response, responses=_LINES | responses)
-    async def results(id: str, request: Request) -> Response:
-        """What came of each request, a line each, in the order of their endings; once the batch has ended."""
-        batch = await _find(id, request)
+    async def results(self, id: str, request: Request) -> Response:
+        """Download the results of a batch that has ended, a line for each request, in the order in which they ended."""
+        batch = await self._find(id, request)
         if batch.status not in FINAL:
-            raise StreamNotFound(f"The batch {id} has not ended: it has no results yet.", code="results_not_ready")
+            raise StreamNotFound(
+                f"The batch {id} has not ended; its results come when it has.", code="results_not_ready"
+            )
         ids = [file for file in (batch.output_file_id, batch.error_file_id) if file is not None]
-        infos = [await find_file(broker, batch.tenant, file) for file in ids]
-        files = await Objects.of(broker, FILES)
+        infos = [await find_file(self._broker, batch.tenant, file) for file in ids]
+        files = await Objects.of(self._broker, FILES)
 
         async def lines() -> AsyncIterator[bytes]:
             for info in infos:
-                async for _, line in read_lines(files.read(info), gateway.settings.file_limit):
+                async for _, line in read_lines(files.read(info), self._settings.file_limit):
                     yield orjson.dumps(_result(orjson.loads(line)), option=orjson.OPT_APPEND_NEWLINE)
 
         return StreamingResponse(lines(), media_type="application/x-jsonl")
 
-    @app.post(f"{PATH}/{{id}}/cancel", tags=["anthropic"], responses=responses)
-    async def cancel(id: str, request: Request) -> Any:
-        """Stop a batch; what is answered already stays."""
-        await _find(id, request)
+    async def cancel(self, id: str, request: Request) -> Any:
+        """Cancel a batch; requests that were answered keep their answers."""
+        await self._find(id, request)
         batch = await change_batch(
-            broker, tenant_of(request), id, lambda batch: batch.after({"in_progress": "cancelling"}, time.time())
+            self._broker, tenant_of(request), id, lambda batch: batch.after({"in_progress": "cancelling"}, time.time())
         )
         if batch.status in FINAL and batch.status != "cancelled":
             raise InvalidRequest("A batch that has ended cannot be cancelled.", code="batch_over")
         return _shown(request, batch)
 
-    @app.delete(f"{PATH}/{{id}}", tags=["anthropic"], responses=responses)
-    async def delete(id: str, request: Request) -> Any:
-        """Forget a batch that has ended, with its results."""
-        batch = await _find(id, request)
+    async def delete(self, id: str, request: Request) -> Any:
+        """Delete a batch that has ended, with its results."""
+        batch = await self._find(id, request)
         if batch.status not in FINAL:
             raise InvalidRequest("A batch that has not ended cannot be deleted; cancel it first.", code="batch_running")
-        files = await Objects.of(broker, FILES)
+        files = await Objects.of(self._broker, FILES)
         for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
             if file is not None and (info := await files.info(f"{batch.tenant}.{file}")) is not None:
                 await files.delete(info)
-        await (await broker.bucket(BATCH_STATES)).delete(batch.key)
+        await (await self._broker.bucket(BATCH_STATES)).delete(batch.key)
         return {"id": id, "type": "message_batch_deleted"}
 
-    async def _find(id: str, request: Request) -> Batch:
-        batch = await find_batch(broker, tenant_of(request), id)
+    async def _find(self, id: str, request: Request) -> Batch:
+        batch = await find_batch(self._broker, tenant_of(request), id)
         if batch.endpoint != MESSAGES:
-            raise StreamNotFound(f"The batch {id} is none of messages; see /v1/batches.", code="batch_not_found")
+            raise StreamNotFound(f"The batch {id} is not a batch of messages; see /v1/batches.", code="batch_not_found")
         return batch
 
 
 def _lines(request: Request, gateway: Gateway, body: dict[str, Any]) -> list[bytes]:
     """The lines of the input file. Raises `InvalidRequest`."""
-    known = known_alone(body, MessageBatchRequest, request=request, settings=gateway.settings)
+    known = known_fields(body, MessageBatchRequest, request, gateway.settings)
     asked = parse_body(MessageBatchRequest, known).requests
     if len({one.custom_id for one in asked}) < len(asked):
-        raise InvalidRequest("Each custom_id must be another.", code="duplicate_custom_id", param="requests")
+        raise InvalidRequest("requests: every custom_id must be unique.", code="duplicate_custom_id", param="requests")
     lines = [one.line for one in asked]
     for index, line in enumerate(lines):
-        if len(line) > gateway.settings.max_body_size:  # whoever reads the file stops there
-            fault = f"requests[{index}] has more than {gateway.settings.max_body_size} bytes as a line of a file."
+        if len(line) > gateway.settings.max_body_size:  # the batch runner reads no longer line
+            fault = f"requests[{index}] exceeds {gateway.settings.max_body_size} bytes as a line of a file; shorten it."
             raise InvalidRequest(fault, code="line_too_long", param=f"requests[{index}]")
         try:
             read_line(line, MESSAGES)
@@ -155,7 +160,7 @@ def _shown(request: Request, batch: Batch) -> dict[str, Any]:
 
 
 def _result(entry: dict[str, Any]) -> dict[str, Any]:
-    """A line of an output file, as Anthropic has it."""
+    """A line of an output file in Anthropic's form."""
     match entry:
         case {"error": {"code": "batch_expired"}}:
             result: dict[str, Any] = {"type": "expired"}
@@ -166,20 +171,20 @@ def _result(entry: dict[str, Any]) -> dict[str, Any]:
         case {"response": {"status_code": status, "request_id": id, "body": {"error": error}}}:
             result = {"type": "errored", "error": error_payload(status, error["message"], id, error["code"])}
         case _:
-            raise ValueError("no line of an output file")
+            raise ValueError(f"not a line of an output file: {entry}")
     return {"custom_id": entry["custom_id"], "result": result}
 
 
 def _page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Anthropic's list of `items`. Raises `InvalidRequest` for what the query asks."""
+    """The page of `items`, newest first, that the query asks for, as Anthropic's list. Raises `InvalidRequest`."""
     query = request.query_params
     text = query.get("limit", "20")
-    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_LISTED:
-        raise InvalidRequest(f"limit is a number from 1 to {MOST_LISTED}.", param="limit")
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_LISTED:
+        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}.", param="limit")
     limit, ids = int(text), [item["id"] for item in items]
     for name in ("after_id", "before_id"):
         if name in query and query[name] not in ids:
-            raise InvalidRequest(f"{name} is not the id of one of these.", param=name)
+            raise InvalidRequest(f"{name} must be the id of a batch of this list.", param=name)
     if "before_id" in query:
         newer = items[: ids.index(query["before_id"])]
         data, more = newer[-limit:], len(newer) > limit

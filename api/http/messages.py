@@ -1,4 +1,4 @@
-"""Anthropic's Messages over HTTP: translated into a chat request, and its answer back."""
+"""Anthropic's Messages over HTTP: requests are translated into chat requests, and their answers back."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from ...schemas.jobs import Endpoint
 from ...schemas.openai.completions import parse_body, parse_request
 from ..render.anthropic import THREAD, MessageRenderer, error_payload, sse
 from .answers import Answer
-from .ignored import known_alone, name_ignored
+from .ignored import known_fields, name_ignored
 from .message_batches import add_message_batches
 from .openapi import STREAMED, body_of
 from .requests import Gateway, open_request, read_as
-from .tokens import Preparers
 
 Asked = TypeVar("Asked", bound=CountRequest)
 
@@ -36,7 +35,7 @@ _REFUSED: dict[int | str, Any] = {
 
 
 class MessageAnswer(Answer):
-    """Anthropic's answer: SSE with `streaming`, or one JSON body."""
+    """Anthropic's response: SSE with `streaming`, or one JSON body."""
 
     _renderer: MessageRenderer
 
@@ -48,8 +47,8 @@ class MessageAnswer(Answer):
         return super()._chunks(event)
 
 
-def add_messages(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
-    """Call it after the other middleware is there: what that refuses is to have Anthropic's form too."""
+def add_messages(app: FastAPI, gateway: Gateway) -> None:
+    """Call this after all other middleware was added, so that its refusals get Anthropic's form, too."""
     app.add_middleware(AnthropicErrors)
 
     @app.post(PATH, tags=["anthropic"], openapi_extra=body_of(MessagesRequest), responses=STREAMED | _REFUSED)
@@ -58,7 +57,7 @@ def add_messages(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
         asked, body = await read_as(partial(_translated, request, gateway.settings), request, gateway.settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
-                advice = "with Idempotency-Key a repetition gets the same answer"
+                advice = "send Idempotency-Key, and repeat the request to get the same answer"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
         reading = (await open_request(request, gateway, CHAT, body, "msg-")).reading
         return MessageAnswer(
@@ -72,9 +71,9 @@ def add_messages(app: FastAPI, gateway: Gateway, preparers: Preparers) -> None:
 
     @app.post(f"{PATH}/count_tokens", tags=["anthropic"], openapi_extra=body_of(CountRequest), responses=_REFUSED)
     async def count(request: Request) -> dict[str, int]:
-        """How many tokens the prompt of such a request has."""
+        """Count the tokens of a request's prompt."""
         chat = await read_as(partial(_counted, request, gateway.settings), request, gateway.settings)
-        return {"input_tokens": len(await preparers.prompt(await preparers.card(chat.model), chat))}
+        return {"input_tokens": len(await gateway.preparers.prompt(await gateway.preparers.card(chat.model), chat))}
 
 
 def _translated(request: Request, settings: Settings, body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:
@@ -87,16 +86,16 @@ def _counted(request: Request, settings: Settings, body: dict[str, Any]) -> Any:
 
 
 def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[str, Any]) -> Asked:
-    """What was asked, and what of it has no effect named in the answer. Raises `InvalidRequest`."""
-    if body.get("thread") is not None:  # clients go on without it for this code alone
+    """The request; what of it has no effect is named in the response. Raises `InvalidRequest`."""
+    if body.get("thread") is not None:  # only this code makes clients retry without it
         raise InvalidRequest("thread is not supported here; send the whole conversation.", code=THREAD, param="thread")
-    asked = parse_body(kind, known_alone(body, kind, request=request, settings=settings))
+    asked = parse_body(kind, known_fields(body, kind, request, settings))
     name_ignored(request, asked.without_effect)
     return asked
 
 
 class AnthropicErrors:
-    """ASGI middleware: whatever is refused on these paths, by whomever, is refused as Anthropic does."""
+    """ASGI middleware: gives every error of these paths Anthropic's form."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -115,7 +114,7 @@ class AnthropicErrors:
                 if message["status"] >= 400 and headers.get("content-type") == "application/json":
                     refused = message
                     return
-            elif refused is not None:  # an error is one piece
+            elif refused is not None:  # the body of an error is one message
                 headers, status = MutableHeaders(scope=refused), refused["status"]
                 error = orjson.loads(message["body"])["error"]
                 payload = error_payload(status, error["message"], headers["request-id"], error["code"])

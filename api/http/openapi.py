@@ -1,4 +1,4 @@
-"""What the OpenAPI page says of bodies that the pipeline checks, and not FastAPI, and of every refusal."""
+"""The OpenAPI page's bodies, which the pipeline checks instead of FastAPI, and its refusals."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from pydantic import BaseModel
 
 from .keys import is_open
 
-# A refusal by its status; whichever it is, its body is OpenAI's error object.
+# Refusals by their status. The body of each is OpenAI's error object.
 REFUSALS = {
-    400: "What was asked can never be served; `param` names the fault.",
-    401: "No API key, or none that is known.",
-    403: "A foreign web page, or something that this key has no right to.",
+    400: "The request can never be served; `param` names the faulty field.",
+    401: "The API key is missing or unknown.",
+    403: "The web page or the API key has no right to this.",
     404: "No such model or request.",
-    408: "The deadline passed, or the headers or the body did not arrive in time.",
+    408: "The deadline passed, or the headers or the body took too long to arrive.",
     409: "The Idempotency-Key was used for another request.",
     413: "The body is too large.",
-    415: "A browser sent a body that it does not call JSON.",
-    429: "The tenant's own limit is reached.",
+    415: "A browser sent a body without the content type of JSON.",
+    429: "The tenant's quota is exhausted.",
     431: "The request's line and headers are too large.",
     499: "The request was cancelled.",
-    500: "Penstock failed.",
-    503: "Overloaded, shutting down, or without what it needs; see Retry-After.",
-    507: "The store is full: something must be deleted first.",
+    500: "Penstock failed; its log says why.",
+    503: "The server is overloaded, shutting down or not ready; see Retry-After.",
+    507: "The store is full: delete something first.",
 }
 _SSE = {"text/event-stream": {"schema": {"type": "string"}}}
 STREAMED: dict[int | str, dict[str, Any]] = {"200": {"description": "Events", "content": _SSE}}  # for `responses`
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For `responses`."""
+    """The `responses` of a route that refuses with these statuses."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {str(status): {"description": REFUSALS[status], "content": content} for status in statuses}
 
 
 def body_of(*bodies: type[BaseModel]) -> dict[str, Any]:
-    """For `openapi_extra`: a JSON body of one of these schemas."""
+    """The `openapi_extra` of a route with a JSON body of one of these schemas."""
     schemas = [_schema(body) for body in bodies]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def documented(*bodies: type[BaseModel]) -> dict[str, Any]:
-    """The same for what goes through the pipeline, with what may come of it."""
+    """`body_of`, with the responses of a request that goes through the pipeline."""
     responses = refusals(*sorted(REFUSALS.keys() - {401}))
     if any("stream" in body.model_fields for body in bodies):
         responses["200"] = {"content": _SSE}
@@ -52,7 +52,7 @@ def documented(*bodies: type[BaseModel]) -> dict[str, Any]:
 
 
 def complete(app: FastAPI, *, keys: bool) -> None:
-    """Add to the page what FastAPI cannot know: the error object, and with `keys` that a key is needed."""
+    """Add to the page what FastAPI cannot know: the error object and, with `keys`, that paths need a key."""
     described = app.openapi
 
     def page() -> dict[str, Any]:
@@ -72,7 +72,7 @@ def complete(app: FastAPI, *, keys: bool) -> None:
         }
         operations = [(path, operation) for path, methods in schema["paths"].items() for operation in methods.values()]
         for path, operation in operations:
-            operation["responses"].pop("422", None)  # FastAPI's own refusal, which nobody here gets
+            operation["responses"].pop("422", None)  # FastAPI's own refusal, which no route sends
             if is_open(path):
                 continue
             operation["responses"] |= refusals(403, 415) if "requestBody" in operation else refusals(403)
@@ -83,11 +83,11 @@ def complete(app: FastAPI, *, keys: bool) -> None:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         return schema
 
-    app.openapi = page  # type: ignore[method-assign]  # as FastAPI's documentation has it
+    app.openapi = page  # type: ignore[method-assign]  # as FastAPI's documentation recommends
 
 
 def _schema(body: type[BaseModel]) -> dict[str, Any]:
-    """A body's JSON Schema with its definitions written out in place, since the page has no other home for them."""
+    """A body's JSON Schema with its definitions inlined, as `openapi_extra` has no place for them."""
     schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
 

@@ -1,6 +1,6 @@
-"""What every path of the HTTP bridge shares: who asks, what they send, and how a request of theirs enters the pipeline.
+"""What the paths of the HTTP bridge share: the tenant of a request, its body, and its way into the pipeline.
 
-The headers of `open_request` mean the same on every path that uses it: `Penstock-Resumable`, `Last-Event-ID`,
+`open_request` reads the same headers on every path that uses it: `Penstock-Resumable`, `Last-Event-ID`,
 `Idempotency-Key`, `Penstock-Timeout`, `Penstock-Events`.
 """
 
@@ -30,7 +30,8 @@ from ..bridge.bridge import Bridge
 from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
-from .ignored import known_alone
+from .ignored import known_fields
+from .preparers import Preparers
 
 TENANT = "default"
 Kind = TypeVar("Kind", bound=Body)
@@ -39,18 +40,28 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What routes need to reach the pipeline and its stores."""
+    """What the routes need to reach the pipeline, its stores and the models."""
 
     bridge: Bridge
     broker: Broker
     registry: Registry
     settings: Settings
     quotas: Quotas
+    preparers: Preparers
+
+
+class Routes:
+    """Base of a class whose methods answer a group of paths."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._broker = gateway.broker
+        self._settings = gateway.settings
 
 
 class Opened(NamedTuple):
-    """A request that is on its way. `progress`: its client may resume it, and has come so far. `status`: it asked for
-    news from the queue as messages."""
+    """A request in the pipeline. `progress`: how far its client has read, if the client may resume it. `status`: the
+    client wants the queue position as events."""
 
     reading: Reading
     progress: Progress | None
@@ -58,28 +69,26 @@ class Opened(NamedTuple):
 
 
 def tenant_of(request: Request) -> str:
-    """Whose API key the request came with; `default` where none are asked for."""
+    """The tenant of the request's API key; `default` if the server needs no keys."""
     return getattr(request.state, "tenant", TENANT)
 
 
-async def read_object(request: Request, settings: Settings, *kinds: type[Body]) -> dict[str, Any]:
-    """The request's body, a JSON object; where `kinds` are given, without the fields that none of them has.
+async def read_object(request: Request, settings: Settings, kind: type[Body] | None = None) -> dict[str, Any]:
+    """The request's body, a JSON object; with `kind`, without the fields that it lacks.
 
     Raises what `read_body` raises, and `InvalidRequest`.
     """
-    body = await read_as(_itself, request, settings)
-    return known_alone(body, *kinds, request=request, settings=settings) if kinds else body
+    body = await read_as(lambda body: body, request, settings)
+    return body if kind is None else known_fields(body, kind, request, settings)
 
 
 async def read_parsed(kind: type[Kind], request: Request, settings: Settings) -> Kind:
     """A body that does not go through the pipeline. Raises what `read_object` and `parse_body` raise."""
-    return await read_as(
-        lambda body: parse_body(kind, known_alone(body, kind, request=request, settings=settings)), request, settings
-    )
+    return await read_as(lambda body: parse_body(kind, known_fields(body, kind, request, settings)), request, settings)
 
 
 async def read_as(make: Callable[[dict[str, Any]], Made], request: Request, settings: Settings) -> Made:
-    """What `make` makes of the request's body, a JSON object; in a thread where the body is long.
+    """The result of `make` for the request's body, a JSON object; in a thread if the body is long.
 
     Raises what `read_object` and `make` raise.
     """
@@ -97,16 +106,13 @@ def _made(make: Callable[[dict[str, Any]], Made], raw: bytes) -> Made:
     return make(body)
 
 
-def _itself(body: dict[str, Any]) -> dict[str, Any]:
-    return body
-
-
 async def read_body(request: Request, limit: int, patience: float) -> bytes:
     """The whole body, at most `limit` bytes that arrive within `patience` seconds.
 
-    Raises `PayloadTooLarge`, having read on a while so that the client gets to read the answer, and `DeadlineExceeded`.
+    Raises `DeadlineExceeded` and `PayloadTooLarge`, the latter after reading on a while, so that the client can read
+    the response.
     """
-    too_large = PayloadTooLarge(f"The body is larger than {limit} bytes; the setting max_body_size allows no more.")
+    too_large = PayloadTooLarge(f"The body exceeds {limit} bytes, the limit of the setting max_body_size.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_large
@@ -130,9 +136,9 @@ async def read_body(request: Request, limit: int, patience: float) -> bytes:
 async def open_request(
     request: Request, gateway: Gateway, endpoint: JobEndpoint, body: dict[str, Any], prefix: str, *, kept: bool = False
 ) -> Opened:
-    """Publish what `body` asks for, or find the request that the headers speak of; ids begin with `prefix`.
+    """Publish a job for `body`, or follow the request that the headers name; ids begin with `prefix`.
 
-    `kept`: it goes on though its client leaves.
+    `kept`: the request continues if its client disconnects.
 
     Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, `InvalidRequest` for a header, and `Forbidden` for
     a priority.
@@ -147,7 +153,7 @@ async def open_request(
     if (last := headers.get("last-event-id")) is not None:
         progress = Progress.parse(last)
         if not streaming or not progress.request.startswith(prefix):
-            raise invalid_event_id("Last-Event-ID is not that of a stream of this endpoint.")
+            raise invalid_event_id("Last-Event-ID does not belong to a stream of this endpoint.")
         reading = await bridge.follow(progress.request, tenant, deadline=deadline)
     elif (key := headers.get("idempotency-key")) is not None:
         reading = await open_once(
@@ -171,12 +177,12 @@ async def open_request(
 def flag(headers: Headers, name: str) -> bool:
     value = headers.get(name, "")
     if value and value.lower() not in ("true", "1"):
-        raise InvalidRequest(f"The header {name} is `true` or left out.", param=name)
+        raise InvalidRequest(f"The header {name} must be `true`, or left out.", param=name)
     return bool(value)
 
 
 def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> float:
-    """Seconds that the request may take: the body's word, the header's or the setting's."""
+    """Seconds that the request may take: from the body, the header or the settings, in this order."""
     given, param = body.get("timeout"), "timeout"
     if given is None and (text := headers.get("penstock-timeout")) is not None:
         given, param = text, "Penstock-Timeout"
@@ -187,32 +193,31 @@ def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> floa
         return min(settings.default_timeout, longest)
     if type(given) not in (int, float) or not 0 < given <= longest:
         raise InvalidRequest(
-            f"{param} is a number of seconds above 0, at most {longest:g}: the setting events_ttl allows no more.",
+            f"{param} must be a number of seconds from 0 to {longest:g}, the limit of the setting events_ttl.",
             param=param,
         )
     return float(given)
 
 
 def _priority(request: Request, body: dict[str, Any], settings: Settings) -> Priority:
-    """The lane of a request, which without a wish gets what it may have.
+    """The lane of a request: the one it asks for, or `normal`, or `low` if its key allows no more.
 
-    Raises `Forbidden` for a wish beyond its key's ceiling. Values that are none go on: validate refuses them, with
-    every other fault.
+    Raises `Forbidden` for a priority that its key does not allow. The stage `validate` refuses invalid values.
     """
     order = get_args(Priority)
     most = getattr(request.state, "max_priority", None) or settings.max_priority
     priority, tier = body.get("priority"), body.get("service_tier")
-    wish: Priority | None = None
+    asked: Priority | None = None
     if isinstance(priority, str) and priority in order:
-        wish, param = cast(Priority, priority), "priority"
+        asked, param = cast(Priority, priority), "priority"
     elif isinstance(tier, str) and tier != "auto":
-        wish, param = TIERS.get(tier), "service_tier"
-    if wish is not None and order.index(wish) < order.index(most):
+        asked, param = TIERS.get(tier), "service_tier"
+    if asked is not None and order.index(asked) < order.index(most):
         raise Forbidden(
-            f"This key's requests have the priority {most} at most: ask for that, or leave {param} out.",
+            f"This key allows at most the priority {most}; ask for that, or leave {param} out.",
             code="priority_not_allowed",
             param=param,
         )
-    if wish is None:
+    if asked is None:
         return "low" if most == "low" else "normal"
-    return wish
+    return asked

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: made through the pipeline, kept in the broker, and shown by any bridge."""
+"""OpenAI's `/v1/responses`: the pipeline makes them, the broker stores them, and every bridge can show them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from ..render.responses import ResponseRenderer, response_object
 from ..tools.sealing import seal
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page
-from .ignored import known_alone, name_ignored
+from .ignored import known_fields, name_ignored
 from .openapi import STREAMED, documented, refusals
-from .requests import Gateway, open_request, read_as, tenant_of
+from .requests import Gateway, Routes, open_request, read_as, tenant_of
 
 PREFIX = "resp_"
-LOOK = 0.1  # seconds between two looks whether a response has stopped
-STOPPING = 100  # looks, after which it may still stop, but nobody waits for it
+POLL_INTERVAL = 0.1  # seconds, while a response stops
+MAX_POLLS = 100  # after which the client is answered, though the response may still be stopping
 
 Mode = Literal["stream", "whole", "background"]
 
 
 class ResponseAnswer(EventStream):
-    """A response as SSE, as one JSON body when it has ended, or as that when its place is sure. One that is known to
-    have `begun` is shown whatever became of it."""
+    """Sends a response in one of three modes: as SSE, whole as JSON when it has ended, or in the background, as JSON as
+    soon as it is stored. If it has `begun`, a failure is part of the response and not an HTTP error."""
 
     def __init__(
         self, reading: ResponseReading, renderer: ResponseRenderer, mode: Mode, *, keepalive: float, begun: bool = False
@@ -62,7 +62,7 @@ class ResponseAnswer(EventStream):
         while not ready:
             events = await self._reading.take(FOR_EVER)
             for event in events:
-                # Once a tool was run or a turn is over, a client must not be told to try again.
+                # After a tool call or a turn, the client must not retry.
                 self._begun = self._begun or isinstance(event, Done) or _is_call(event)
                 if error := self._refusal(event):
                     await error_response(error, self._reading.request)(scope, receive, send)
@@ -78,12 +78,12 @@ class ResponseAnswer(EventStream):
         await send({"type": "http.response.body", "body": body})
 
     def _reached(self, events: list[Event]) -> bool:
-        """A refusal of the first turn still gets its status; whatever the turn says itself shows that it was taken."""
+        """Wait for the first event of the first turn, so that a refusal of that turn decides the HTTP status."""
         own = self._reading.request
-        told = [event for event in events if not isinstance(event, Turn | Failed | Expired | Cancelled)]
-        if self._mode == "background":  # until a turn was taken, its log may not have begun
-            return any(event.request != own for event in told)
-        return self._begun or any(not isinstance(event, Accepted) or event.request != own for event in told)
+        events = [event for event in events if not isinstance(event, Turn | Failed | Expired | Cancelled)]
+        if self._mode == "background":  # before the first turn, its log may not exist
+            return any(event.request != own for event in events)
+        return self._begun or any(not isinstance(event, Accepted) or event.request != own for event in events)
 
     def _refusal(self, event: Event) -> ErrorBody | None:
         return error_of(event) if event.request == self._reading.request and not self._begun else None
@@ -95,113 +95,117 @@ class ResponseAnswer(EventStream):
         return [self._renderer.render(event)]
 
     def _is_own(self, event: Event) -> bool:
-        """Whether this bridge says so, which stops reading: the response goes on, and its events are still to come."""
+        """Whether this bridge made the event because it stops reading; the response itself continues."""
         return self._reading.is_cut and self._reading.kept and isinstance(event, Failed)
 
 
 def add_responses(app: FastAPI, gateway: Gateway) -> None:
-    settings = gateway.settings
     path = "/v1/responses/{id}"
+    routes = ResponseRoutes(gateway)
+    app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))(routes.create)
+    app.post("/v1/responses/compact", include_in_schema=False)(routes.compact)
+    app.get(path, tags=["openai"], responses=STREAMED | refusals(400, 404, 503))(routes.retrieve)
+    app.delete(path, tags=["openai"], responses=refusals(404, 503))(routes.delete)
+    app.post(f"{path}/cancel", tags=["openai"], responses=refusals(400, 404, 503))(routes.cancel)
+    app.get(f"{path}/input_items", tags=["openai"], responses=refusals(400, 404, 503))(routes.input_items)
 
-    @app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))
-    async def create(request: Request) -> Response:
-        """OpenAI's `/v1/responses`, with tools that are run here; Penstock's own parameters are in the schema too."""
-        body = await read_as(partial(_sealed, request, settings), request, settings)
+
+class ResponseRoutes(Routes):
+    async def create(self, request: Request) -> Response:
+        """OpenAI's `/v1/responses`; Penstock runs MCP tools. Its own parameters are in the schema too."""
+        body = await read_as(partial(_sealed, request, self._settings), request, self._settings)
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
             if header in request.headers:
                 advice = "retrieve the response with stream=true and starting_after"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
-        if gateway.registry.missing(["tools"]):
-            raise Overloaded("No copy of the stage tools is running.", code="no_tools_stage", retry_after=2.0)
+        if self._gateway.registry.missing(["tools"]):
+            raise Overloaded(
+                "No stage tools is running; start one, or try again later.", code="no_tools_stage", retry_after=2.0
+            )
         background = body.get("background") is True
         kept = background or body.get("store") is not False
-        opened = await open_request(request, gateway, "/v1/responses", body, PREFIX, kept=kept)
-        reading = ResponseReading(gateway.bridge, opened.reading)
+        opened = await open_request(request, self._gateway, "/v1/responses", body, PREFIX, kept=kept)
+        reading = ResponseReading(self._gateway.bridge, opened.reading)
         renderer = ResponseRenderer(reading.request, body, int(time.time()), model=model_of(body))
         mode: Mode = "stream" if body.get("stream") is True else "background" if background else "whole"
-        return ResponseAnswer(reading, renderer, mode, keepalive=settings.keepalive_interval)
+        return ResponseAnswer(reading, renderer, mode, keepalive=self._settings.keepalive_interval)
 
-    @app.post("/v1/responses/compact", include_in_schema=False)
-    async def compact() -> Any:
+    async def compact(self) -> Any:
         raise StreamNotFound(
-            "Responses are not compacted here; send the items that the model still needs as the input of a new one.",
+            "Penstock does not compact responses; send the items that the model still needs as the input of a new one.",
             code="not_found",
         )
 
-    @app.get(path, tags=["openai"], responses=STREAMED | refusals(400, 404, 503))
-    async def retrieve(id: str, request: Request) -> Response:
-        """A response as far as it has come; with `stream=true` its events, behind number `starting_after`."""
-        stored, query = await _find(id, request), request.query_params
+    async def retrieve(self, id: str, request: Request) -> Response:
+        """Show a response as it is now; with `stream=true` send its events, those after number `starting_after`."""
+        stored, query = await self._find(id, request), request.query_params
         after = query.get("starting_after", "-1")
         if query.get("stream") != "true":
             return Response(orjson.dumps(shown(stored)), media_type="application/json")
         if re.fullmatch("-1|[0-9]{1,9}", after) is None:
-            raise InvalidRequest("starting_after is the number of an event.", param="starting_after")
+            raise InvalidRequest("starting_after must be the number of an event.", param="starting_after")
         job = stored.begun.job
         try:
-            reading = await gateway.bridge.follow(id, job.tenant, deadline=job.deadline + LOST)
+            reading = await self._gateway.bridge.follow(id, job.tenant, deadline=job.deadline + LOST)
         except StreamNotFound:
             raise StreamNotFound(
-                "The events of this response are kept no more; retrieve it without stream.", code="events_not_found"
+                "The events of this response have expired; retrieve it without stream.", code="events_not_found"
             ) from None
         renderer = ResponseRenderer(id, job.body, int(job.created), model=job.body["model"], starting_after=int(after))
-        response = ResponseReading(gateway.bridge, reading)
-        return ResponseAnswer(response, renderer, "stream", keepalive=settings.keepalive_interval, begun=True)
+        response = ResponseReading(self._gateway.bridge, reading)
+        return ResponseAnswer(response, renderer, "stream", keepalive=self._settings.keepalive_interval, begun=True)
 
-    @app.delete(path, tags=["openai"], responses=refusals(404, 503))
-    async def delete(id: str, request: Request) -> Any:
-        """Forget a response; one that runs is cancelled."""
-        stored = await _stopped(await _find(id, request))
-        await (await ResponseLog.of(gateway.broker)).delete(stored.begun.job.tenant, stored)
+    async def delete(self, id: str, request: Request) -> Any:
+        """Delete a response; cancel it first if it runs."""
+        stored = await self._stop(await self._find(id, request))
+        await (await ResponseLog.of(self._broker)).delete(stored.begun.job.tenant, stored)
         return {"id": id, "object": "response", "deleted": True}
 
-    @app.post(f"{path}/cancel", tags=["openai"], responses=refusals(400, 404, 503))
-    async def cancel(id: str, request: Request) -> Any:
-        """Stop a response that has not ended."""
-        before = await _find(id, request)
+    async def cancel(self, id: str, request: Request) -> Any:
+        """Cancel a response that has not ended."""
+        before = await self._find(id, request)
         status = shown(before)["status"]
         if status not in ("queued", "in_progress", "cancelled"):
             raise InvalidRequest(f"A response that is {status} cannot be cancelled.", code="response_over")
-        return shown(await _stopped(before))
+        return shown(await self._stop(before))
 
-    @app.get(f"{path}/input_items", tags=["openai"], responses=refusals(400, 404, 503))
-    async def input_items(id: str, request: Request) -> Any:
-        """What the response was asked, in pages."""
-        return page(request, (await _find(id, request)).begun.input, default=20, most=100)
+    async def input_items(self, id: str, request: Request) -> Any:
+        """List the input items of a response, in pages."""
+        return page(request, (await self._find(id, request)).begun.input, default=20, most=100)
 
-    async def _find(id: str, request: Request) -> Stored:
-        log, tenant = await ResponseLog.of(gateway.broker), tenant_of(request)
+    async def _find(self, id: str, request: Request) -> Stored:
+        log, tenant = await ResponseLog.of(self._broker), tenant_of(request)
         if is_response(id):
-            # What has left the queue between two looks is in the log.
-            for look in (log.read, _preparing, log.read):
-                if (stored := await look(tenant, id)) is not None:
+            # A response that leaves the queue after the first look is in the log by the second.
+            for read in (log.read, self._queued, log.read):
+                if (stored := await read(tenant, id)) is not None:
                     return stored
         raise StreamNotFound(f"There is no response {id[:100]!r}.", code="response_not_found", param="response_id")
 
-    async def _preparing(tenant: str, id: str) -> Stored | None:
-        """A response that was accepted and whose tools are still being listed: no log has it, but the stage's queue."""
-        subjects = gateway.bridge.subjects
-        if not await gateway.broker.replay(EVENTS, subjects.events_at(tenant, id)):
+    async def _queued(self, tenant: str, id: str) -> Stored | None:
+        """A response that was accepted but is not in the log yet, from the queue of the stage `tools`."""
+        subjects = self._gateway.bridge.subjects
+        if not await self._broker.replay(EVENTS, subjects.events_at(tenant, id)):
             return None
         for priority in PRIORITIES:
             lane = lane_stream(TOOLS, priority)
-            for message in await gateway.broker.replay(lane, subjects.tools(priority, tenant)):
+            for message in await self._broker.replay(lane, subjects.tools(priority, tenant)):
                 if message.headers.get(MESSAGE_ID) == f"{tenant}.{id}":
                     job = codec.decode_model(LoopJob, message.data, codec.LOOP_JOB)
                     input = items_of(parse_responses(job.body).input, id)
                     return Stored(Begun(job=job, sources=(), tools=(), input=input, items=[], index=0))
         return None
 
-    async def _stopped(stored: Stored) -> Stored:
-        """Have it end. Whoever goes on with it sees the wish, now or later."""
-        job, log = stored.begun.job, await ResponseLog.of(gateway.broker)
+    async def _stop(self, stored: Stored) -> Stored:
+        """Ask the stage `tools` to stop a response, and wait a while until it has ended."""
+        job, log = stored.begun.job, await ResponseLog.of(self._broker)
         if stored.ended is not None or stored.is_lost(time.time()):
             return stored
         await log.ask_to_stop(job.tenant, job.id)
-        for attempt in range(STOPPING):
+        for attempt in range(MAX_POLLS):
             if attempt % 10 == 0:
-                await gateway.broker.notify(gateway.bridge.subjects.cancel(job.tenant, job.id), b"")
-            await asyncio.sleep(LOOK)
+                await self._broker.notify(self._gateway.bridge.subjects.cancel(job.tenant, job.id), b"")
+            await asyncio.sleep(POLL_INTERVAL)
             stored = await log.read(job.tenant, job.id) or stored
             if stored.ended is not None:
                 break
@@ -216,15 +220,15 @@ def shown(stored: Stored) -> dict[str, Any]:
     """A stored response as its client sees it."""
     ended, deadline = stored.ended, stored.begun.job.deadline
     if stored.is_lost(time.time()):
-        lost = DeadlineExceeded("The deadline passed, and nobody has said how the response ended.")
+        lost = DeadlineExceeded("The deadline passed before the end of the response was stored.")
         ended = Ended(status="failed", at=deadline, error=asdict(ErrorBody.of(lost)))
     return response_object(stored.begun, stored.turns, ended)
 
 
 def _sealed(request: Request, settings: Settings, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with its secrets unreadable: what is published is stored. What the model is not told of it is named in
-    the answer. Raises `InvalidRequest`."""
-    body, tenant = known_alone(body, ResponsesRequest, request=request, settings=settings), tenant_of(request)
+    """The body with its secrets encrypted, since the broker stores it. The response names the hosted tools, which are
+    ignored. Raises `InvalidRequest`."""
+    body, tenant = known_fields(body, ResponsesRequest, request, settings), tenant_of(request)
     tools = body.get("tools")
     name_ignored(request, (f"tools[{kind}]" for kind in hosted(tools)))
     servers = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
@@ -234,8 +238,8 @@ def _sealed(request: Request, settings: Settings, body: dict[str, Any]) -> dict[
         return body
     if settings.secret_key is None:
         raise InvalidRequest(
-            "Headers and authorization need the setting secret_key, the same for every bridge and tools stage; or "
-            "name a server of the configuration.",
+            "Headers and authorization need the setting secret_key, the same for every bridge and every stage tools; "
+            "set it, or name a configured server.",
             code="unsupported_parameter",
             param="tools",
         )

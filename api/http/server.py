@@ -1,4 +1,4 @@
-"""The HTTP bridge as a server: the application on a socket, and what a bridge does besides."""
+"""The HTTP bridge as a server: the application on a socket, and the batch runner beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..bridge.bridge import Bridge
 from .app import create_app
 from .connections import protocol
 
-SPARE_FILES = 512  # that the process opens besides connections
+SPARE_FILES = 512  # file descriptors beside those of connections
 
 
 async def serve_http(
@@ -31,8 +31,8 @@ async def serve_http(
     listener: socket.socket,
     stopping: asyncio.Event,
 ) -> None:
-    """Serve HTTP until `stopping`, then until open requests have ended or the drain limit has passed."""
-    _allow_sockets(settings.max_connections)
+    """Serve HTTP until `stopping`, then drain: until open requests have ended or `drain_timeout` has passed."""
+    _raise_file_limit(settings.max_connections)
     bridge = Bridge(broker, subjects)
     await bridge.start()
     application = create_app(bridge, broker, registry, settings, __version__)
@@ -41,7 +41,7 @@ async def serve_http(
             application,
             log_config=None,
             access_log=False,
-            http=cast(Any, protocol(settings)),  # a class, for all that uvicorn says
+            http=cast(Any, protocol(settings)),  # uvicorn's types ask for a class, but it only calls it
             ws="none",
             timeout_graceful_shutdown=5,
             timeout_keep_alive=cast(int, settings.idle_timeout),
@@ -49,12 +49,12 @@ async def serve_http(
     )
 
     batches = asyncio.create_task(BatchRunner(bridge, settings).run())
-    batches.add_done_callback(lambda _: stopping.set())  # without it, the process is of half use
+    batches.add_done_callback(lambda _: stopping.set())  # a bridge without its batch runner restarts
 
     async def stop() -> None:
         await stopping.wait()
-        batches.cancel()  # so that another process goes on with them
-        await bridge.drain(settings.drain_timeout)  # meanwhile whoever comes is told so, and not left to a reset
+        batches.cancel()  # another process takes them over
+        await bridge.drain(settings.drain_timeout)  # meanwhile new requests get a 503 instead of a reset connection
         server.should_exit = True
 
     stopper = asyncio.create_task(stop())
@@ -68,14 +68,14 @@ async def serve_http(
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: what must drain first is not uvicorn's to know."""
+    """Installs no signal handlers: the pipeline must drain before the server stops."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
 
-def _allow_sockets(count: int) -> None:
-    """Have the system let this process open so many, as far as it may."""
+def _raise_file_limit(count: int) -> None:
+    """Raise the limit of open files for `count` connections, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""`/v1/streams/{id}`: a request's own events over HTTP, whoever asked for it and in whichever way; and its end."""
+"""`/v1/streams/{id}`: read the events of any request of the tenant, or cancel it."""
 
 from __future__ import annotations
 
@@ -15,53 +15,57 @@ from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
 from .answers import EventStream
 from .openapi import STREAMED, refusals
-from .requests import Gateway, tenant_of
+from .requests import Gateway, Routes, tenant_of
 
 
 class Feed(EventStream):
-    """The events as they are stored. Those that hold nothing beyond `after` tokens of their choice are left out."""
+    """Sends the events as they are stored, without those that hold only the first `after` tokens of their choice."""
 
     def __init__(self, reading: Reading, *, keepalive: float, progress: Progress, after: int) -> None:
         super().__init__(reading, keepalive=keepalive, progress=progress)
-        self._places = progress
+        self._position = progress
         self._after = after
 
     def _chunks(self, event: Event) -> list[bytes]:
         match event:
             case Token():
-                _, news = self._places.split(event)
-                if news is None or (news.token_ids and news.index + len(news.token_ids) <= self._after):
+                _, unsent = self._position.split(event)
+                if unsent is None or (unsent.token_ids and unsent.index + len(unsent.token_ids) <= self._after):
                     return []
-                event = news
-            case Accepted() | Queued() if self._places.resumed:
+                event = unsent
+            case Accepted() | Queued() if self._position.resumed:
                 return []
         return [self._identified(b"data: " + codec.encode(event) + b"\n\n")]
 
 
 def add_streams(app: FastAPI, gateway: Gateway) -> None:
-    @app.get(
+    routes = StreamRoutes(gateway)
+    app.get(
         "/v1/streams/{id}", tags=["streams"], response_class=Response, responses=STREAMED | refusals(400, 404, 503)
-    )
-    async def stream(id: str, request: Request) -> Response:
-        """A request's events as SSE, stored ones first.
+    )(routes.stream)
+    app.delete("/v1/streams/{id}", tags=["streams"], responses=refusals(404, 503))(routes.cancel)
 
-        `after` leaves out so many tokens of each choice; the header `Last-Event-ID` wins, and is exact.
+
+class StreamRoutes(Routes):
+    async def stream(self, id: str, request: Request) -> Response:
+        """Send a request's events as SSE, stored ones first.
+
+        `after` skips so many tokens of each choice. The header `Last-Event-ID` is exact and takes precedence.
         """
         after = request.query_params.get("after", "0")
         if re.fullmatch("[0-9]{1,9}", after) is None:
-            raise InvalidRequest("after is a number of tokens.", param="after")
+            raise InvalidRequest("after must be a number of tokens.", param="after")
         progress = Progress(id)
         if (last := request.headers.get("last-event-id")) is not None:
             progress, after = Progress.parse(last), "0"
             if progress.request != id:
-                raise invalid_event_id("Last-Event-ID is not that of this stream.")
-        reading = await gateway.bridge.follow(id, tenant_of(request))
-        return Feed(reading, keepalive=gateway.settings.keepalive_interval, progress=progress, after=int(after))
+                raise invalid_event_id("Last-Event-ID does not belong to this stream.")
+        reading = await self._gateway.bridge.follow(id, tenant_of(request))
+        return Feed(reading, keepalive=self._settings.keepalive_interval, progress=progress, after=int(after))
 
-    @app.delete("/v1/streams/{id}", tags=["streams"], responses=refusals(404, 503))
-    async def cancel(id: str, request: Request) -> Any:
-        """Cancel a request; `cancelled` is false where it had ended before."""
-        reading = await gateway.bridge.follow(id, tenant_of(request))
+    async def cancel(self, id: str, request: Request) -> Any:
+        """Cancel a request; `cancelled` is false if it had ended before."""
+        reading = await self._gateway.bridge.follow(id, tenant_of(request))
         try:
             running = reading.final is None
             if running:

@@ -191,7 +191,7 @@ def test_a_shorter_context_is_kept(model_directory: Callable[[str], Path]) -> No
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ("", GenerationParams(), "the prompt is empty"),
+        ("", GenerationParams(), "The prompt is empty"),
         ([5] * 3000, GenerationParams(), "the prompt has 3000 tokens, and the context of this model holds 2048"),
         ([512], GenerationParams(), "prompt: token id 512 is outside the vocabulary of 512"),
         ([-1], GenerationParams(), "prompt: token id -1 is outside"),

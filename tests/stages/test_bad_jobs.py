@@ -12,7 +12,7 @@ from penstock.schemas import codec
 from penstock.schemas.errors import BrokerUnavailable, StreamFull
 from penstock.schemas.events import FINAL, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
-from penstock.stages.validate import LONG, MOST_STRAYS, Validate
+from penstock.stages.validate import LONG, MAX_MISADDRESSED, Validate
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEADLINE, MESSAGE_ID, Headers, Message, Published
 
@@ -46,7 +46,7 @@ def test_a_deadline_that_has_passed(pipeline: Pipeline) -> None:
 def test_a_deadline_that_is_none(pipeline: Pipeline) -> None:
     failed = pipeline.runner.run(answer(pipeline, {DEADLINE: "soon"}))
     assert isinstance(failed, Failed)
-    assert failed.error.message == "The header Penstock-Deadline must hold Unix seconds."
+    assert failed.error.message == "The header Penstock-Deadline must be a time in Unix seconds."
 
 
 @pytest.mark.parametrize("lane", ["urgent.default", "High.default", "normal", "a.b.c"])
@@ -78,11 +78,11 @@ def test_a_subject_that_no_lane_takes(pipeline: Pipeline, lane: str) -> None:
 def test_many_large_jobs_that_no_lane_takes_are_not_kept(pipeline: Pipeline) -> None:
     async def scene() -> None:
         validate = Validate(pipeline.pipe)
-        for place in range(MOST_STRAYS + 1):
+        for place in range(MAX_MISADDRESSED + 1):
             subject = f"{pipeline.pipe.subjects.root}.jobs.urgent.default"
-            assert validate._why_stray(Message(subject, b"x" * (LONG + 1), {MESSAGE_ID: f"m{place}"}))
-        assert validate._strays.qsize() == MOST_STRAYS
-        assert not validate._strays.get_nowait().data
+            assert validate._why_misaddressed(Message(subject, b"x" * (LONG + 1), {MESSAGE_ID: f"m{place}"}))
+        assert validate._misaddressed.qsize() == MAX_MISADDRESSED
+        assert not validate._misaddressed.get_nowait().data
 
     pipeline.runner.run(scene())
 

@@ -20,7 +20,7 @@ from penstock.schemas.events import Accepted, Delta, Done, Event, Failed, Output
 from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.stream import EventPublisher
-from penstock.stages.validate import WORTH_A_LOOK
+from penstock.stages.validate import MIN_DUPLICATE_CHECK
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, topology
 
@@ -41,7 +41,7 @@ def test_one_job_published_many_times_is_one_request(forgetful: Pipeline) -> Non
     @given(st.integers(2, 6), st.booleans(), st.booleans())
     def at_any_time(times: int, at_once: bool, is_long: bool) -> None:
         async def scene() -> None:
-            job = job_named(f"r-{uuid.uuid4().hex}", user="x" * WORTH_A_LOOK if is_long else "")
+            job = job_named(f"r-{uuid.uuid4().hex}", user="x" * MIN_DUPLICATE_CHECK if is_long else "")
             before = forgetful.engine.stats().num_requests
             for _ in range(times):
                 await publish(forgetful, job)

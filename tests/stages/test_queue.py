@@ -277,7 +277,7 @@ async def test_stages_that_are_down_make_jobs_wait_and_full_ones_refuse_with_503
             refused = (await whole(await publish(pipeline)))[-1]
             assert isinstance(refused, Failed)
             assert (refused.error.status, refused.error.code) == (503, "queue_full")
-            assert refused.error.message == "The stage early takes no more requests of normal priority for now."
+            assert refused.error.message == "The queue of the stage early is full for normal priority; try again later."
             waiting.append(await publish(pipeline, "high"))
             job = Job(id="expires", endpoint="/v1/completions", bridge="test", body={"model": MODEL, "prompt": "hello"})
             deadline = pipe.now() + 0.5

@@ -12,9 +12,9 @@ def test_it_tells_once_of_each_tokenizer_that_it_has_loaded(pipeline: Pipeline) 
         told: list[str] = []
         validate = Validate(pipeline.pipe, lambda: told.append("loaded"))
         (card,) = pipeline.pipe.registry.models.values()
-        first = await validate._preparer(card)
+        first = await validate._preparers.get(card)
         assert told == ["loaded"]
-        assert await validate._preparer(card) is first
+        assert await validate._preparers.get(card) is first
         assert told == ["loaded"]
 
     pipeline.runner.run(scene())

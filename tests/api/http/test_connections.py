@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from http_server import Server, request
 
-from penstock.api.http.connections import MOST_PIPELINED, Connections, _network
+from penstock.api.http.connections import MAX_PIPELINED, Connections, _network
 from penstock.config.settings import Settings
 from penstock.schemas.events import Accepted, Done, Token, Usage
 from penstock.schemas.jobs import Job
@@ -161,7 +161,7 @@ async def test_requests_sent_ahead_are_few() -> None:
         wire = await server.wire()
         await wire.send(request("POST", "/v1/completions", STREAM))
         await server.script.job()
-        await wire.send(LIVE * (MOST_PIPELINED + 1))
+        await wire.send(LIVE * (MAX_PIPELINED + 1))
         assert await wire.ended() == b""
         assert server.script.jobs  # the first was begun, and is cancelled with its connection
 

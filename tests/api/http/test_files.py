@@ -226,7 +226,7 @@ async def test_an_upload_that_stalls_is_ended(desk: Desk) -> None:
 
 
 async def test_an_upload_that_comes_drop_by_drop_is_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "SLOWEST", 1 << 40)
+    monkeypatch.setattr(files, "MIN_UPLOAD_RATE", 1 << 40)
 
     async def dripping() -> AsyncIterator[bytes]:
         yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'

@@ -176,7 +176,7 @@ def test_every_faulty_line_is_named_and_no_key_is_told(file: Path) -> None:
 
 
 def test_a_file_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="nowhere: cannot be read"):
+    with pytest.raises(ConfigurationError, match="nowhere cannot be read"):
         Keys((), tmp_path / "nowhere")
 
 

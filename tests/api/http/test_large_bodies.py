@@ -98,5 +98,5 @@ def test_the_refusal_of_a_job_with_many_keys_fits_a_message(applications: Applic
 
     error = applications.run(refused(applications.bridges[0], {f"k{key:06}": 0 for key in range(300_000)}))
     assert (error.status, error.code) == (400, "malformed_job")
-    assert error.message.startswith("The job cannot be read: it holds 300,0")
+    assert error.message.startswith("The job is malformed: it holds 300,0")
     assert len(error.message) < 200

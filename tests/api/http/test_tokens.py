@@ -11,7 +11,7 @@ import pytest
 from applications import Applications, Script
 from asgi import Response, ask
 
-from penstock.api.http.tokens import Preparers
+from penstock.api.http.preparers import Preparers
 from penstock.engine.text.byte_tokenizer import END_OF_TEXT
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.registry import ModelCard

@@ -1,0 +1,57 @@
+"""The models that clients name, and what turns their prompts into tokens in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+
+from ...engine.prepare import Preparer
+from ...engine.preparers import PreparerCache
+from ...schemas.errors import Fatal, InvalidRequest, ModelNotFound, Overloaded
+from ...schemas.openai.completions import ChatRequest, CompletionRequest
+from ...schemas.openai.embeddings import EmbeddingRequest
+from ...schemas.registry import ModelCard
+from ...streams.stores.registry import Registry
+
+log = structlog.get_logger(__name__)
+
+
+class Preparers:
+    """The preparers of the models in `registry`, each loaded when it is first needed."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._cache = PreparerCache()
+
+    async def card(self, name: str | None) -> ModelCard:
+        """The model of this name, or the only one. Raises `InvalidRequest` and `ModelNotFound`."""
+        if name is None and not self._registry.models:
+            await self._registry.look()
+        models = self._registry.models
+        if name is None and len(models) != 1:
+            known = ", ".join(models) or "none yet"
+            raise InvalidRequest(
+                f"model is missing. Served: {known}.", code="missing_required_parameter", param="model"
+            )
+        card = next(iter(models.values())) if name is None else await self._registry.find(name)
+        if card is None:
+            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+        return card
+
+    async def of(self, card: ModelCard) -> Preparer:
+        """The preparer of a model. Raises `Overloaded` if this machine cannot load its tokenizer."""
+        try:
+            return await self._cache.get(card)
+        except Fatal as error:
+            log.error("cannot load a tokenizer", model=card.name, reason=str(error))
+            raise Overloaded(
+                f"The bridge cannot load the tokenizer of {card.name!r}; see its log.", code="tokenizer_unavailable"
+            ) from None
+
+    async def prompt(self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[int]:
+        """The tokens of the prompt, however many. Raises `InvalidRequest`, and what `of` raises."""
+        prepare = (await self.of(card)).prepare
+        found = await asyncio.to_thread(prepare, request, context_length=sys.maxsize, name=card.name, seed=0)
+        return found.prompts[0]
