@@ -1,8 +1,8 @@
 """Anthropic's Messages request, strictly typed, and the chat request that means the same.
 
-Only the shape is checked here; what a value means to the model is checked where every chat request is. What asks for a
-service of Anthropic's that leaves the prompt as it is, or makes it shorter or dearer, is accepted without effect; a
-request tells which of these it has (`without_effect`).
+This module checks only the shape; the check of chat requests then validates the values. Fields that ask for a service
+of Anthropic's which does not change the prompt, or only shortens it, are accepted and have no effect; `without_effect`
+names those of a request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .jobs import Priority
 from .openai.chat import MOST_MESSAGES, Body, ModelName, OpenBody, Unsupported
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # what changes nothing about them
-_THINKS = {"enable_thinking": True, "thinking": True}  # what chat templates call the switch
+_OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # fields of a tool without effect
+_THINKS = {"enable_thinking": True, "thinking": True}  # the names of the switch in chat templates
 
 
 class _Marked(OpenBody):
-    cache_control: dict[str, Any] | None = None  # what can be cached is, whether marked or not
+    cache_control: dict[str, Any] | None = None  # no effect: every prefix is cached
 
 
 class TextBlock(_Marked):
@@ -56,7 +56,7 @@ Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks, json_schema_input
 
 
 class ToolReference(_Marked):
-    """What a client's search for tools has found: a tool of the same request."""
+    """A tool of the same request that a client's tool search has found."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -72,7 +72,7 @@ Result = Annotated[
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="block_type",
         custom_error_message="Input should be a block of type text or tool_reference; "
-        "images and documents are not understood here",
+        "images and documents are not supported",
     ),
 ]
 
@@ -96,7 +96,7 @@ Block = Annotated[
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="block_type",
         custom_error_message="Input should be a block of type text, thinking, tool_use or tool_result; "
-        "images, documents and the tools of others' servers are not understood here",
+        "images, documents and server tools are not supported",
     ),
 ]
 
@@ -107,21 +107,21 @@ class Message(OpenBody):
 
 
 class Tool(_Marked):
-    """The model sees every tool from the start, and calls it itself, whatever the last three say."""
+    """The model sees every tool from the start and calls it itself; the last three fields have no effect."""
 
     name: str
     description: str | None = None
     input_schema: Annotated[dict[str, Any], Field(serialization_alias="parameters")]
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # it always streams
+    eager_input_streaming: bool | None = None  # no effect: arguments always stream
     defer_loading: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
     allowed_callers: list[str] | None = None
 
 
 class ServerTool(_Marked):
-    """A tool that Anthropic's servers run: the model is not told of it."""
+    """A tool that Anthropic's servers run; the model does not see it."""
 
     type: str
     name: str
@@ -147,16 +147,16 @@ class ToolChoice(Body):
     @model_validator(mode="after")
     def _name_where_due(self) -> ToolChoice:
         if (self.name is not None) != (self.type == "tool"):
-            raise ValueError("name goes with type tool, and only there")
+            raise ValueError("must have name if and only if its type is tool")
         return self
 
 
 class Thinking(Body):
-    """`budget_tokens` is accepted and bounds nothing: `max_tokens` bounds thoughts and answer together."""
+    """`budget_tokens` has no effect: `max_tokens` limits thoughts and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: str | None = None  # thoughts are always given in full
+    display: str | None = None  # no effect: the response has every thought in full
 
 
 class OutputFormat(Body):
@@ -171,7 +171,7 @@ class OutputConfig(Body):
 
 
 class ContextEdit(OpenBody):
-    """What is cleared elsewhere to save room stays in the prompt here."""
+    """Accepted without effect: the prompt keeps what Anthropic would clear to save context."""
 
     type: Annotated[str, Field(pattern="^clear_(thinking|tool_uses)_[0-9]{8}$")]
 
@@ -181,7 +181,7 @@ class ContextManagement(Body):
 
 
 class CountRequest(Body):
-    """Body of `/v1/messages/count_tokens`: what makes the prompt."""
+    """Body of `/v1/messages/count_tokens`: the fields that make the prompt."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType(
         {
@@ -203,7 +203,7 @@ class CountRequest(Body):
 
     @property
     def without_effect(self) -> Iterable[str]:
-        """The paths of what was asked for in vain."""
+        """The paths of the fields that have no effect."""
         if self.context_management and self.context_management.edits:
             yield "context_management"
         if self.speed not in (None, "standard"):
@@ -237,7 +237,8 @@ class CountRequest(Body):
         return body
 
     def _reasoning(self) -> dict[str, Any]:
-        """Clients ask every model to think: one that cannot uses nothing of what it was granted."""
+        """The parameters for thoughts. Clients ask every model to think; the templates of those that cannot ignore
+        these."""
         if self.thinking and self.thinking.type == "disabled":
             return {"reasoning_effort": "none"}
         options: dict[str, Any] = dict(_THINKS) if self.thinking else {}
@@ -256,20 +257,20 @@ class MessagesRequest(CountRequest):
     top_p: float | None = None
     top_k: int | None = None
     metadata: dict[str, str | None] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # both are the normal lane
+    service_tier: Literal["auto", "standard_only"] | None = None  # both mean the normal lane
     priority: Priority | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
     def chat_body(self) -> dict[str, Any]:
         same = {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority", "timeout"}
         body = super().chat_body() | self.model_dump(include=same, by_alias=True, exclude_none=True)
-        body["fit_max_tokens"] = True  # it must be given, so clients give all that their usual model can do
+        body["fit_max_tokens"] = True  # required, so clients send the maximum of the model they were made for
         user = (self.metadata or {}).get("user_id")
         return body | ({"user": user} if user else {})
 
 
 def _chat_messages(system: list[TextBlock], messages: list[Message]) -> list[dict[str, Any]]:
-    """Turns of one role that follow each other are one, as Anthropic has it; a tool's result has a role of its own."""
+    """Merge consecutive turns of one role, as Anthropic does; a tool's result gets a role of its own."""
     chat: list[dict[str, Any]] = []
     for part in system:
         _add(chat, "system", "content", part.text)
@@ -292,11 +293,12 @@ def _chat_messages(system: list[TextBlock], messages: list[Message]) -> list[dic
                         fault = f"{param}: no tool_use before it has the id {block.tool_use_id!r}."
                         raise InvalidRequest(fault, param=param)
                     text = "\n".join(one.text for one in block.content)
-                    text = f"Error: {text}" if block.is_error else text  # a chat has no other way to say so
+                    text = f"Error: {text}" if block.is_error else text  # a chat message has no field for errors
                     chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                 case _:
                     raise InvalidRequest(
-                        f"{param}: a block of type {block.type} cannot stand here; leave it out.", param=param
+                        f"{param}: the role {message.role} cannot have a block of type {block.type}; leave it out.",
+                        param=param,
                     )
     return chat
 

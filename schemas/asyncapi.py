@@ -1,4 +1,4 @@
-"""`penstock schema`: JSON Schemas of all that travels, and an AsyncAPI 3.0 document of the subjects it travels on.
+"""`penstock schema`: JSON Schemas of every message, and an AsyncAPI 3.0 document of the subjects.
 
 AsyncAPI: https://www.asyncapi.com/docs/reference/specification/v3.0.0
 """
@@ -24,7 +24,7 @@ MESSAGES: dict[str, tuple[str, Any]] = {
     "Event": (codec.EVENT, Event),
 }
 
-# name: (address below the namespace, messages, what a user of it should know)
+# name: (address below the namespace, messages, description)
 CHANNELS: dict[str, tuple[str, str, str]] = {
     "jobs": (
         "jobs.{priority}.{tenant}",
@@ -41,7 +41,7 @@ CHANNELS: dict[str, tuple[str, str, str]] = {
     "batch": ("batch.{priority}.{tenant}", "ValidatedJob", "The priority lanes."),
     "infer": ("infer.{worker}", "InferenceBatch", "Input of one worker."),
     "stream": ("stream.{partition}.{tenant}.{request}", "Outputs", "The engine's outputs for one request."),
-    "tools": ("tools.{priority}.{tenant}", "LoopJob Step", "Responses to begin, and news that one may go on."),
+    "tools": ("tools.{priority}.{tenant}", "LoopJob Step", "Responses to begin, and turns that have ended."),
     "events": ("events.{tenant}.{bridge}.{request}", "Event", "Read a request's events here, live or replayed."),
 }
 
@@ -51,7 +51,7 @@ def json_schemas() -> dict[str, Any]:
     named = [(name, "serialization", TypeAdapter(kind)) for name, (_, kind) in MESSAGES.items()]
     references, definitions = TypeAdapter.json_schemas(named, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = dict(definitions.get("$defs", {}))
-    for name in schemas.keys() - {"Job"}:  # what a newer version adds is ignored, but for a client's mistake
+    for name in schemas.keys() - {"Job"}:  # all readers ignore unknown fields, but in a client's job
         schemas[name].pop("additionalProperties", None)
     for (name, _), schema in references.items():
         if schema != {"$ref": f"#/components/schemas/{name}"}:

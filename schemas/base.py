@@ -1,4 +1,4 @@
-"""The bases of all that is checked: what a client sends, and what Penstock publishes and stores."""
+"""Base models: of what clients send, and of what Penstock publishes and stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Strict(BaseModel):
 
 
 class Record(Strict):
-    """What one part of Penstock publishes or stores for another: fields that a newer version has added are ignored."""
+    """What one process publishes or stores for another; unknown fields, of a newer version, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -1,7 +1,7 @@
-"""How much one JSON body may hold, and how much of it an error repeats.
+"""Limits of one JSON body, and of how much of it an error repeats.
 
-pydantic and orjson hold the interpreter while they work, in a thread too, so what takes long is refused before it
-reaches them: a body of a few megabytes can be a million objects, each of them a fault.
+pydantic and orjson hold the GIL while they work, even in a thread, so a body that would take them long is refused
+before: a few megabytes can be a million objects, each of them faulty.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 import orjson
 from pydantic_core import CoreSchema
 
-LONG = 20_000  # bytes; to parse more than this would hold up an event loop, so it is done in a thread
-DEEPEST = 128  # levels; what reads and writes jobs later on stops at 200
+LONG = 20_000  # bytes; parsing more would block the event loop, so a thread does it
+DEEPEST = 128  # levels; the codec of jobs stops at 200
 MOST_CONTAINERS = 40_000  # objects and arrays
 MOST_VALUES = 500_000  # a request for embeddings may hold 300,000 token ids
 MOST_KEYS = 100_000
 MOST_FAULTS = 20  # that a refusal names
 MOST_FAULT = 300  # characters of each
-MOST_LISTED = 1_000  # faults; pydantic takes milliseconds to tell so many, and tells all or none
-_PIECE = 1 << 16  # bytes looked at before other threads get a turn
+MOST_LISTED = 1_000  # faults; pydantic lists all or none, and so many take milliseconds
+_PIECE = 1 << 16  # bytes scanned before other threads get a turn
 
 
 def load_json(raw: bytes) -> Any:
-    """The value of a document. Raises `ValueError` with one sentence about what is wrong with it."""
+    """Parse a JSON document. Raises `ValueError` with a sentence that lacks its subject, as in "is not valid JSON"."""
     check_size(raw)
     try:
         value = orjson.loads(raw)
@@ -40,10 +40,10 @@ def load_json(raw: bytes) -> Any:
 
 
 def check_size(raw: bytes) -> None:
-    """Raises `ValueError` as `load_json` does for a document that holds too much, valid or not."""
+    """Raise `ValueError` as `load_json` does for a document that holds too much, valid or not."""
     if len(raw) <= LONG or not _too_much(*_counted(raw)):
         return
-    # Much of that may stand in texts. What is between quotation marks does not count, escaped ones are no such marks.
+    # Most of that may be inside strings, which do not count: skip what lies between unescaped quotation marks.
     bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     counts, inside = (0, 0, 0), False
     for start in range(0, len(bare), _PIECE):
@@ -56,7 +56,7 @@ def check_size(raw: bytes) -> None:
 
 
 def _counted(text: bytes) -> tuple[int, int, int]:
-    """Containers, values and keys."""
+    """The number of containers, values and keys, at most."""
     return text.count(b"{") + text.count(b"["), text.count(b","), text.count(b":")
 
 
@@ -67,7 +67,7 @@ def _too_much(containers: int, values: int, keys: int) -> str:
         (keys, MOST_KEYS, "keys"),
     ):
         if count > most:
-            return f"holds {count:,} {kind}, and {most:,} are the most"
+            return f"holds {count:,} {kind}, more than {most:,}"
     return ""
 
 
@@ -95,6 +95,6 @@ def bounded(schema: CoreSchema) -> CoreSchema:
 
 
 def listed(faults: list[str], count: int) -> list[str]:
-    """At most as many faults as anybody reads, each of a sane length; `count` is how many there are."""
+    """The first faults, shortened, and the number of the others; `count` is the number of all."""
     named = [shortened(fault, MOST_FAULT) for fault in faults[:MOST_FAULTS]]
     return named if count <= len(named) else [*named, f"And {count - len(named):,} more faults."]

@@ -1,9 +1,9 @@
-"""Pure functions between bytes and the types that travel. Every message names its type and version in a header.
+"""Encodes and decodes messages. Every message names its type and version in a header.
 
-Parts of two neighbouring versions work side by side: a reader takes its own version and the one before, ignores fields
-that a newer writer has added, and gives a new field that an older writer lacks its default. A client's `Job` alone is
-read strictly, so that a misspelt field is refused, unless its header names a newer minor version (`job/1.1`). An
-unknown type, an unknown version and a missing field without a default raise `DecodeError`.
+Processes of two consecutive versions work together: a reader accepts its own version and the one before, ignores fields
+of a newer writer, and gives fields that an older writer lacks their defaults. Only a client's `Job` is read strictly,
+so that a misspelt field is refused, unless its header names a newer minor version (`job/1.1`). An unknown type, an
+unknown version and a missing field without a default raise `DecodeError`.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _SCHEMAS: dict[type[BaseModel], str] = {
 
 
 class DecodeError(PenstockError):
-    """The bytes are not what their header says. The message names the fault, never the content."""
+    """The bytes do not match their header. The message names the fault, never the content."""
 
 
 def is_schema(header: str | None, schema: str) -> bool:
-    """Whether a message with this header can be read as `schema`: of this version, or of the one before.
+    """Whether a message with this header can be read as `schema`: it has its version or the one before.
 
-    A version may be followed by a minor one, `job/1.3`, whose additions every reader of `job/1` may ignore.
+    A minor version may follow, as in `job/1.3`; readers of `job/1` ignore its additions.
     """
     name, _, version = (header or "").partition("/")
     ours, _, number = schema.partition("/")
@@ -78,10 +78,10 @@ Built = TypeVar("Built")
 
 
 def build(kind: type[Built], values: Mapping[str, Any]) -> Built:
-    """A dataclass from its fields, without those that it does not know. Raises `TypeError` where one is missing."""
+    """A dataclass from its fields; ignores unknown ones. Raises `TypeError` if one is missing."""
     try:
         return kind(**values)
-    except TypeError:  # rarely: this runs for every token
+    except TypeError:  # unknown fields are rare, and this runs for every token
         known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         return kind(**{name: values[name] for name in known if name in values})
 
@@ -93,26 +93,26 @@ def encode(value: Job | ValidatedJob | InferenceBatch | LoopJob | Step | Event) 
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What orjson asks for each model within: `model_dump` would copy a whole body first."""
+    """Serialises nested models for orjson; `model_dump` would first copy the whole body."""
     if isinstance(value, BaseModel):
         return value.__dict__
     raise TypeError(type(value).__name__)
 
 
 def encode_outputs(outputs: Sequence[Output]) -> bytes:
-    """One message may hold several outputs of a request: its beginning travels with its first token."""
+    """Encode outputs of one request as one message, such as its start and its first token."""
     return orjson.dumps(outputs)
 
 
 def decode_model(kind: type[Model], data: bytes, schema: str | None) -> Model:
-    """Read a job or batch; `schema` is the message's header, where it has one (a client's job needs none)."""
+    """Decode a model; `schema` is the message's header, which a client's job need not have. Raises `DecodeError`."""
     expected = _SCHEMAS[kind]
     if schema is not None and not is_schema(schema, expected):
         raise DecodeError(f"expected schema {expected}, got {schema}")
     try:
         if kind is not Job:
             return kind.model_validate_json(data, extra="ignore")
-        # A client's job is read by the parser that will write it again: what one of them cannot say must not get in.
+        # orjson, which will write the job again, must read it, too: the two parsers accept different documents.
         return kind.model_validate(_job(data), extra="forbid" if schema in (None, expected) else "ignore")
     except ValidationError as error:
         raise DecodeError(faults(error)) from None
@@ -182,7 +182,7 @@ def decode_event(data: bytes) -> Event:
 
 
 def faults(error: ValidationError) -> str:
-    """The first faults of a pydantic error in one line, by their paths, without the values that were given."""
+    """The first faults of a pydantic error in one line, by their paths and without the values."""
     if (count := error.error_count()) > MOST_LISTED:
         return f"{count:,} faults"
     found = error.errors(include_url=False, include_input=False, include_context=False)

@@ -1,14 +1,14 @@
-"""What all parts of a deployment share: the settings that shape its streams and the ways through them."""
+"""The settings that all processes of a deployment share: those of its streams and of the pipeline."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-LAYOUT = 2  # of subjects, streams and buckets; a part refuses to work with one that it does not know
+LAYOUT = 2  # version of subjects, streams and buckets; a process refuses to run with an unknown one
 
 
 class Configuration(BaseModel):
-    """One in each namespace, agreed in the broker. Its fields but `layout` are settings, by their names."""
+    """The agreed configuration of a namespace, stored in the broker. All fields but `layout` are names of settings."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 

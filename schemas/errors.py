@@ -1,30 +1,30 @@
-"""Errors as a protocol: each branch says what whoever catches it will do.
+"""Errors as a protocol: each branch tells what the code that catches it does.
 
 PenstockError
-├── Refusal                 reply to the client with `status`, and forget the request
-│   ├── InvalidRequest      400  what was asked can never be served; `param` names the fault
-│   ├── Unauthorized        401  no API key, or none that is known
-│   ├── Forbidden           403  this caller may not: a foreign web page, a tool or priority that it has no right to
+├── Refusal                 answer the client with `status`; the request has ended
+│   ├── InvalidRequest      400  the request can never be served; `param` names the faulty field
+│   ├── Unauthorized        401  the API key is missing or unknown
+│   ├── Forbidden           403  a web page, or an API key without the right to a tool or priority
 │   ├── ModelNotFound       404
-│   ├── StreamNotFound      404  no such request of this tenant, or its events are gone
+│   ├── StreamNotFound      404  the tenant has no such request, or its events have expired
 │   ├── DeadlineExceeded    408
-│   ├── Conflict            409  an idempotency key used for two different requests
+│   ├── Conflict            409  an idempotency key was used for another request
 │   ├── PayloadTooLarge     413
-│   ├── NotJson             415  a browser that does not say that it sends JSON
-│   ├── QuotaExceeded       429  one tenant over its own quota; `retry_after`
-│   ├── Overloaded          503  everyone is; `retry_after`
-│   ├── StorageFull         507  what is kept has reached its share of the store: something must be deleted first
+│   ├── NotJson             415  a browser sent a body without the content type of JSON
+│   ├── QuotaExceeded       429  the tenant has exhausted its quota; `retry_after`
+│   ├── Overloaded          503  the server has no capacity left; `retry_after`
+│   ├── StorageFull         507  the store is full: delete something first
 │   └── GenerationFailed    500  the engine could not finish this one request
-├── Transient               leave the delivery to be retried after a wait
-│   ├── StreamFull          the broker refused a message: a limit of its stream is reached
-│   └── BrokerUnavailable   no answer from the broker in time
-├── Superseded              somebody else wrote there first: read again, and decide anew
-├── ToolFailed              tell the model or the person who asked; the request goes on
+├── Transient               retry the delivery after a wait
+│   ├── StreamFull          the broker refused a message: its stream is full
+│   └── BrokerUnavailable   the broker did not answer in time
+├── Superseded              another writer was first: read again, then decide again
+├── ToolFailed              report to the model or the client; the request continues
 └── Fatal                   stop the process: exit code 2, the message says what to do
-    ├── ConfigurationError  every fault of the configuration, one a line
+    ├── ConfigurationError  all faults of the configuration, one a line
     ├── ModelLoadError      the model's files are missing, broken or unsupported
-    └── StartupError        a port, directory, binary or broker that cannot be had
-        └── BrokerAway      no broker answers yet: what serves waits for one, a command ends
+    └── StartupError        a port, directory, program or broker is not available
+        └── BrokerAway      no broker answers yet: a server waits for one, a command ends
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from typing import ClassVar
 
 from .bounds import shortened
 
-MOST_MESSAGE = 8_000  # characters of what a client reads; a body may have brought any part of it
+MOST_MESSAGE = 8_000  # characters; part of a message may come from a request's body
 MOST_PARAM = 200
 STORE_FULL = (
-    "The server's store is full: delete files, responses or conversations that nobody needs, "
+    "The server's store is full: delete files, responses or conversations that you no longer need, "
     "or have the operator raise store_limit."
 )
 
@@ -47,7 +47,7 @@ class PenstockError(Exception):
 
 
 class Refusal(PenstockError):
-    """The request ends here, with an answer. `str(error)` is what the client reads.
+    """The request ends here with an error response. `str(error)` is its message.
 
     `status` is the HTTP status, `type` and `code` follow OpenAI's error body, `retry_after` is in seconds.
     """
@@ -146,7 +146,7 @@ class GenerationFailed(Refusal):
 
 
 class Transient(PenstockError):
-    """Worth another try after `delay` seconds."""
+    """Retry after `delay` seconds."""
 
     def __init__(self, message: str, *, delay: float = 1.0) -> None:
         super().__init__(message)
@@ -154,8 +154,8 @@ class Transient(PenstockError):
 
 
 class StreamFull(Transient):
-    """`per_subject`: the limit is the subject's own, others may still publish. `storage`: there is no space, be it in
-    the bucket or on the server; otherwise too many messages wait, which goes by itself."""
+    """`per_subject`: only this subject has reached its limit. `storage`: the bucket or the server has no space;
+    otherwise too many messages wait, which passes by itself."""
 
     def __init__(self, message: str, *, per_subject: bool = False, storage: bool = False) -> None:
         super().__init__(message)
@@ -168,19 +168,19 @@ class BrokerUnavailable(Transient):
 
 
 class Superseded(PenstockError):
-    """The subject's last message is not the one that the publisher expected: nothing was stored."""
+    """The subject's last message is not the one that the publisher expected. The broker stored nothing."""
 
 
 class ToolFailed(PenstockError):
-    """A tool, or the server that has it, could not do its part: in words that a model can read."""
+    """A tool or its server failed; the message is written for a model to read."""
 
 
 class Fatal(PenstockError):
-    """Nothing to retry: a person must change something first."""
+    """Retrying does not help: a person must change something first."""
 
 
 class ConfigurationError(Fatal):
-    """All faults at once; `faults` holds one sentence each."""
+    """Holds all faults at once, in `faults`; each is a sentence."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("\n".join(faults))

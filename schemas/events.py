@@ -1,8 +1,7 @@
-"""What travels while a request runs: deltas from the engine, events to the client. One message a request and step.
+"""The messages of a running request: deltas from the engine and events for the client, one for each request and step.
 
-All are frozen and go straight through orjson; `type` tells them apart on the wire. Places in the output are token
-indices: `index` is the place of a message's first token within its choice, so whoever reads can tell a repetition from
-a gap without a second number.
+All are frozen dataclasses that orjson serialises directly; `type` tells them apart. `index` is the index of a message's
+first token within its choice, so that a reader can tell a duplicate from a gap.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from .jobs import Priority
 FinishReason = Literal[
     "stop", "length", "stop_sequence", "tool_calls", "content_filter", "cancelled", "deadline", "error"
 ]
-"""`deadline`: the request's time was over while it ran; what it had said until then stands. `content_filter`: a filter
-ended the answer."""
+"""`deadline`: the request ran out of time; its output until then stands. `content_filter`: a filter ended the
+answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `cached_tokens` of the prompt's were not computed again, `reasoning_tokens` of the
-    completion's were thought and not said."""
+    """Token counts of one request. `cached_tokens` of the prompt came from the cache; `reasoning_tokens` of the
+    completion are thoughts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,8 +41,8 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a token under the model's raw distribution, and of its best rivals; None of a prompt's
-    first."""
+    """The log-probability of a token under the model's raw distribution, and those of the most likely tokens; None for
+    the first token of a prompt."""
 
     token: str
     token_id: int
@@ -118,8 +117,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request has its place: from here on it ends in exactly one final event. With `return_token_ids`
-    it tells the tokens of the `prompts`."""
+    """The request was accepted: it will end in exactly one final event. `prompts` holds token ids, with
+    `return_token_ids`."""
 
     request: str
     model: str
@@ -140,8 +139,8 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of the call at `index` of its choice, from 0: `id` and `name` come once, with its first piece;
-    `arguments` are text to be joined, JSON in the end."""
+    """A piece of the call with this `index` in its choice, from 0. The first piece has `id` and `name`; the `arguments`
+    of all pieces, joined, are JSON."""
 
     index: int
     arguments: str
@@ -151,8 +150,8 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Tokens for the client: see `Delta`, from which it is made one to one. `text` is what the model says, `reasoning`
-    what it thinks, `tool_calls` what it asks for; one event may hold some of each, or nothing yet."""
+    """Tokens for the client, made from one `Delta`. `text` is the answer, `reasoning` a thought; an event may have
+    text, reasoning and `tool_calls` together, or none of them."""
 
     request: str
     choice: int
@@ -169,8 +168,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Final: every choice has finished; `finish_reasons` in order of the choices. `at` is when a response did, in Unix
-    seconds."""
+    """Final: every choice has finished. `finish_reasons` are in the order of the choices; `at` is the end of a
+    response, in Unix seconds."""
 
     request: str
     finish_reasons: tuple[FinishReason, ...]
@@ -181,7 +180,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Final: refused, or failed on the way; `error.status` is what HTTP answers if nothing was sent yet."""
+    """Final: the request was refused or failed. `error.status` is the HTTP status if no output was sent before."""
 
     request: str
     error: ErrorBody
@@ -190,7 +189,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Final: the client left or asked to stop."""
+    """Final: the client disconnected or cancelled the request."""
 
     request: str
     usage: Usage
@@ -208,8 +207,8 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class ItemEvent:
-    """Something of a response that no model wrote: a list of tools, a tool's result, a question to a person. `item` is
-    as in OpenAI's Responses API. Unless `finished`, it has only begun, and comes again; its id stays."""
+    """An item of a response that the model did not write: a list of tools, a tool's result, an approval request. `item`
+    is as in OpenAI's Responses API. One that is not `finished` comes again, finished, with the same id."""
 
     request: str
     index: int
@@ -220,9 +219,9 @@ class ItemEvent:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A response goes on with the chat request `job`, whose events are under its own name. `calls` says of the names
-    that the model may call there what is no function of the client's: `label`, `tool`, and whether a person must
-    approve (`approval`)."""
+    """A response continues with the chat request `job`, which has its own events. `calls` maps the names of Penstock's
+    own tools to their `label`, `tool` and `approval` (whether a person must approve); all other names are functions of
+    the client."""
 
     request: str
     index: int

@@ -1,4 +1,4 @@
-"""What travels before a request runs: the job as published, the job as validated, the batch for a worker.
+"""The messages before a request runs: the job as published, the validated job, the batch for a worker.
 
 A job is an OpenAI request body and the endpoint it is meant for, so that HTTP and NATS clients speak one language.
 pydantic checks these types strictly wherever a message is read; per-token types live in `events.py`.
@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from .base import Record
 from .params import GenerationParams
 
-TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # what may stand as one token of a subject
+TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # one token of a NATS subject
 
 SubjectToken = Annotated[str, Field(pattern=TOKEN_PATTERN)]
 Priority = Literal["high", "normal", "low"]
@@ -22,12 +22,12 @@ JobEndpoint = Endpoint | Literal["/v1/responses"]
 
 
 class Form(Record):
-    """How a model's text is to be read: where its thoughts and its tool calls are. Without either, all is content.
+    """How to parse a model's text: where its thoughts and tool calls are. Without either, all is content.
 
-    `tool_format` and `reasoning_format` are names in the engine's tables. `tools` maps the names that may be called to
-    the JSON Schema of their parameters. `thinking`: the prompt ends in the middle of a thought. `choice` is how much
-    the client left to the model: whether to call ("auto"), what to call ("required"), or nothing ("named"). `echo` is
-    the text of each prompt, where the answer is to begin with it; with `prompt_alone` it ends there, too.
+    `tool_format` and `reasoning_format` are names in the engine's tables. `tools` maps the names of the tools to the
+    JSON Schema of their parameters. `thinking`: the prompt ends in the middle of a thought. `choice`: the model decides
+    whether to call ("auto") or what to call ("required"), or neither ("named"). `echo` is the text of each prompt,
+    where the answer is to begin with it; with `prompt_alone` it ends there, too.
     """
 
     tool_format: str | None = None
@@ -42,10 +42,10 @@ class Form(Record):
 class Job(Record):
     """A request as published on `jobs.<priority>.<tenant>`.
 
-    `id` names the request, and its events arrive on `events.<tenant>.<bridge>.<id>`; the same id is the same request,
-    so publishing it again is harmless. Without an id one is derived from the message. `timeout` is in seconds from
-    the moment of publishing; the header `Penstock-Deadline` (Unix seconds) says the same and wins. An unknown field is
-    refused here, since it is a client's mistake; what travels between parts ignores what a newer version has added.
+    `id` names the request, and its events arrive on `events.<tenant>.<bridge>.<id>`; a second
+    job with the same id is a duplicate and has no effect. Without an id one is derived from the message. `timeout` is
+    in seconds after publishing; the header `Penstock-Deadline` (Unix seconds) takes precedence. A job with an unknown
+    field is refused, unlike other messages, since it is a client's mistake.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -58,17 +58,17 @@ class Job(Record):
 
 
 def most_together(capacity: int) -> int:
-    """Of a worker's `capacity`, what one request for many answers, or one tenant beside others, takes at once."""
+    """How much of a worker's `capacity` one request with many choices, or one of several tenants, may use at once."""
     return capacity - capacity // 4
 
 
 class ValidatedJob(Record):
-    """A job that can be served: checked, its prompt rendered and tokenised. What custom stages see and may change.
+    """A validated job, its prompt rendered and tokenised. Custom stages read and may change it.
 
     `prompts` holds token ids: one list for chat, one or several for completions; choice `c` belongs to prompt
-    `c // params.n`. `deadline` and `created` are Unix seconds. `body` is the client's request as it came; changing it
-    has no effect any more. `form` says how the answer's text is read. For `/v1/embeddings` every prompt is one input,
-    whose vector has `dimensions` numbers (all that the model gives, if None).
+    `c // params.n`. `deadline` and `created` are Unix seconds. `body` is the client's original request; changing
+    it has no effect. `form` tells how to parse the answer. For `/v1/embeddings` every prompt is one input, whose vector
+    has `dimensions` numbers (if None, as many as the model gives).
     """
 
     id: SubjectToken
@@ -91,7 +91,7 @@ class ValidatedJob(Record):
 
     @property
     def seats(self) -> int:
-        """Of a worker's `capacity`: one for each choice; inputs to embed take turns, and one for all of them."""
+        """How much of a worker's `capacity` the job needs: one for each choice; one for all inputs of embeddings."""
         return 1 if self.endpoint == "/v1/embeddings" else self.choices
 
     @property
@@ -100,13 +100,13 @@ class ValidatedJob(Record):
 
 
 class InferenceBatch(Record):
-    """Jobs that one worker is asked to run together. Each travels in a message of its own, under the batch's `id`, so
-    that each is acknowledged when it has ended, whatever becomes of the others.
+    """Jobs that one worker runs together. Each has a message of its own, with the batch's `id`, so that the worker can
+    acknowledge each when it has ended.
 
-    `incarnation` is the process that was meant: another of the same name takes over what that one may have begun.
-    `epochs` holds for each job the newest epoch that it may have had elsewhere; none for jobs that were nowhere yet.
-    `sender` names the copy of the batch stage, which numbers its messages to this process from 1; it still waits for
-    the worker's word on some of them from `oldest` on.
+    `incarnation` names the process that the batch is for; a new process with the same name takes over its jobs.
+    `epochs` holds the newest epoch that each job may have had at another worker; it is empty if there was none.
+    `sender` names the copy of the batch stage, which numbers its messages to this process from 1; from `oldest` on, the
+    worker has not confirmed all of them.
     """
 
     id: SubjectToken

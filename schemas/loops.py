@@ -1,8 +1,8 @@
-"""What travels and is kept while a model and its tools take turns: a response, from the request to its last answer.
+"""Messages and stored records of a response, in which a model and its tools take turns.
 
 A response is a chain of chat requests, its turns; turn `k` of response `resp_…` is the request `resp_…-k`, and
-`resp_…-k-a` where it had to be asked for again. Whatever ends such a request also tells the stage `tools`, which goes
-on. Items are those of OpenAI's Responses API, as JSON; none of them holds a secret.
+`resp_…-k-a` when it was retried. The stage that ends such a request notifies the stage `tools`, which continues the
+response. Items are those of OpenAI's Responses API, as JSON; none of them holds a secret.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _turn = re.compile(r"(resp_[0-9a-f]{32})-([0-9]{1,4})(?:-([0-9]{1,4}))?").fullma
 
 
 class TurnId(NamedTuple):
-    """What the id of a turn's request says; `attempt` counts from 0."""
+    """The parts of the id of a turn's request; `attempt` counts from 0."""
 
     response: str
     turn: int
@@ -31,7 +31,7 @@ class TurnId(NamedTuple):
 
     @classmethod
     def of(cls, request: str) -> TurnId | None:
-        """None for a request that is no turn."""
+        """Parse an id; None if the request is not a turn."""
         found = _turn(request)
         return None if found is None else cls(found[1], int(found[2]), int(found[3] or 0))
 
@@ -40,14 +40,14 @@ class TurnId(NamedTuple):
 
 
 def root_of(request: str) -> str:
-    """The response that a turn belongs to, and of any other request its own name: what a cancel means."""
+    """The response of a turn, or any other request's own id: a cancel refers to this."""
     turn = TurnId.of(request)
     return request if turn is None else turn.response
 
 
 class LoopJob(Record):
-    """A response to begin, as validate sends it to the stage `tools`. `body` is the request, `created` and `deadline`
-    are Unix seconds."""
+    """A response to begin, which the stage `validate` sends to the stage `tools`. `body` is the request, `created` and
+    `deadline` are Unix seconds."""
 
     id: SubjectToken
     tenant: SubjectToken
@@ -59,7 +59,7 @@ class LoopJob(Record):
 
 
 class Step(Record):
-    """The request `turn` of the response `id` has ended: whoever ended it says so."""
+    """The request `turn` of the response `id` has ended."""
 
     id: SubjectToken
     turn: SubjectToken
@@ -71,9 +71,8 @@ class Source(Record):
     """Where a response's tools come from: an MCP server, by its URL or by the name that the configuration gives it
     (`label`, where `url` is None), or the functions of this installation (label `functions`).
 
-    `sealed` holds the headers to send, readable by Penstock alone. `tenant` is whose request it is. `allowed` names the
-    tools that may be called; None allows all. `approval`: which of them a person must approve first; `spared` never
-    need it.
+    `sealed` holds the headers to send, encrypted. `allowed` names the tools that the model may call; None allows all.
+    `approval` tells which of them a person must approve first, `spared` which never need it.
     """
 
     label: str
@@ -91,8 +90,8 @@ class Source(Record):
 
 
 class LoopTool(Record):
-    """A tool of a source: `name` is what the model calls it, `tool` what the source does. `parameters` is a JSON
-    Schema of an object. `repeatable`: to call it twice is as good as once."""
+    """A tool of a source: `name` is its name for the model, `tool` its name in the source. `parameters` is a JSON
+    Schema of an object. `repeatable`: calling it twice does no harm."""
 
     name: str
     label: str
@@ -104,16 +103,16 @@ class LoopTool(Record):
 
 
 class ToolResult(NamedTuple):
-    """What a call came to, in words for the model."""
+    """The result of a call, as text for the model."""
 
     text: str
     is_error: bool = False
 
 
 class Origin(Record):
-    """What came before a response's own input. First `history`, which was copied into it, or what the first `parts` of
-    its conversation hold; then, where it `follows` other responses, what came before the first of those, and the items
-    of each. `since` is when the oldest response was made that it refers to, in Unix seconds."""
+    """The items before a response's own input. They begin with `history`, a copy, or with the first `parts` of its
+    conversation. If it `follows` other responses, those before the first of these and the items of each come next.
+    `since` is the creation of the oldest response that it refers to, in Unix seconds."""
 
     history: Items = Field(default_factory=list)
     parts: int = 0
@@ -122,8 +121,8 @@ class Origin(Record):
 
 
 class Begun(Origin):
-    """The beginning of a response: what every later step needs. `items` is what was made before the first turn, `index`
-    the number of events told by then."""
+    """The beginning of a response, which every later step needs. `items` were made before the first turn; `index` is
+    the number of events until then."""
 
     job: LoopJob
     sources: tuple[Source, ...]
@@ -134,13 +133,13 @@ class Begun(Origin):
 
     @property
     def callable(self) -> dict[str, dict[str, Any]]:
-        """What the model may call that is run here, by the names it knows: as in the event `Turn`."""
+        """The tools that Penstock runs, by their names for the model, as in the event `Turn`."""
         return {tool.name: tool.model_dump(include={"label", "tool", "approval"}) for tool in self.tools}
 
 
 class Turned(Record):
-    """A turn that has ended, its tools' results included. `reason` and `usage` are its request's, `index` is the
-    number of events told by then."""
+    """A turn that has ended, with the results of its tools. `reason` and `usage` are those of its request; `index` is
+    the number of events until then."""
 
     turn: int
     items: Items

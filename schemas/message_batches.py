@@ -1,4 +1,5 @@
-"""Anthropic's batches of messages: what asks for one, and what is told of it, which is kept as every batch is."""
+"""Anthropic's batches of messages: the request for one, and its form for clients. They are stored like other
+batches."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ ENDINGS = {"completed": "succeeded", "failed": "errored", "cancelled": "canceled
 
 
 class BatchedMessage(Body):
-    """`params` are a body of `/v1/messages`, checked when its turn comes."""
+    """`params` are a body of `/v1/messages`, which is validated when it runs."""
 
     custom_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     params: dict[str, Any]
 
     @property
     def line(self) -> bytes:
-        """As a line of a batch's input file."""
+        """The request as a line of a batch's input file."""
         value = {"custom_id": self.custom_id, "method": "POST", "url": MESSAGES, "body": self.params}
         return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
 
@@ -34,20 +35,20 @@ class MessageBatchRequest(Body):
 
 
 def shown(batch: Batch, url: str) -> dict[str, Any]:
-    """A batch as its client sees it; `url` is where its results are."""
+    """A batch as clients see it; `url` is that of its results."""
     ended = batch.status in FINAL
     counts = batch.request_counts
-    told = {"processing": counts.total, "succeeded": 0, "errored": 0, "canceled": 0, "expired": 0}
+    shown_counts = {"processing": counts.total, "succeeded": 0, "errored": 0, "canceled": 0, "expired": 0}
     if ended:
         missed = counts.cancelled + counts.expired
-        told |= {"canceled": counts.cancelled, "expired": counts.expired, "succeeded": counts.completed}
-        told |= {"processing": 0, "errored": counts.total - counts.completed - missed}
+        shown_counts |= {"canceled": counts.cancelled, "expired": counts.expired, "succeeded": counts.completed}
+        shown_counts |= {"processing": 0, "errored": counts.total - counts.completed - missed}
     ends = (batch.completed_at, batch.cancelled_at, batch.expired_at, batch.failed_at)
     return {
         "id": batch.id,
         "type": "message_batch",
         "processing_status": "ended" if ended else "canceling" if batch.status == "cancelling" else "in_progress",
-        "request_counts": told,
+        "request_counts": shown_counts,
         "created_at": _time(batch.created_at),
         "expires_at": _time(batch.expires_at),
         "ended_at": next((_time(at) for at in ends if at is not None), None),

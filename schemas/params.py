@@ -1,4 +1,4 @@
-"""How to generate: the sampling parameters of one request, validated once, refused rather than clamped."""
+"""The sampling parameters of one request. Values out of range are refused, never clamped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_STOPS = 16
 
 
 class Grammar(Strict):
-    """What an answer must look like, as xgrammar reads it.
+    """A constraint on an answer, in a form that xgrammar compiles.
 
     `text` is a JSON Schema, a regular expression, a grammar in GBNF with the rule `root`, or a structural tag, which
     mixes free text with any of these (https://xgrammar.mlc.ai/docs), as JSON.
@@ -29,10 +29,10 @@ class GenerationParams(Strict):
 
     Defaults are the library's; over HTTP `max_tokens` defaults to what is left of the context instead.
     `temperature` 0 is greedy. `logprobs` is the number of alternatives to report beside each chosen token (0: the
-    chosen token alone), None to report nothing; with `prompt_logprobs` those of the prompt's tokens stand before them.
-    `logit_bias` maps token ids to an addend in logits. `grammar` is what the answer must look like.
-    `visible_token_ids` are special tokens that the text shows like any other; without `spaces_between_special_tokens`
-    it shows nothing between two of them.
+    chosen token alone), None to report nothing; with `prompt_logprobs` those of the prompt's tokens come before them.
+    `logit_bias` maps token ids to an addend in logits. `grammar` constrains the answer.
+    `visible_token_ids` are special tokens that appear in the text; without `spaces_between_special_tokens` no space
+    separates two of them.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] = 256

@@ -1,4 +1,4 @@
-"""What workers and stages say of themselves, and everybody else reads."""
+"""The cards and load figures that workers and stages publish about themselves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .jobs import Priority, SubjectToken, ValidatedJob, most_together
 
 
 class ModelCard(Record):
-    """A model that can be asked for: `source` is where its tokenizer loads from, `created` Unix seconds. The formats
-    say how its tool calls and its thoughts are read: names, or "auto" for what its chat template suggests."""
+    """A model that is served. Its tokenizer is loaded from `source`; `created` is in Unix seconds. The formats of its
+    tool calls and thoughts are names, or "auto" for what its chat template suggests."""
 
     name: Annotated[str, Field(min_length=1)]
     source: str
@@ -24,7 +24,7 @@ class ModelCard(Record):
 
 
 def reserve_of(capacity: int) -> int:
-    """Choices that a worker runs above its capacity where their priority is high."""
+    """The number of high-priority choices that a worker runs beyond its capacity."""
     return max(1, capacity // 4)
 
 

@@ -193,7 +193,7 @@ def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> floa
         return min(settings.default_timeout, longest)
     if type(given) not in (int, float) or not 0 < given <= longest:
         raise InvalidRequest(
-            f"{param} must be a number of seconds from 0 to {longest:g}, the limit of the setting events_ttl.",
+            f"{param} must be a number of seconds above 0, at most {longest:g} (the setting events_ttl).",
             param=param,
         )
     return float(given)

@@ -1,4 +1,4 @@
-"""OpenAI's batches: what asks for one, and what is known of it, in the client's shape and as it is kept."""
+"""OpenAI's batches: the request for one, and its state as stored and as clients see it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FINAL = ("completed", "failed", "expired", "cancelled")
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 Ending = Literal["completed", "failed", "expired", "cancelled"]  # of one line
-BatchEndpoint = Endpoint | Literal["/v1/messages"]  # the last one's lines are in Anthropic's words
+BatchEndpoint = Endpoint | Literal["/v1/messages"]  # lines of the last one are in Anthropic's form
 NOT_RUN: dict[Ending, dict[str, str]] = {
     "expired": {"code": "batch_expired", "message": "The completion window ended before this request was answered."},
     "cancelled": {"code": "batch_cancelled", "message": "This request was cancelled before it was answered."},
@@ -41,8 +41,8 @@ class BatchRequest(Body):
 
 
 class Counts(Record):
-    """`failed` counts every line that ended in the error file; of these, some were `cancelled` or `expired`, which is
-    known at the end and told where Anthropic's clients look."""
+    """`failed` counts all lines of the error file, including those that are `cancelled` or `expired`; these two are
+    counted when the batch ends, and only Anthropic's clients see them."""
 
     total: int = 0
     completed: int = 0
@@ -52,7 +52,7 @@ class Counts(Record):
 
 
 class Fault(Record):
-    """What is wrong with the input file; `line` counts from 1."""
+    """A fault of the input file; `line` counts from 1."""
 
     code: str | None
     message: str
@@ -66,7 +66,7 @@ class Faults(Record):
 
 
 class Batch(Record):
-    """Times are Unix seconds. `tenant` and `output_ttl` (seconds that its files live) are not the client's to see."""
+    """Times are Unix seconds. `tenant` and `output_ttl` (seconds that its files live) are hidden from clients."""
 
     id: SubjectToken
     object: Literal["batch"] = "batch"
@@ -93,16 +93,16 @@ class Batch(Record):
 
     @property
     def job_endpoint(self) -> Endpoint:
-        """What its lines are for the pipeline."""
+        """The endpoint of its lines in the pipeline."""
         return "/v1/chat/completions" if self.endpoint == MESSAGES else self.endpoint
 
     @property
     def key(self) -> str:
-        """Where its state is kept."""
+        """The key of its stored state."""
         return f"{self.tenant}.{self.id}"
 
     def after(self, steps: Mapping[Status, Status], now: float, **values: Any) -> Batch:
-        """The same with these values, and with the status that `steps` have for its own; after its end, the same."""
+        """The batch with these values and with the status that `steps` maps its own to; unchanged if it has ended."""
         if self.status in FINAL:
             return self
         if (step := steps.get(self.status)) is not None:

@@ -1,4 +1,4 @@
-"""What a chat request is made of, strictly typed: messages, tools, and the form that the answer is to have."""
+"""The parts of a chat request, strictly typed: messages, tools and the format of the answer."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 def model_of(body: Mapping[str, Any]) -> str:
-    """The model that an answer to this unchecked body names; empty if the body is about to be refused for it."""
+    """The model that a response to this unvalidated body names; empty if its validation will fail."""
     model = body.get("model")
     return model if isinstance(model, str) and len(model) <= MOST_MODEL else ""
 
 
 class Unsupported(NamedTuple):
-    """A field that would change the answer and cannot be honoured: refused unless its value is one of `neutral`."""
+    """A field that would change the answer and is not supported: refused unless its value is one of `neutral`."""
 
     neutral: tuple[Any, ...] = (None,)
     advice: str = "leave it out"
 
 
 class Body(Strict):
-    """A request or a part of one. Checking it costs little, whatever a client has put into it."""
+    """A request or a part of one. Its validation stops early at faults, so that it is cheap for every input."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType({})
 
     @classmethod
     @cache
     def field_names(cls) -> frozenset[str]:
-        """Every field that has a meaning here, be it that it is refused."""
+        """Every known field, including the unsupported ones."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items()) | cls.unsupported.keys()
 
     @classmethod
     def supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`body` without its unsupported fields. Raises `InvalidRequest` where one is not neutral."""
+        """`body` without its unsupported fields. Raises `InvalidRequest` if one is not neutral."""
         for name in cls.unsupported.keys() & body.keys():
             neutral, advice = cls.unsupported[name]
             if body[name] not in neutral:
@@ -60,8 +60,8 @@ class Body(Strict):
 
 
 class OpenBody(Body):
-    """A part of a request whose unknown fields are ignored: messages, calls and tools, where clients keep what other
-    servers said and understand, and options that ask for nothing but more to be told."""
+    """A part of a request whose unknown fields are ignored: messages, calls and tools, in which clients keep fields of
+    other servers, and options that only ask for more output."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -75,7 +75,7 @@ class TextPart(OpenBody):
     def _refuse_media(cls, part: Any) -> Any:
         if isinstance(part, dict) and part.get("type", "text") != "text":
             raise PydanticCustomError(
-                "part_kind", "Input should be a part of type 'text'; images, files and audio are not understood here"
+                "part_kind", "Input should be a part of type 'text'; images, files and audio are not supported"
             )
         return part
 
@@ -84,7 +84,7 @@ def _content_kind(value: object) -> str | None:
     return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
 
 
-# The tags keep pydantic from reporting the faults of both; `_path` drops them.
+# With the tags pydantic reports only the faults of one member; `_path` drops them.
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
     Discriminator(
@@ -106,7 +106,7 @@ class ToolCall(OpenBody):
     id: Annotated[str, Field(min_length=1)]
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # as in a stream's chunks
+    index: int | None = None  # clients copy it from the chunks of a stream
 
 
 class ChatMessage(OpenBody):
@@ -181,5 +181,5 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_where_due(self) -> ResponseFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise ValueError("json_schema goes with type json_schema, and only there")
+            raise ValueError("must have json_schema if and only if its type is json_schema")
         return self

@@ -1,4 +1,4 @@
-"""The OpenAI request bodies that Penstock takes, strictly typed, and what each parameter means to it.
+"""OpenAI's request bodies, strictly typed, and the meaning of each parameter.
 
 Three kinds of parameter: those that act, those that change nothing about the answer (accepted), and those that would
 change it and cannot be honoured (refused unless they hold their neutral value). Anything else is unknown, and refused
@@ -48,13 +48,13 @@ _UNSUPPORTED = {
     "moderation": Unsupported(),
     "store": Unsupported((None, False)),
     "suffix": Unsupported((None, "")),
-    # Those of vLLM, SGLang and llama.cpp.
+    # Parameters of vLLM, SGLang and llama.cpp.
     "prompt_logprobs": Unsupported(advice="ask /v1/completions with echo and logprobs"),
     "use_beam_search": Unsupported((None, False)),
     "include_stop_str_in_output": Unsupported((None, False)),
     "bad_words": Unsupported((None, []), "use logit_bias"),
     "allowed_token_ids": Unsupported((None, []), "use structured_outputs"),
-    "truncate_prompt_tokens": Unsupported(advice="shorten the prompt, of which nothing is cut silently"),
+    "truncate_prompt_tokens": Unsupported(advice="shorten the prompt; Penstock never truncates one"),
     "chat_template": Unsupported(advice="the model's own is used; chat_template_kwargs are its variables"),
     "documents": Unsupported((None, []), "put them into messages"),
     "grammar": Unsupported((None, ""), "send structured_outputs.grammar"),
@@ -79,7 +79,7 @@ Stop = Annotated[str | list[str], BeforeValidator(_is_stop)]
 
 
 class StreamOptions(OpenBody):
-    """`continuous_usage_stats`: every chunk tells the usage so far."""
+    """`continuous_usage_stats`: every chunk has the usage so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -87,7 +87,7 @@ class StreamOptions(OpenBody):
 
 
 class StructuredOutputs(Body):
-    """What vLLM calls the forms of `guided_`; one of them is given."""
+    """vLLM's newer names of the `guided_` parameters; exactly one is given."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -95,7 +95,7 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: None = None
-    # These change nothing about what is allowed.
+    # Accepted without effect.
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: Literal[False] | None = None
@@ -109,11 +109,11 @@ class _Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    fit_max_tokens: bool | None = None  # cut to the room that the prompt leaves, instead of refused
+    fit_max_tokens: bool | None = None  # reduce max_tokens to what the prompt leaves, instead of refusing it
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int | None, BeforeValidator(_is_limit)] = None  # -1 and 0 are vLLM's words for none
+    top_k: Annotated[int | None, BeforeValidator(_is_limit)] = None  # in vLLM -1 and 0 mean no limit
     min_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # its name in llama.cpp and Ollama
@@ -137,7 +137,7 @@ class _Sampling(Body):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    # These change nothing about the answer.
+    # Accepted without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -198,7 +198,7 @@ KINDS: dict[Endpoint, type[Request | EmbeddingRequest]] = {
 
 
 def parse_body(kind: type[Kind], body: dict[str, Any]) -> Kind:
-    """A body of this kind. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
+    """Validate a body. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
     try:
         return kind.model_validate(kind.supported(body))
     except ValidationError as error:
@@ -206,7 +206,7 @@ def parse_body(kind: type[Kind], body: dict[str, Any]) -> Kind:
 
 
 def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | EmbeddingRequest:
-    """Check a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
+    """Validate a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
     request = parse_body(KINDS[endpoint], body)
     if request.priority and request.service_tier and TIERS[request.service_tier] != request.priority:
         raise InvalidRequest("priority and service_tier differ; give one.", param="service_tier")
@@ -218,11 +218,11 @@ def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | Embeddi
 
 
 def generation_params(request: Request, *, room: int, seed: int) -> GenerationParams:
-    """The engine's parameters; `room` is what the context leaves, `seed` stands where the client gives none.
+    """The engine's parameters. `room` is the number of tokens that the prompt leaves, `seed` the default seed.
 
     Raises `InvalidRequest` for a value out of range.
     """
-    names: dict[str, str] = {}  # what the client calls a parameter, where that differs
+    names: dict[str, str] = {}  # the client's names of parameters, where they differ
     values: dict[str, Any] = {
         name: value
         for name in GenerationParams.model_fields
@@ -268,9 +268,9 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
 
 
 def refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> InvalidRequest:
-    """The first fault as the error's `param` and `code`, it and those that follow it in the message."""
+    """An error with the `param` and `code` of the first fault, and all faults in its message."""
     if (count := error.error_count()) > MOST_LISTED:
-        return InvalidRequest(f"The body has {count:,} faults; /docs says what this path takes.")
+        return InvalidRequest(f"The body has {count:,} faults; see /docs for its schema.")
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     paths = [_path((names.get(str(fault["loc"][0]), fault["loc"][0]), *fault["loc"][1:])) for fault in faults]
     sentences = []

@@ -16,10 +16,10 @@ MAX_TOKENS = 300_000  # of all inputs of a request
 
 
 class EmbeddingRequest(Body):
-    """One vector is asked for each of `prompts`, of `dimensions` numbers where given."""
+    """Asks for a vector of each of `prompts`, with `dimensions` numbers if given."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "truncate_prompt_tokens": Unsupported(advice="shorten the input, of which nothing is cut silently"),
+        "truncate_prompt_tokens": Unsupported(advice="shorten the input; Penstock never truncates one"),
     }
 
     model: ModelName
@@ -29,7 +29,7 @@ class EmbeddingRequest(Body):
     priority: Priority | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
-    user: str | None = None  # changes nothing about the answer
+    user: str | None = None  # accepted without effect
 
     @property
     def prompts(self) -> list[str | list[int]]:

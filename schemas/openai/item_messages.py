@@ -1,6 +1,6 @@
-"""From the items of OpenAI's Responses API to the chat messages that mean the same.
+"""Converts items of OpenAI's Responses API to chat messages.
 
-Takes items in full, as `items.input_items` and `turn_items.TurnItems` make them.
+The items must be complete, as `items.input_items` and `turn_items.TurnItems` make them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def chat_messages(
     namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     before: int = 0,
 ) -> list[dict[str, Any]]:
-    """The messages of a chat in which all this has happened. What the model said, thought and called in one turn is one
-    message; a call that a person approved stands where it was asked for, and one not decided yet nowhere.
+    """The chat messages of these items. The text, thoughts and calls of one turn are one message. A call that a person
+    approved is placed where the model asked for it; a call that still waits for approval is left out.
 
-    `tools` gives the names by which the model knows the servers' tools, `namespaced` those of functions in namespaces
-    (see `response_tools`); `before` items come before the request's input.
+    `tools` has the model's names of the servers' tools, `namespaced` those of functions in namespaces (see
+    `response_tools`); the first `before` items come before the request's input.
 
-    Raises `InvalidRequest` for an output without its call and a reference to nothing.
+    Raises `InvalidRequest` for an output without its call and for a reference to an unknown item.
     """
     names = {(tool.label, tool.tool): tool.name for tool in tools}
     functions = {key: name for name, key in namespaced.items()}
@@ -82,14 +82,14 @@ def chat_messages(
 
 
 class _Chat:
-    """Messages as they grow. The last turn of the assistant stays open, and its tools' results behind it, until
-    something comes that is not part of it."""
+    """Builds the messages. The assistant's last turn and the results of its tools stay open until an item that is not
+    part of the turn."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.answered = False  # set by whoever adds an output of the client's: the turn is over
+        self.answered = False  # the client has sent a result, so the turn is over; set by chat_messages
         self._turn: dict[str, Any] | None = None
-        self._key: str | None = None  # response and turn, as far as the ids of items tell
+        self._key: str | None = None  # response and turn, if the ids of the items have them
         self._results: list[dict[str, Any]] = []
         self._called: set[str] = set()
 
@@ -105,7 +105,7 @@ class _Chat:
             same = False
         elif key and self._key:
             same = key == self._key
-        else:  # an item of unknown origin: a turn thinks, speaks, calls
+        else:  # an item of unknown origin: thoughts, text and calls come in this order
             same = not self._results and not (item["type"] in ("message", "reasoning") and self._turn["content"])
         if not same or self._turn is None:
             self.close()
@@ -121,7 +121,7 @@ class _Chat:
         self._called.add(call_id)
 
     def answer(self, call_id: str, text: str) -> bool:
-        """False if there is no such call."""
+        """Add the result of a call; return False if there is no such call."""
         if call_id not in self._called:
             return False
         result = {"role": "tool", "tool_call_id": call_id, "content": text}
@@ -133,7 +133,7 @@ class _Chat:
         return True
 
     def close(self) -> None:
-        """A turn's results go in the order of its calls."""
+        """End the turn; its results get the order of its calls."""
         order = self._calls()
         self.messages += sorted(self._results, key=lambda result: order.index(result["tool_call_id"]))
         self._turn, self._results, self.answered = None, [], False
@@ -149,7 +149,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _arguments(text: str) -> str:
-    """Chat templates take objects alone: of what is none (cut off, perhaps) only the result speaks."""
+    """`text` if it is a JSON object, else an empty one, as chat templates accept only objects."""
     try:
         return text if isinstance(orjson.loads(text), dict) else "{}"
     except orjson.JSONDecodeError:
@@ -157,13 +157,13 @@ def _arguments(text: str) -> str:
 
 
 def _outcome(item: dict[str, Any]) -> str:
-    """What a call came to, in words for the model."""
+    """The result of a call as text for the model."""
     if item["type"] == "mcp_approval_response":
         return " ".join(filter(None, (_REFUSED, item.get("reason"))))
     if (error := item.get("error")) is None:
         output: str | None = item.get("output")
         return _UNFINISHED if output is None else output
-    said = error if isinstance(error, str) else error.get("message") or error.get("content")
-    if isinstance(said, list) and all(isinstance(part, dict) and "text" in part for part in said):
-        said = "\n".join(str(part["text"]) for part in said)
-    return f"Error: {said if isinstance(said, str) else orjson.dumps(said).decode()}"
+    text = error if isinstance(error, str) else error.get("message") or error.get("content")
+    if isinstance(text, list) and all(isinstance(part, dict) and "text" in part for part in text):
+        text = "\n".join(str(part["text"]) for part in text)
+    return f"Error: {text if isinstance(text, str) else orjson.dumps(text).decode()}"

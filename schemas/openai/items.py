@@ -1,8 +1,7 @@
-"""The items of OpenAI's Responses API, strictly typed as a client sends them, and how they are kept.
+"""The items of OpenAI's Responses API, strictly typed as clients send them, and their stored form.
 
-What came out of a response goes in again as it is; a field that is null is as good as none, and one that is unknown is
-passed over: clients add their own to what they keep. Normalised items are JSON: each has a type, an id and, where
-OpenAI's have one, a status.
+The output items of a response are valid input items. A null field counts as missing, and unknown fields are ignored, as
+clients add their own. Stored items are JSON: each has a type, an id and, where OpenAI's have one, a status.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def by_type(fault: str, expected: str) -> Discriminator:
-    """Tells the members of a union apart: an object by its `type`, anything else by what Python calls it. The tags are
-    `<type>`, which the path of a fault leaves out; `fault` is what pydantic is to call it, ending in `_type` or not."""
-
+    """A discriminator of a union: by the `type` of an object, or by the Python type of another value. The tags are
+    `<type>`, which the paths of faults leave out; `fault` is pydantic's name for the fault."""
     return Discriminator(type_tag, custom_error_type=fault, custom_error_message=f"Input should be {expected}")
 
 
@@ -49,7 +47,7 @@ class _Item(_Part):
 class InputText(_Part):
     type: Literal["input_text"]
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # what can be cached is, whether marked or not
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # no effect: every prefix is cached
 
 
 class OutputText(_Part):
@@ -70,7 +68,7 @@ Part = Annotated[
     | Annotated[Refusal, Tag("<refusal>")],
     by_type(
         "part_kind",
-        "a part of type input_text, output_text or refusal; images, files and audio are not understood here",
+        "a part of type input_text, output_text or refusal; images, files and audio are not supported",
     ),
 ]
 Content = Annotated[
@@ -80,7 +78,7 @@ Content = Annotated[
 
 
 class Message(_Item):
-    """`phase` is accepted and changes nothing."""
+    """`phase` has no effect."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -91,7 +89,7 @@ class Message(_Item):
     @model_validator(mode="after")
     def _who_refuses(self) -> Message:
         if self.role != "assistant" and any(isinstance(part, Refusal) for part in self.content):
-            raise ValueError("only the assistant refuses")
+            raise ValueError("must not have a refusal unless its role is assistant")
         return self
 
 
@@ -106,7 +104,7 @@ class ReasoningText(_Part):
 
 
 class Reasoning(_Item):
-    """A thought in clear words; one that was encrypted elsewhere cannot be read."""
+    """A thought in plain text; Penstock cannot read one that another server has encrypted."""
 
     type: Literal["reasoning"]
     summary: list[SummaryText] = Field(default_factory=list)
@@ -117,7 +115,7 @@ class Reasoning(_Item):
     @model_validator(mode="after")
     def _readable(self) -> Reasoning:
         if self.encrypted_content and not (self.content or self.summary):
-            raise ValueError("what is encrypted here can be read elsewhere alone; leave the item out")
+            raise ValueError("is encrypted by another server; leave the item out")
         return self
 
 
@@ -196,8 +194,8 @@ InputItem = Annotated[
     by_type(
         "item_kind",
         "an item of type message, reasoning, function_call, function_call_output, mcp_list_tools, mcp_call, "
-        "mcp_approval_request, mcp_approval_response or item_reference; others belong to tools that are not offered "
-        "here",
+        "mcp_approval_request, mcp_approval_response or item_reference; others belong to tools that are not "
+        "supported",
     ),
 ]
 
@@ -213,7 +211,7 @@ _PREFIXES = {
 
 
 class Approval(NamedTuple):
-    """What a person said about an `mcp_approval_request`."""
+    """A person's answer to an `mcp_approval_request`."""
 
     request: dict[str, Any]
     approve: bool
@@ -221,8 +219,8 @@ class Approval(NamedTuple):
 
 
 def input_items(given: str | Sequence[InputItem] | None, owner: str) -> Items:
-    """The items in full, as they are shown and kept. One that has no id gets one from the id of its `owner` and its
-    position; references are left to a caller that knows the other items."""
+    """The items as they are stored and shown. One without an id gets one from the id of its `owner` and its position;
+    the caller resolves references."""
     items = [Message(role="user", content=given)] if isinstance(given, str) else given or ()
     return [_in_full(item, f"{owner.rpartition('_')[2]}i{index}") for index, item in enumerate(items)]
 
@@ -232,18 +230,18 @@ def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
     if isinstance(item, Message | FunctionCall | FunctionCallOutput):
         whole.setdefault("status", "completed")
     if isinstance(item, Message):
-        said = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
+        kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
         parts = [{"type": "", "text": item.content}] if isinstance(item.content, str) else whole["content"]
-        kept = ("refusal", said["type"])
-        whole["content"] = [part if part["type"] in kept else said | {"text": part["text"]} for part in parts]
+        kept = ("refusal", kind["type"])
+        whole["content"] = [part if part["type"] in kept else kind | {"text": part["text"]} for part in parts]
     return whole
 
 
 def approved_calls(history: Items, given: Items) -> list[Approval]:
-    """What the request's input, `given`, says about calls that wait for a person, in order. An answer whose call stands
-    in the same input, already made, is a repetition and left out.
+    """The approvals in the request's input, `given`, in order. One whose call the input has, too, was handled before
+    and is left out.
 
-    Raises `InvalidRequest` for an answer to nothing, and for a second one.
+    Raises `InvalidRequest` for an approval without its request, and for a second one.
     """
     asked = {item["id"]: item for item in history if item["type"] == "mcp_approval_request"}
     answered = {item["approval_request_id"] for item in history if item.get("approval_request_id")}
@@ -251,12 +249,12 @@ def approved_calls(history: Items, given: Items) -> list[Approval]:
     found = []
     for index, item in enumerate(given):
         if item["type"] == "mcp_approval_request":
-            asked.setdefault(item["id"], item)  # what is kept here stands
+            asked.setdefault(item["id"], item)  # a stored request takes precedence
         if item["type"] != "mcp_approval_response":
             continue
         request, param = item["approval_request_id"], f"input[{index}].approval_request_id"
         if request not in asked:
-            raise InvalidRequest(f"{param}: nothing before it asks for approval as {request!r}.", param=param)
+            raise InvalidRequest(f"{param}: there is no approval request {request!r} before it.", param=param)
         if request in answered:
             raise InvalidRequest(f"{param}: {request!r} was answered before.", param=param)
         answered.add(request)

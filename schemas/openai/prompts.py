@@ -27,7 +27,7 @@ Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidato
 
 
 def as_list(prompt: Prompt) -> list[str | list[int]]:
-    """Every prompt by itself."""
+    """Each prompt as text or as token ids."""
     if isinstance(prompt, str):
         return [prompt]
     one = [token for token in prompt if isinstance(token, int)]

@@ -1,5 +1,5 @@
-"""The tools of a Responses request: functions that the client runs, alone or in namespaces, MCP servers whose tools are
-run here, and what the model may or must call of all that. The tools of OpenAI's servers are passed over."""
+"""The tools of a Responses request: functions that the client runs, alone or in namespaces, MCP servers whose tools
+Penstock runs, and the choice of tools that the model may or must call. The tools of OpenAI's servers are ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .items import by_type, type_tag
 
 
 class _Direct(Body):
-    """Tools that the model calls itself, and knows from the start, though they might be searched for."""
+    """Tools that the model sees from the start and calls itself; `defer_loading` has no effect."""
 
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: bool | None = None
@@ -32,7 +32,7 @@ class FunctionTool(Function, _Direct):
 
 
 class NamespaceTool(_Direct):
-    """Functions under a common name. `description` is accepted and not shown to the model: they describe themselves."""
+    """Functions under a common name. `description` has no effect: the model sees those of the functions."""
 
     type: Literal["namespace"]
     name: ToolName
@@ -41,7 +41,7 @@ class NamespaceTool(_Direct):
 
 
 class HostedTool(OpenBody):
-    """A tool that OpenAI's servers run: the model is not told of it."""
+    """A tool that OpenAI's servers run; the model does not see it."""
 
     type: str
 
@@ -53,14 +53,14 @@ _is_hosted = re.compile(
 
 
 def hosted(tools: object) -> list[str]:
-    """The types of those among a request's tools, as they came, that the model is not told of."""
+    """The types of a request's tools, not validated yet, that the model does not see."""
     kinds = [str(tool.get("type")) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     return [kind for kind in kinds if _is_hosted(kind)]
 
 
 def namespaced(tools: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """The functions of a request's namespaces, by the names that the model knows: each with its namespace and its own
-    name. The model's name for it is its own, unless another function has that too."""
+    """The namespace and the name of each function in a namespace, by its name for the model. That is its own name,
+    unless another function has it, too."""
     known = [*tools]
     own = [tool["name"] for tool in known if tool["type"] == "function"]
     inside = [(tool["name"], each["name"]) for tool in known if tool["type"] == "namespace" for each in tool["tools"]]
@@ -73,7 +73,7 @@ class ToolNames(Body):
 
 
 class ApprovalFilter(Body):
-    """`always` and `never` name tools; of the rest none needs approval if `always` stands alone, and else all do."""
+    """`always` and `never` name tools. The others need approval, unless only `always` is given."""
 
     always: ToolNames | None = None
     never: ToolNames | None = None
@@ -84,15 +84,15 @@ def _as_filter(value: object) -> object:
 
 
 class McpTool(_Direct):
-    """The tools of an MCP server: the one at `server_url`, or one that this installation knows as `server_label`.
+    """The tools of an MCP server: the one at `server_url`, or a configured one named `server_label`.
 
-    `server_description` is accepted and not shown to the model: the tools describe themselves. `sealed` stands for
-    `headers` and `authorization` once they have been made unreadable.
+    `server_description` has no effect: the model sees the descriptions of the tools. `sealed` holds `headers` and
+    `authorization` encrypted.
     """
 
     type: Literal["mcp"]
     server_label: Annotated[str, Field(pattern=TOKEN_PATTERN)]
-    # A name or password within would be kept and shown like the rest of it.
+    # No user name or password: the URL is stored and shown.
     server_url: Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$")] | None = None
     server_description: str | None = None
     allowed_tools: Annotated[
@@ -118,7 +118,7 @@ class McpTool(_Direct):
 
     @property
     def secrets(self) -> dict[str, str]:
-        """The headers that the server is to get."""
+        """The headers to send to the server."""
         token = {"Authorization": f"Bearer {self.authorization}"} if self.authorization else {}
         return (self.headers or {}) | token
 
@@ -156,7 +156,7 @@ Tool = Annotated[
     Discriminator(
         _tool_tag,
         custom_error_type="tool_kind",
-        custom_error_message="Input should be a tool of type function, namespace or mcp; others are not offered here",
+        custom_error_message="Input should be a tool of type function, namespace or mcp; others are not supported",
     ),
 ]
 
@@ -170,7 +170,7 @@ class ChosenFunction(Body):
 
 
 class ChosenMcp(Body):
-    """One tool, or any, of one server, or of any."""
+    """The named tool, or any, of the named server, or of any."""
 
     type: Literal["mcp"]
     server_label: str | None = None
@@ -206,7 +206,7 @@ ToolChoice = Annotated[
 def chosen(
     tools: Iterable[FunctionTool | LoopTool], choice: ChosenFunction | ChosenMcp
 ) -> list[FunctionTool | LoopTool]:
-    """Those of the tools that a choice means. Raises `InvalidRequest` if there is none."""
+    """The tools that a choice covers. Raises `InvalidRequest` if there is none."""
     if found := [tool for tool in tools if choice.covers(tool)]:
         return found
     named = choice.model_dump(exclude={"type"}, exclude_none=True)

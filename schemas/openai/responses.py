@@ -1,8 +1,8 @@
-"""OpenAI's Responses request, strictly typed, and the chat requests that its turns are.
+"""OpenAI's Responses request, strictly typed, and the chat requests of its turns.
 
-As in `openai`: a parameter acts, or changes nothing about the answer (accepted), or is refused unless neutral. What
-the model thinks is given in full and in clear words, so asking for a summary or for encrypted thoughts changes nothing;
-neither does asking to include what only tools of OpenAI's own have.
+As in `completions`, a parameter acts, is accepted without effect, or is refused unless neutral. Responses always have
+the model's thoughts in full and in plain text, so asking for a summary or for encrypted thoughts has no effect, and
+neither has asking to include results of OpenAI's own tools.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_TURNS = 100
 MAX_ITEMS = 5000  # of one request's input
 LOGPROBS = "message.output_text.logprobs"
 
-# What a turn's request has from the response's as it is.
+# Parameters that each turn copies from the response.
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 _RENAMED = {"max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
 _SAME = _SAMPLING | {"model", "chat_template_kwargs", "parallel_tool_calls"}
@@ -94,12 +94,12 @@ def _bare_id(value: object) -> object:
 
 
 class ResponsesRequest(Body):
-    """Body of `/v1/responses`. `max_output_tokens` counts over all turns; `max_turns`, `priority`, `timeout` and the
-    sampling parameters behind it are Penstock's own."""
+    """Body of `/v1/responses`. `max_output_tokens` limits all turns together; `max_turns`, `priority`, `timeout` and
+    the sampling parameters behind it are Penstock's own."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "prompt": Unsupported(advice="send the instructions and the input, since no prompts are kept"),
-        "truncation": Unsupported((None, "disabled"), "shorten the input, of which nothing is cut silently"),
+        "prompt": Unsupported(advice="send the instructions and the input, since Penstock stores no prompts"),
+        "truncation": Unsupported((None, "disabled"), "shorten the input; Penstock never truncates one"),
         "moderation": Unsupported(),
         "context_management": Unsupported((None, [])),
         "access_programs": Unsupported(),
@@ -144,7 +144,7 @@ class ResponsesRequest(Body):
     repetition_penalty: float | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # These change nothing about the answer.
+    # Accepted without effect.
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -154,7 +154,7 @@ class ResponsesRequest(Body):
 
     @property
     def function_tools(self) -> list[FunctionTool]:
-        """Under the names that the model knows."""
+        """The functions under their names for the model."""
         inside = {
             (space.name, tool.name): tool
             for space in self.tools or ()
@@ -179,11 +179,13 @@ class ResponsesRequest(Body):
         return wants_logprobs(self.top_logprobs, self.include)
 
     def sources(self, tenant: str = "default") -> tuple[Source, ...]:
-        """Where the tools come from that are run here. Raises `InvalidRequest` for a secret that is not sealed."""
+        """The sources of the tools that Penstock runs. Raises `InvalidRequest` for a secret that is not sealed."""
         for index, tool in enumerate(self.tools or ()):
             if isinstance(tool, McpTool) and tool.secrets:
                 param = f"tools[{index}].{'headers' if tool.headers else 'authorization'}"
-                raise InvalidRequest(f"{param}: secrets are taken over HTTP alone, which seals them.", param=param)
+                raise InvalidRequest(
+                    f"{param}: send secrets only over HTTP, where the bridge encrypts them.", param=param
+                )
         return tuple(tool.source.model_copy(update={"tenant": tenant}) for tool in self.mcp_tools)
 
     def chat_body(
@@ -216,7 +218,7 @@ class ResponsesRequest(Body):
                 body["response_format"] = {"type": "json_object"}
         offered, choice = self._offer([*self.function_tools, *tools], first)
         if len(offered) > MAX_TOOLS:
-            fault = f"tools: {len(offered)} functions and tools of servers are above {MAX_TOOLS}; see allowed_tools."
+            fault = f"tools: {len(offered)} functions and tools of servers exceed {MAX_TOOLS}; use allowed_tools."
             raise InvalidRequest(fault, param="tools")
         if offered:
             kept = {"name", "description", "parameters", "strict"}
@@ -228,7 +230,7 @@ class ResponsesRequest(Body):
     def _offer(
         self, tools: list[FunctionTool | LoopTool], first: bool
     ) -> tuple[list[FunctionTool | LoopTool], str | dict[str, Any]]:
-        """The tools that the model is shown, and the chat's `tool_choice`."""
+        """The tools that the model sees, and the chat's `tool_choice`."""
         match self.tool_choice:
             case AllowedTools(mode=mode, tools=choices):
                 covered = [chosen(tools, choice) for choice in choices]
@@ -249,7 +251,7 @@ def wants_logprobs(top_logprobs: int | None, include: Sequence[str] | None) -> b
 
 
 def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
-    """Check a body. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
+    """Validate a body. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
     request = parse_body(ResponsesRequest, body)
     values = request.model_dump(include=_SAMPLING | _RENAMED.keys(), exclude_none=True)
     try:
@@ -264,34 +266,34 @@ def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
 
 
 def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
-    """What single parameters do not show: of which, and what is wrong."""
+    """The faults that involve several parameters: the param and the fault of each."""
     if request.conversation is not None and request.previous_response_id is not None:
-        yield "previous_response_id", "a conversation knows what came before; give one of the two"
+        yield "previous_response_id", "cannot be combined with conversation; give one of the two"
     if request.priority and request.service_tier and TIERS[request.service_tier] != request.priority:
         yield "service_tier", "differs from priority; give one of the two"
     if request.stream_options is not None and not request.stream:
         yield "stream_options", "is only allowed with stream: true"
     if request.background and request.store is False:
-        yield "background", "what runs in the background is stored; leave store out"
+        yield "background", "needs store; leave store out"
     names: set[str] = set()
     for index, tool in enumerate(request.tools or ()):
         if isinstance(tool, HostedTool):
             continue
         if isinstance(tool, NamespaceTool) and len({one.name for one in tool.tools}) < len(tool.tools):
-            yield f"tools[{index}].tools", "two functions have one name"
+            yield f"tools[{index}].tools", "two functions have the same name; rename one"
         part, name = ("server_label", tool.server_label) if isinstance(tool, McpTool) else ("name", tool.name)
         if (key := f"{tool.type} {name}") in names:
-            yield f"tools[{index}].{part}", f"there is another {name!r}"
+            yield f"tools[{index}].{part}", f"{name!r} is defined twice; rename one"
         names.add(key)
         if isinstance(tool, McpTool):
             if tool.authorization and any(header.lower() == "authorization" for header in tool.headers or ()):
-                yield f"tools[{index}].authorization", "headers have one too"
+                yield f"tools[{index}].authorization", "headers have an Authorization, too; give one"
             if tool.sealed is not None and tool.secrets:
-                yield f"tools[{index}].sealed", "stands for headers and authorization, and not beside them"
+                yield f"tools[{index}].sealed", "cannot be combined with headers or authorization"
     if len(request.namespaced) < sum(
         len(tool.tools) for tool in request.tools or () if isinstance(tool, NamespaceTool)
     ):
-        yield "tools", "two functions of namespaces have one name for the model; give one of them another"
+        yield "tools", "two functions of namespaces have the same name for the model; rename one"
     functions = {tool.name for tool in request.function_tools}
     labels = {tool.server_label for tool in request.mcp_tools}
     choice = request.tool_choice

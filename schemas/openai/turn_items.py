@@ -1,7 +1,7 @@
-"""From one turn's tokens to the items of OpenAI's Responses API that they mean: pure, and the same for every reader.
+"""Converts the tokens of one turn to items of OpenAI's Responses API, the same for every reader.
 
-Items come one after the other: whatever begins ends the one before, since clients take a delta for the newest item's.
-Text that arrives between the pieces of a call waits until the call has ended.
+The items follow each other: a new one ends the one before, since clients add each delta to the newest item. Text that
+arrives between the pieces of a call waits until the call has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIXES = {
 
 class Change(NamedTuple):
     """What happened to an item: it has "begun" (`item` is still empty), got "more" (`delta`, with the log-probabilities
-    of its tokens), or is "whole": the model adds nothing, and only an `mcp_call` may be in progress still."""
+    of its tokens), or is "whole": the model adds nothing, and only an `mcp_call` may still be in progress."""
 
     kind: Literal["begun", "more", "whole"]
     item: dict[str, Any]
@@ -35,15 +35,15 @@ class Change(NamedTuple):
 
 
 def item_id(kind: str, turn: TurnId, number: int) -> str:
-    """The id of the item `number` of a turn; what was there before the first turn belongs to turn 0."""
+    """The id of the item `number` of a turn; items before the first turn belong to turn 0."""
     position = f"{turn.turn:04}{turn.attempt:04}{number:04}"
     return f"{_PREFIXES[kind]}_{turn.response.removeprefix('resp_')}{position}"
 
 
 class TurnItems:
-    """Fed with the tokens of the turn `job`, in order. `calls` is as in the event `Turn`; what it does not name is a
-    function of the client's, in a namespace perhaps (`namespaced`, as in `response_tools`). A call that a person must
-    approve becomes a question, and shows once it is whole."""
+    """Takes the tokens of the turn `job` in order. `calls` is as in the event `Turn`; names that it lacks are functions
+    of the client, some in namespaces (`namespaced`, as in `response_tools`). A call that a person must approve becomes
+    an approval request, which appears when it is complete."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class TurnItems:
         namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
         logprobs: bool = False,
     ) -> None:
-        """Raises `ValueError` for a job that is no turn."""
+        """Raises `ValueError` for a job that is not a turn."""
         turn = TurnId.of(job)
         if turn is None:
-            raise ValueError(f"{job} is no turn of a response.")
+            raise ValueError(f"{job} is not a turn of a response.")
         self._turn = turn
         self._calls = calls
         self._namespaced = namespaced
@@ -66,13 +66,13 @@ class TurnItems:
         self._open: dict[str, Any] | None = None  # as it began
         self._asks = False  # whether the open item is a call that a person must approve
         self._texts: list[str] = []  # of the open item
-        self._heard: list[dict[str, Any]] = []  # log-probabilities of the open item
-        self._silent: tuple[TokenLogprob, ...] = ()  # of tokens whose text is still to come
-        self._waiting: list[tuple[str, str, tuple[dict[str, Any], ...]]] = []  # what came while a call was open
+        self._open_logprobs: list[dict[str, Any]] = []  # log-probabilities of the open item
+        self._pending_logprobs: tuple[TokenLogprob, ...] = ()  # of tokens whose text has not arrived yet
+        self._waiting: list[tuple[str, str, tuple[dict[str, Any], ...]]] = []  # text that arrived while a call was open
 
     @property
     def items(self) -> Items:
-        """All so far; the last may be in progress."""
+        """All items so far; the last may be in progress."""
         if self._open is None or self._asks:
             return list(self._closed)
         return [*self._closed, self._whole(self._open, "in_progress")]
@@ -81,7 +81,7 @@ class TurnItems:
         return list(self._read(token))
 
     def finish(self, reason: FinishReason) -> list[Change]:
-        """The turn is over; what a reason cuts off stays incomplete."""
+        """End the turn; an item that `reason` cuts off is incomplete."""
         return list(self._close("completed" if reason in _WHOLE else "incomplete"))
 
     def _read(self, token: Token) -> Iterator[Change]:
@@ -96,10 +96,10 @@ class TurnItems:
             yield from self._add(call.arguments)
 
     def _logprobs_of(self, token: Token) -> tuple[dict[str, Any], ...]:
-        """Its own, and those of the tokens before that said nothing yet."""
-        found = self._silent + (token.logprobs or ()) if self._logprobs else ()
-        says = token.text or token.reasoning or token.tool_calls
-        self._silent = () if says else found
+        """Those of this token, and of earlier ones without text."""
+        found = self._pending_logprobs + (token.logprobs or ()) if self._logprobs else ()
+        has_output = token.text or token.reasoning or token.tool_calls
+        self._pending_logprobs = () if has_output else found
         return tuple(map(logprob_json, found))
 
     def _say(self, kind: str, text: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Change]:
@@ -130,20 +130,20 @@ class TurnItems:
     def _begin(self, kind: str, fields: dict[str, Any], *, asks: bool = False) -> Iterator[Change]:
         self._open = {"id": self._id(kind), "type": kind, **fields}
         self._asks = asks
-        self._texts, self._heard = [], []
+        self._texts, self._open_logprobs = [], []
         if not asks:
             yield Change("begun", self._open)
 
     def _add(self, text: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Change]:
         if text and self._open is not None:
             self._texts.append(text)
-            self._heard += logprobs
+            self._open_logprobs += logprobs
             if not self._asks:
                 yield Change("more", self._open, text, logprobs)
 
     def _close(self, status: str) -> Iterator[Change]:
         while self._open is not None:
-            # What was said behind a call shows that the call was not cut off.
+            # Text after a call shows that the call is complete.
             whole = self._whole(self._open, "completed" if self._waiting else status)
             if self._asks and whole["type"] == "mcp_approval_request":
                 yield Change("begun", whole)
@@ -159,13 +159,13 @@ class TurnItems:
                 yield from self._say(kind, text, logprobs)
 
     def _whole(self, item: dict[str, Any], status: str) -> dict[str, Any]:
-        """The open item with all of its text. Nobody is asked about half a call."""
+        """The open item with all of its text. Only a complete call becomes an approval request."""
         text = "".join(self._texts)
         match item["type"]:
             case "reasoning":
                 return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
             case "message":
-                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._heard)}
+                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._open_logprobs)}
                 return item | {"content": [part], "status": status}
             case "mcp_call" if self._asks and status == "completed":
                 kind = "mcp_approval_request"
@@ -181,7 +181,7 @@ class TurnItems:
 
 
 def logprob_json(entry: TokenLogprob) -> dict[str, Any]:
-    """As OpenAI has it in chats and responses alike."""
+    """OpenAI's form of log-probabilities, in chats and responses."""
     return {
         "token": entry.token,
         "logprob": entry.logprob,

@@ -104,7 +104,7 @@ def test_dimensions_and_token_ids_reach_the_engine(pipeline: Pipeline) -> None:
         ({"input": ["a", ""]}, "input[1]", "blank"),
         ({"input": "a" * 513}, "input", "513 tokens"),
         ({"input": [[259]]}, "input", "outside the vocabulary"),
-        ({"input": ["a"] * 2049}, "input", "2049 entries; send at most 2048"),
+        ({"input": ["a"] * 2049}, "input", "2049 inputs; send at most 2048"),
         ({"input": ["a" * 512] * 586}, "input", "300032 tokens together"),
     ],
 )

@@ -12,10 +12,10 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "echo", "prompt": "abc", "stream": True}
 FAULTS: list[tuple[dict[str, Any], dict[str, str], int, str, str, str]] = [
-    ({}, {"Penstock-Resumable": "yes"}, 400, "invalid_value", "Penstock-Resumable", "`true` or left out"),
-    ({}, {"Penstock-Events": "on"}, 400, "invalid_value", "Penstock-Events", "`true` or left out"),
+    ({}, {"Penstock-Resumable": "yes"}, 400, "invalid_value", "Penstock-Resumable", "`true`, or left out"),
+    ({}, {"Penstock-Events": "on"}, 400, "invalid_value", "Penstock-Events", "`true`, or left out"),
     ({}, {"Last-Event-ID": ""}, 400, "invalid_event_id", "Last-Event-ID", "must be an id of an event"),
-    ({}, {"Last-Event-ID": "ID/"}, 400, "invalid_event_id", "Last-Event-ID", "not that of a stream"),
+    ({}, {"Last-Event-ID": "ID/"}, 400, "invalid_event_id", "Last-Event-ID", "does not belong to a stream"),
     ({}, {"Last-Event-ID": "ID/x"}, 400, "invalid_event_id", "Last-Event-ID", "must be an id of an event"),
     ({}, {"Last-Event-ID": "ID/1:1/u/u"}, 400, "invalid_event_id", "Last-Event-ID", "must be an id of an event"),
     ({}, {"Last-Event-ID": "ID/-1:1"}, 400, "invalid_event_id", "Last-Event-ID", "must be an id of an event"),

@@ -84,7 +84,7 @@ def test_a_refusal_names_twenty_faults_and_counts_the_others(applications: Appli
     assert error["message"].count("is not a known parameter.") == 3
 
     error = refused({f"key{place}": 0 for place in range(90_000)})
-    assert error["message"] == "The body has 90,000 faults; /docs says what this path takes."
+    assert error["message"] == "The body has 90,000 faults; see /docs for its schema."
 
 
 def test_the_refusal_of_a_job_with_many_keys_fits_a_message(applications: Applications) -> None:

@@ -201,7 +201,7 @@ async def test_a_line_that_outgrows_a_body_is_refused(desk: Desk) -> None:
     body = b'{"requests":[{"custom_id":"a","params":' + params + b"}]}"
     assert len(body) < desk.pipeline.pipe.settings.max_body_size
     refused = await ask(desk.app, "POST", PATH, body)
-    assert refused.status == 400 and b"requests[0] has more than" in refused.body
+    assert refused.status == 400 and b"requests[0] exceeds" in refused.body
 
 
 async def test_a_batch_that_is_refused_leaves_no_file() -> None:

@@ -397,7 +397,7 @@ def test_what_has_ended_cannot_be_cancelled(office: Office) -> None:
 
 def test_responses_are_not_compacted(office: Office) -> None:
     refused = office.ask("POST", "/v1/responses/compact", {"model": "echo", "input": []})
-    assert refused.status == 404 and "not compacted" in refused.error["message"]
+    assert refused.status == 404 and "does not compact" in refused.error["message"]
 
 
 def test_log_probabilities_come_with_their_number_alone(office: Office) -> None:

@@ -189,7 +189,7 @@ def test_every_fault_is_named(changes: Body, param: str, code: str) -> None:
 
 
 def test_why_nothing_is_cut() -> None:
-    with pytest.raises(InvalidRequest, match="cut silently"):
+    with pytest.raises(InvalidRequest, match="never truncates"):
         parsed(truncation="auto")
 
 

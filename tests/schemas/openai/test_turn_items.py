@@ -205,5 +205,5 @@ def test_a_message_has_the_logprobs_of_its_own_tokens() -> None:
 
 
 def test_a_request_that_is_no_turn_has_no_items() -> None:
-    with pytest.raises(ValueError, match="no turn"):
+    with pytest.raises(ValueError, match="not a turn"):
         TurnItems("req-1", {})
