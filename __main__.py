@@ -63,7 +63,7 @@ COMMANDS = (
         "key",
         "api.http.keys:make_key",
         "Look",
-        help="Make an API key, and print the line of it for the file that --api-keys-file names.",
+        help="Make an API key and print its line for the file of --api-keys-file.",
     ),
     CommandEntry(
         "config",
