@@ -20,43 +20,46 @@ COMMANDS = (
         "worker",
         "composition:worker",
         "Run",
-        help="Run the infer stage alone: one engine that takes batches from the broker.",
+        help="Run only the stage infer: an engine that takes batches from the broker.",
     ),
     CommandEntry(
         "stage",
         "composition:stage",
         "Run",
-        help="Run stages alone, in one process, against a broker that other parts share.",
+        help="Run only the named stages, in one process, with the broker of a deployment.",
     ),
     CommandEntry(
         "bridge",
         "composition:bridge",
         "Run",
-        help="Run the HTTP bridge alone, against a broker that other parts share.",
+        help="Run only the HTTP bridge, with the broker of a deployment.",
     ),
     CommandEntry(
-        "front", "composition:front", help="Run the bridge and the light stages in one process: what `serve` starts."
+        "front", "composition:front", help="Run the bridge and the light stages in one process; `serve` starts it."
     ),
     CommandEntry(
-        "chat", "api.terminal.chat:chat", "Use", help="Talk to a model, of Penstock or of any server with OpenAI's API."
+        "chat",
+        "api.terminal.chat:chat",
+        "Use",
+        help="Chat with a model of Penstock or of any server with OpenAI's API.",
     ),
     CommandEntry(
         "submit",
         "api.terminal.submit:submit",
         "Use",
-        help="Publish a chat job on NATS and print its answer as it comes.",
+        help="Publish a chat job on NATS and print its answer as it arrives.",
     ),
     CommandEntry(
         "models",
         "api.terminal.look:models",
         "Look",
-        help="List the models of a server, of Penstock or of any with OpenAI's API.",
+        help="List the models of Penstock or of any server with OpenAI's API.",
     ),
     CommandEntry(
         "scheduling",
         "api.terminal.look:scheduling",
         "Look",
-        help="Show which worker gets the next batch, or change it while everything runs.",
+        help="Show the strategy that chooses a worker for each batch, or change it in the running deployment.",
     ),
     CommandEntry("dead", "api.terminal.dead:dead", "Look", help="Look after the messages that could not be handled."),
     CommandEntry(
@@ -69,13 +72,13 @@ COMMANDS = (
         "config",
         "api.terminal.deployment:config",
         "Look",
-        help="Print every setting's effective value and where it comes from, or what a deployment has agreed on.",
+        help="Print every setting with its value and origin, or the settings that a deployment has agreed on.",
     ),
     CommandEntry(
         "schema",
         "api.terminal.look:schema",
         "Look",
-        help="Print what travels on NATS: an AsyncAPI document, or the messages' JSON Schemas alone.",
+        help="Print the NATS messages and subjects as an AsyncAPI document, or only the messages as JSON Schemas.",
     ),
     CommandEntry("bench", "api.bench.commands:bench", "Measure", help="Measure a server, or a part of Penstock."),
 )

@@ -1,5 +1,5 @@
-"""The composition root: the commands that run Penstock put its processes together here, from parts that do not know
-each other."""
+"""The composition root: the commands that run Penstock assemble its processes here, from parts that do not import each
+other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def serve(
 ) -> None:
     """Serve a model: broker, pipeline, engine and HTTP bridge in one command.
 
-    Prints `penstock ready URL` when a first request would be answered. Ctrl-C lets running requests finish.
+    Prints `penstock ready URL` as soon as it can answer a request. Ctrl-C lets running requests finish.
     """
     configure_logging(loaded.settings)
     _check(loaded.settings)
@@ -73,11 +73,11 @@ def serve(
 def worker(
     loaded: Loaded,
     model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
-    id: Annotated[str | None, typer.Option(help="A name that stays over restarts; a random one by default.")] = None,
+    id: Annotated[str | None, typer.Option(help="A name to keep over restarts; random by default.")] = None,
 ) -> None:
-    """Run the infer stage alone: one engine that takes batches from the broker."""
+    """Run only the stage infer: an engine that takes batches from the broker."""
     if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
-        raise StartupError(f"--id {id!r}: letters, digits, '_' and '-' alone, at most 64")
+        raise StartupError(f"--id {id!r}: use only letters, digits, '_' and '-', at most 64")
     configure_logging(loaded.settings, process="worker")
     whole = replace(loaded, settings=_with_model(loaded.settings))
     _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}"))
@@ -90,9 +90,9 @@ def stage(
         list[str], typer.Argument(help="validate, queue, batch, stream, tools, or your own: file.py:Class.")
     ],
 ) -> None:
-    """Run stages alone, in one process, against a broker that other parts share.
+    """Run only the named stages, in one process, with the broker of a deployment.
 
-    Filters run in the stage stream: name all those of the pipeline together, and it is among the stages.
+    Filters run inside the stage stream, which is added for them: name all filters of the pipeline together.
     """
     found = [find_stage(name) for name in names]
     filters = [kind for kind in found if issubclass(kind, Filter)]
@@ -105,13 +105,13 @@ def stage(
 
 @with_settings
 def bridge(loaded: Loaded) -> None:
-    """Run the HTTP bridge alone, against a broker that other parts share."""
+    """Run only the HTTP bridge, with the broker of a deployment."""
     configure_logging(loaded.settings, process="bridge")
     _check(loaded.settings)
     listener = listen(loaded.settings.host, loaded.settings.port)
 
     async def run() -> None:
-        log.info("listening; the other parts may still be missing", url=base_url(listener))
+        log.info("listening, the stages may not be running yet", url=base_url(listener))
         announcing = asyncio.create_task(announce(base_url(listener)))
         try:
             await _parts(loaded, lambda _: [], listener)
@@ -123,13 +123,16 @@ def bridge(loaded: Loaded) -> None:
 
 @with_settings
 def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening socket.")] = 0) -> None:
-    """Run the bridge and the light stages in one process: what `serve` starts."""
+    """Run the bridge and the light stages in one process; `serve` starts it."""
     configure_logging(loaded.settings, process="front")
 
     def stages(settings: Settings) -> list[type[Stage]]:
         light = [LIGHT[name] for name in (*settings.pipeline, "tools") if name in LIGHT]
         if elsewhere := [name for name in settings.filters if not installed(name)]:
-            log.warning("answers wait for a process that has the filters: penstock stage FILE.py:Class", of=elsewhere)
+            log.warning(
+                "answers wait for a process with these filters, started as: penstock stage FILE.py:Class",
+                filters=elsewhere,
+            )
             light.remove(Stream)
         own = [find_stage(name) for name in settings.job_stages if installed(name)]
         return light + [kind for kind in own if issubclass(kind, Stage)]
@@ -143,13 +146,13 @@ async def _parts(
     listener: socket.socket | None,
     filters: Sequence[type[Filter]] = (),
 ) -> None:
-    """Run stages, and the bridge where there is a socket for it; on a signal the bridge drains before the stages."""
+    """Run stages, and the bridge if there is a socket for it; on a signal the bridge drains before the stages."""
     async with (
         _pipe(loaded, "bridge" if listener else "stage") as pipe,
         contextlib.AsyncExitStack() as ending,
         asyncio.TaskGroup() as group,
     ):
-        stopping = _stop_signal()  # not before: what waits for the broker may simply be killed
+        stopping = _stop_signal()  # not before: a process that waits for the broker may be killed
         settings, stages = pipe.settings, choose(pipe.settings)
         toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
         made: dict[type[Stage], Callable[[Pipe], Stage]] = {
@@ -220,7 +223,7 @@ async def _worker(loaded: Loaded, name: str) -> None:
             slow_paths=engine.model_info().slow_paths,
         )
         async with _pipe(loaded, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
-            stopping = _stop_signal()  # not before: what loads, or waits for the broker, may simply be killed
+            stopping = _stop_signal()  # not before: a process that loads or waits for the broker may be killed
             runner = Runner(Infer(pipe, engine, card), pipe)
             running = group.create_task(runner.run())
             slow = {"slow_paths": card.slow_paths} if card.slow_paths else {}
@@ -232,11 +235,11 @@ async def _worker(loaded: Loaded, name: str) -> None:
             runner.stop()
             await running
     finally:
-        await asyncio.to_thread(engine.close, 5.0)  # one that hangs ends with the process
+        await asyncio.to_thread(engine.close, 5.0)  # an engine that hangs ends with the process
 
 
 async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio.Event) -> None:
-    """Have the worker drain once it has served so much or so long; what keeps it running starts another."""
+    """Drain the worker after its maximum of requests or hours; its supervisor starts another."""
     born = time.monotonic()
     requests, hours = settings.restart_after_requests or inf, settings.restart_after_hours or inf
     while engine.stats().num_requests < requests and time.monotonic() - born < hours * 3600:
@@ -250,9 +253,9 @@ async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio
 
 @contextlib.asynccontextmanager
 async def _pipe(loaded: Loaded, name: str) -> AsyncIterator[Pipe]:
-    """A connected broker with its topology in place, and what the parts share around it; the settings are the agreed.
+    """A connected broker with its topology in place and all that stages share, with the agreed settings.
 
-    Raises `ConfigurationError` where a setting was given that differs from what the deployment has agreed on.
+    Raises `ConfigurationError` if a given setting differs from the agreed one.
     """
     async with connected(loaded.settings, name, patient=True) as broker:
         settings = await joined(broker, loaded)
@@ -265,7 +268,7 @@ async def _pipe(loaded: Loaded, name: str) -> AsyncIterator[Pipe]:
 
 
 async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
-    """Say which stages live here, each from when it is ready."""
+    """Announce the stages of this process, each once it is ready."""
     cards = [(stage, StageCard(stage=stage.name, id=stage.copy, pid=os.getpid())) for stage in stages]
     interval = pipe.settings.heartbeat_interval
     try:
@@ -290,22 +293,22 @@ def _stop_signal() -> asyncio.Event:
 
 
 def _toolbox(settings: Settings) -> Toolbox:
-    from .api.tools.toolbox import toolbox_of  # brings MCP's client, which few processes need
+    from .api.tools.toolbox import toolbox_of  # imports the MCP client, which few processes need
 
     return toolbox_of(settings)
 
 
 def _check(settings: Settings) -> None:
-    """Faults of keys and tools show here, before anything has started."""
+    """Raise `ConfigurationError` for faults of keys and tools, before anything starts."""
     Keys(settings.api_keys or (), settings.api_keys_file)
     if settings.mcp_config or settings.mcp_allowed_urls or settings.tool_functions:
         _toolbox(settings)
 
 
 def _with_model(settings: Settings) -> Settings:
-    """The settings with the model on this disk, downloaded if need be, and a name for it; faults show here, early."""
+    """The settings with the model's directory, downloaded if necessary, and its name. Raises `Fatal` errors early."""
     if settings.backend not in BACKENDS:
-        raise ConfigurationError([f"unknown backend {settings.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
+        raise ConfigurationError([f"unknown backend {settings.backend!r}; choose one of {', '.join(sorted(BACKENDS))}"])
     choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
     if settings.model is None and settings.backend == "echo":
         return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
@@ -320,7 +323,7 @@ def _with_model(settings: Settings) -> Settings:
 def _run(main: Coroutine[Any, Any, None]) -> None:
     try:
         import uvloop
-    except ImportError:  # not on every system
+    except ImportError:  # not available on every system
         asyncio.run(main)
     else:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -18,24 +18,24 @@ from .chat_client import ChatError, ask, models, server_at
 from .options import ApiKey, ServerUrl, fatal_errors
 
 PROMPT, MORE = "\001\033[1;36m\002> \001\033[0m\002", ". "
-HELP = '''/reset forgets the conversation, and Ctrl-D leaves it. Ctrl-C stops an answer, and keeps what it has said.
-Between """ a question may have several lines.'''
+HELP = '''/reset starts a new conversation, Ctrl-D ends it. Ctrl-C stops an answer and keeps what has arrived of it.
+Put a question of several lines between """.'''
 
 
 def chat(
-    prompt: Annotated[str | None, typer.Argument(help="Ask this alone, and end with the answer.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Ask only this, and exit after the answer.")] = None,
     url: ServerUrl = None,
     model: Annotated[str | None, typer.Option(help="Name of the model.", show_default="the first served")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Talk to a model, of Penstock or of any server with OpenAI's API.
+    """Chat with a model of Penstock or of any server with OpenAI's API.
 
-    Without a prompt it is a conversation; /help shows what to type there.
+    Without a prompt it starts a conversation; /help shows its commands.
 
-    `git diff | penstock chat "Write a commit message."` asks this once: text
-    on standard input stands behind the prompt, and the answer alone goes to
-    an output that is no terminal. The exit code is 1 where there was none,
+    `git diff | penstock chat "Write a commit message."` asks one question:
+    text on standard input is appended to the prompt. If the output is not a
+    terminal, it gets only the answer. The exit code is 1 without an answer,
     and 130 after Ctrl-C.
     """
     with fatal_errors():
@@ -47,7 +47,7 @@ def chat(
         if not served:
             raise ChatError(f"{server.base_url} serves no model yet; try again in a moment.")
         if model not in (None, *served):
-            raise ChatError(f"{server.base_url} does not serve {model}, but: {', '.join(served)}.")
+            raise ChatError(f"{server.base_url} does not serve {model}; choose one of: {', '.join(served)}.")
         talk = Talk(server, model or next(iter(served)), system)
         if prompt is not None:
             talk.ask(prompt)
@@ -66,8 +66,8 @@ class Talk:
         self._console = Console()
 
     def ask(self, text: str) -> None:
-        """Show the answer, and remember both unless nothing was said. Raises `ChatError`, and `Exit` after Ctrl-C."""
-        from .chat_screen import AnswerView, show  # brings Markdown, which no server needs
+        """Show the answer, and remember both unless it is empty. Raises `ChatError`, and `Exit` after Ctrl-C."""
+        from .chat_screen import AnswerView, show  # imports Markdown, which only this needs
 
         asked, answer = {"role": "user", "content": text}, AnswerView()
         body = {"model": self._model, "messages": [*self._head, *self._turns, asked], "stream": True}
@@ -82,15 +82,16 @@ class Talk:
                 self._turns += [asked, answer.turn()]
 
     def converse(self, history: Path) -> None:
-        """Ask what is typed, until that ends. `history` keeps the lines for the next time, for nobody else to read."""
-        import readline  # changes how all of the process reads lines
+        """Ask each question that the user types, until the end of the input. `history` is the file of earlier lines,
+        which only the user can read."""
+        import readline  # affects every `input` of the process
 
         history.parent.mkdir(parents=True, exist_ok=True)
         history.touch(0o600)
         readline.read_history_file(history)
         readline.set_history_length(1000)
         atexit.register(readline.write_history_file, history)
-        self._note(f"{self._model} at {self._server.base_url}; /help shows what else there is, Ctrl-D leaves")
+        self._note(f"{self._model} at {self._server.base_url}; /help shows the commands, Ctrl-D ends")
         while True:
             try:
                 text = input(PROMPT)
@@ -99,12 +100,12 @@ class Talk:
             except EOFError:
                 break
             except KeyboardInterrupt:
-                self._note("\nCtrl-D leaves")
+                self._note("\nCtrl-D ends")
                 continue
             text = text.strip().removeprefix('"""').removesuffix('"""').strip()
             if text == "/reset":
                 self._turns.clear()
-                self._note("the conversation is forgotten")
+                self._note("new conversation")
             elif re.fullmatch("/[a-z]*", text):
                 self._note(HELP)
             elif text:

@@ -1,4 +1,4 @@
-"""Asks a server over HTTP, and goes on with an answer where the connection broke, if the server has given the means."""
+"""A streaming chat client, which resumes an answer after a broken connection if the server supports that."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from ...config.settings import Settings
 from ...schemas.errors import Fatal
 
 ASKING = {"Penstock-Resumable": "true", "Penstock-Events": "true"}
-CUTS = 40  # times in a row that a stream may break, with a PAUSE behind each
-PAUSE = 0.5
+MAX_RECONNECTS = 40  # in a row
+RECONNECT_DELAY = 0.5  # seconds
 
 
 class ChatError(Fatal):
-    """`str(error)` says what went wrong and what to do."""
+    """`str(error)` tells what failed and what to do."""
 
 
 def server_at(url: str | None, api_key: str | None, settings: Settings) -> httpx2.Client:
-    """A client of the API at `url`; without one, of that which `serve` listens for under these settings."""
+    """A client of the API at `url`; without one, at the address on which `serve` listens with these settings."""
     base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
     base = base if re.search("://[^/]+/", base) else f"{base}/v1"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx2.Client(base_url=base, headers=headers, timeout=60.0)  # Penstock says something every 15 seconds
+    return httpx2.Client(
+        base_url=base, headers=headers, timeout=60.0
+    )  # Penstock sends something at least every 15 seconds
 
 
 def models(server: httpx2.Client) -> dict[str, dict[str, Any]]:
-    """What is served, by name. Raises `ChatError`."""
+    """The models of the server, by name. Raises `ChatError`."""
     try:
         response = server.get("models")
         if response.is_error:
@@ -43,12 +45,12 @@ def models(server: httpx2.Client) -> dict[str, dict[str, Any]]:
 
 
 def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any] | str]:
-    """The chunks of an answer, each once. A text among them says why nothing comes just now.
+    """The chunks of an answer, each once. A string among them tells why the next chunk is late.
 
-    Closed before its end, it stops the server too. Raises `ChatError`.
+    Closing the generator early cancels the request at the server. Raises `ChatError`.
     """
-    request = last = None  # the answer's name at the server, and the last id that was sent
-    cuts = 0
+    request = last = None  # the id of the request, and the last event id
+    breaks = 0
     try:
         while True:
             try:
@@ -56,29 +58,29 @@ def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any]
                 with server.stream("POST", "chat/completions", json=body, headers=headers) as response:
                     if response.is_error:
                         response.read()
-                        if last and response.status_code >= 500:  # it has only just come back
+                        if last and response.status_code >= 500:  # the server has just restarted
                             response.raise_for_status()
                         raise _refused(response)
                     request = response.headers.get("x-request-id")
                     for event in httpx2.EventSource(response):
-                        last, cuts = event.id or last, 0
+                        last, breaks = event.id or last, 0
                         if not event.data:
-                            continue  # it only set `retry`, say
+                            continue  # a message without data, such as `retry`
                         if event.data == "[DONE]":
                             return
                         found = orjson.loads(event.data)
                         if "error" in found:
                             raise ChatError(str(found["error"].get("message")))
                         yield f"queued {found.get('position')}" if event.event == "status" else found
-                raise httpx2.RemoteProtocolError("the answer was cut off")
+                raise httpx2.RemoteProtocolError("the answer ended early")
             except httpx2.HTTPError as error:
-                cuts += 1
-                if last is None or cuts > CUTS:
+                breaks += 1
+                if last is None or breaks > MAX_RECONNECTS:
                     raise _silent(server, error) from None
-            yield "the connection broke; asking for the rest"
-            time.sleep(PAUSE)
+            yield "the connection broke; reconnecting"
+            time.sleep(RECONNECT_DELAY)
     except (GeneratorExit, KeyboardInterrupt):
-        if request is not None:  # it would go on, as what is resumable does
+        if request is not None:  # a resumable request would continue
             with contextlib.suppress(httpx2.HTTPError):
                 server.delete(f"streams/{request}", timeout=5.0)
         raise
@@ -95,5 +97,5 @@ def _refused(response: httpx2.Response) -> ChatError:
 
 
 def _silent(server: httpx2.Client, error: Exception) -> ChatError:
-    advice = "`penstock serve MODEL` starts a server; --url names one that runs elsewhere."
+    advice = "Start a server with `penstock serve MODEL`, or name one with --url."
     return ChatError(f"No answer from {server.base_url} ({error}). {advice}")

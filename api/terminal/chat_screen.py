@@ -1,4 +1,4 @@
-"""One answer of a chat, shown while it comes: as Markdown on a terminal, as bare text elsewhere."""
+"""Shows an answer while it arrives: as Markdown on a terminal, as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rich.markdown import Markdown
 from rich.spinner import Spinner
 from rich.text import Text
 
-_control = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # what could steer the terminal
+_control = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # control characters of terminals
 
 
 @dataclass
 class AnswerView:
-    """What has come of an answer until now. Set by `take`, and what is printed of it by `settled`."""
+    """The part of an answer that has arrived, set by `take`, and how much of it is printed, set by `settled`."""
 
     text: str = ""
     reasoning: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     reason: str | None = None
     tokens: int = 0
-    first: float = 0.0  # when something came; 0 before
-    said: int = 0  # characters of `text` printed for good
-    thought: int = 0  # and of `reasoning`
+    first: float = 0.0  # time of the first chunk; 0 before
+    printed_text: int = 0  # characters of `text`
+    printed_reasoning: int = 0  # characters of `reasoning`
 
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a chunk of the stream."""
@@ -52,24 +52,24 @@ class AnswerView:
         return {"role": "assistant", "content": self.text, **calls}
 
     def settled(self) -> Iterator[RenderableType]:
-        """To be printed for good: thoughts once something is said, and whole paragraphs."""
-        thoughts, text = self.reasoning[self.thought :], self.text[self.said :]
+        """What can be printed for good: complete paragraphs, and all thoughts once the answer itself begins."""
+        thoughts, text = self.reasoning[self.printed_reasoning :], self.text[self.printed_text :]
         if not text:
             thoughts = thoughts.rpartition("\n\n")[0]
         text = text.rpartition("\n\n")[0]
         text = text if text.count("```") % 2 == 0 else ""
-        self.thought += len(thoughts)
-        self.said += len(text)
+        self.printed_reasoning += len(thoughts)
+        self.printed_text += len(text)
         return _rendered(thoughts, text)
 
     def rest(self) -> Iterator[RenderableType]:
-        """All else, as it is now."""
-        yield from _rendered(self.reasoning[self.thought :], self.text[self.said :])
+        """The part that is not printed yet."""
+        yield from _rendered(self.reasoning[self.printed_reasoning :], self.text[self.printed_text :])
         for call in self.calls.values():
             yield Text("→ {name}({arguments})".format(**call["function"]).translate(_control), "cyan")
 
     def summary(self) -> str:
-        """How fast it came, where the server counts, and why it ended, unless at its own end."""
+        """The speed, if the server counts tokens, and the reason of an early end."""
         span = time.monotonic() - self.first
         parts = [f"{self.tokens} tokens, {(self.tokens - 1) / span:.1f} tok/s"] if self.tokens > 1 else []
         if self.reason not in ("stop", "tool_calls"):

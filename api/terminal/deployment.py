@@ -1,4 +1,4 @@
-"""`penstock config`: a process's settings, and those that all parts of a deployment have agreed on."""
+"""`penstock config`: the settings of a process, and those that a deployment has agreed on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .options import with_settings
 
 Action = Annotated[
     Literal["show", "agreed", "apply"],
-    typer.Argument(help="agreed: what the deployment has agreed on; apply: change that for all its parts."),
+    typer.Argument(help="agreed: show the settings that the deployment has agreed on; apply: change them."),
 ]
-Defaults = Annotated[list[str] | None, typer.Option("--default", help="Give a setting its default again.")]
+Defaults = Annotated[list[str] | None, typer.Option("--default", help="Reset a setting to its default.")]
 
 
 @with_settings
@@ -30,13 +30,13 @@ def config(
     loaded: Loaded,
     action: Action = "show",
     default: Defaults = None,
-    yes: Annotated[bool, typer.Option("--yes", help="apply: do what the plan says.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="apply: make the changes.")] = False,
 ) -> None:
-    """Print every setting's effective value and where it comes from, or what a deployment has agreed on.
+    """Print every setting with its value and origin, or the settings that a deployment has agreed on.
 
-    `penstock config apply --queue-limit 500` prints what would change in the deployment, from which value to which, and
-    in its streams; with --yes it does so. A shorter life deletes what is older. Parts that run take over what streams
-    limit at once, and the rest when they are started again.
+    `penstock config apply --queue-limit 500` prints what would change in the deployment and its streams; with --yes it
+    makes the changes. A shorter lifetime deletes what is older. Limits of streams take effect at once; other settings
+    take effect in each process when it restarts.
     """
     if action == "show":
         _show(loaded)
@@ -59,7 +59,7 @@ async def _agreed(loaded: Loaded) -> None:
     async with connected(loaded.settings, "config") as broker:
         configuration, revision = await Deployment(broker, loaded).agreed()
     if not revision:
-        raise StartupError("nothing is agreed yet: start a part of the deployment, or use `penstock config apply`")
+        raise StartupError("nothing is agreed yet; start a process of the deployment, or use `penstock config apply`")
     for name in SHARED:
         typer.echo(f"{name:<18}  {shown(getattr(configuration, name))}")
 
@@ -80,12 +80,12 @@ async def _apply(loaded: Loaded, defaults: list[str], yes: bool) -> None:
             await deployment.change(wanted)
             typer.echo("changed")
         else:
-            typer.echo("nothing is changed yet; add --yes to do so")
+            typer.echo("nothing was changed; add --yes to make the changes")
 
 
 def _print_plan(before: Configuration | None, wanted: Configuration) -> None:
     if before is None:
-        typer.echo("nothing is agreed yet; the deployment begins with")
+        typer.echo("nothing is agreed yet; the deployment would begin with")
         for name in SHARED:
             typer.echo(f"{name}: {shown(getattr(wanted, name))}")
     else:
@@ -96,7 +96,9 @@ def _print_plan(before: Configuration | None, wanted: Configuration) -> None:
 def _defaults(names: list[str]) -> dict[str, object]:
     fields = [name.removeprefix("--").replace("-", "_") for name in names]
     if unknown := [name for name in fields if name not in SHARED]:
-        raise StartupError(f"--default {', '.join(unknown)}: not a setting of the deployment; {', '.join(SHARED)} are")
+        raise StartupError(
+            f"--default {', '.join(unknown)}: not a setting of the deployment; choose from {', '.join(SHARED)}"
+        )
     return shared_settings(Settings()).model_dump(include=set(fields))
 
 
@@ -105,5 +107,5 @@ def _shown(name: str, value: object) -> str:
         return ",".join(re.sub("=sha256:.*", "=***", part) if name in SECRET else part for part in value)
     if value is None:
         return ""
-    # Up to the last @, since a password may hold anything: of several servers only the last one shows.
+    # Up to the last @, since a password may contain one: of several servers only the last is shown.
     return re.sub(r"^(\w+://)?.*@", r"\1***@", str(value), flags=re.DOTALL) if name in SECRET else str(value)

@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class CommandEntry(NamedTuple):
-    """One command: what `--help` shows of it, and where its function is."""
+    """A command: its entry in `--help`, and the location of its function."""
 
     name: str
     home: str  # "module:name" below the package, of a function or a `typer.Typer`
@@ -18,7 +18,7 @@ class CommandEntry(NamedTuple):
     help: str = ""  # the first line of its docstring
 
     def listed(self) -> TyperCommand:
-        """A placeholder for the list of commands; it cannot be invoked."""
+        """A placeholder for the list of commands, which cannot be invoked."""
         return TyperCommand(self.name, callback=None, help=self.help, rich_help_panel=self.panel, hidden=not self.panel)
 
     def load(self) -> Any:

@@ -1,4 +1,4 @@
-"""The commands that look at a server or a deployment: `penstock models`, `scheduling`, `schema`."""
+"""The commands `penstock models`, `scheduling` and `schema`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .options import ApiKey, ServerUrl, with_settings
 def schema(
     loaded: Loaded,
     kind: Annotated[
-        Literal["asyncapi", "json"], typer.Argument(help="asyncapi: the subjects too; json: the messages alone.")
+        Literal["asyncapi", "json"], typer.Argument(help="asyncapi: subjects and messages; json: only the messages.")
     ] = "asyncapi",
 ) -> None:
-    """Print what travels on NATS: an AsyncAPI document, or the messages' JSON Schemas alone."""
+    """Print the NATS messages and subjects as an AsyncAPI document, or only the messages as JSON Schemas."""
     document = asyncapi(loaded.settings.namespace, __version__)
     if kind == "json":
         document = {
@@ -39,7 +39,7 @@ def schema(
 
 @with_settings
 def models(loaded: Loaded, url: ServerUrl = None, api_key: ApiKey = None) -> None:
-    """List the models of a server, of Penstock or of any with OpenAI's API."""
+    """List the models of Penstock or of any server with OpenAI's API."""
     table = Table("model", "context", box=None, pad_edge=False)
     with server_at(url, api_key, loaded.settings) as server:
         for name, model in served_by(server).items():
@@ -52,10 +52,10 @@ def scheduling(
     loaded: Loaded,
     strategy: Annotated[
         Literal["round_robin", "least_loaded", "memory_aware"] | None,
-        typer.Argument(help="The one to use from now on."),
+        typer.Argument(help="The strategy to use from now on."),
     ] = None,
 ) -> None:
-    """Show which worker gets the next batch, or change it while everything runs."""
+    """Show the strategy that chooses a worker for each batch, or change it in the running deployment."""
 
     async def run() -> str:
         async with connected(loaded.settings, "scheduling") as broker:
@@ -63,6 +63,6 @@ def scheduling(
             if strategy is not None:
                 await bucket.put("scheduling", strategy.encode())
             entry = await bucket.get("scheduling")
-            return entry.value.decode() if entry else f"{loaded.settings.scheduling} (by its setting)"
+            return entry.value.decode() if entry else f"{loaded.settings.scheduling} (the setting)"
 
     typer.echo(asyncio.run(run()))

@@ -1,4 +1,4 @@
-"""Makes every setting a flag of a command, and runs commands so that what a person must mend is told, not traced."""
+"""Makes every setting a flag of a command, and prints fatal errors without a traceback."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ...config.settings import Settings
 from ...config.sources import flag, load, variable
 from ...schemas.errors import ConfigurationError, Fatal
 
-ServerUrl = Annotated[str | None, typer.Option("--url", help="The server.", show_default="where `serve` listens")]
-ApiKey = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="If the server asks for one.")]
+ServerUrl = Annotated[
+    str | None, typer.Option("--url", help="URL of the server.", show_default="where `serve` listens")
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key, if the server needs one.")]
 
 # Panels of `--help`, each by the first of its settings.
 PANELS = {"host": "Serving", "nats_url": "Broker", "pipeline": "Pipeline", "mcp_config": "Tools", "backend": "Engine"}
@@ -26,8 +28,8 @@ PANELS = {"host": "Serving", "nats_url": "Broker", "pipeline": "Pipeline", "mcp_
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command`, whose first parameter is `loaded: Loaded`, a flag for every setting and `--config`.
 
-    A parameter of the command named `model` is its MODEL argument and sets the setting. A fault of the configuration
-    ends it with exit code 2 before it runs; a `Fatal` error later ends it with the same.
+    A parameter of the command named `model` is its MODEL argument and sets the setting. Exits with code 2
+    after a fault of the configuration or another `Fatal` error.
     """
     hints = get_type_hints(command, include_extras=True)
     own = list(inspect.signature(command).parameters.values())[1:]
@@ -54,7 +56,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     )
     own = [parameter.replace(kind=keyword, annotation=hints[parameter.name]) for parameter in own]
     parameters = [*own, config, *_flags().values()]
-    # What typer reads of a command: its name, help, signature and annotations.
+    # Typer reads the name, docstring, signature and annotations.
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -63,7 +65,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def fatal_errors(exit_code: int = 2) -> Iterator[None]:
-    """Turns a `Fatal` into its message on standard error, a line a fault, and an exit code."""
+    """Turn a `Fatal` into its message on standard error, with a line for each fault, and an exit code."""
     error: BaseException | None = None
     try:
         yield
@@ -81,7 +83,7 @@ def fatal_errors(exit_code: int = 2) -> Iterator[None]:
 
 @functools.cache
 def _flags() -> dict[str, inspect.Parameter]:
-    """A keyword for each setting. They come in as text: pydantic reads them, and names every fault at once."""
+    """A keyword parameter for each setting. Values stay text: pydantic parses them and reports all faults at once."""
     flags = {}
     panel = ""
     for name, field in Settings.model_fields.items():

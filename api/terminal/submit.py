@@ -1,4 +1,4 @@
-"""`penstock submit`: one job on NATS, and its answer."""
+"""`penstock submit`: publish one job on NATS and print its answer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .options import with_settings
 @with_settings
 def submit(
     loaded: Loaded,
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from standard input.")],
-    ask: Annotated[str | None, typer.Option("--ask", help="Name of the model; the only one served by default.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most.")] = None,
+    prompt: Annotated[str, typer.Argument(help="The message to the model; - reads it from standard input.")],
+    ask: Annotated[str | None, typer.Option("--ask", help="Name of the model; by default the only one served.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens to generate.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     priority: Annotated[Priority, typer.Option(help="Lane of the job.")] = "normal",
     tenant: Annotated[str, typer.Option(help="Tenant of the job.")] = "default",
     events: Annotated[bool, typer.Option("--events", help="Print the events as JSON lines instead.")] = False,
 ) -> None:
-    """Publish a chat job on NATS and print its answer as it comes.
+    """Publish a chat job on NATS and print its answer as it arrives.
 
-    Finds the broker of a `penstock serve` on this machine by itself; --nats-url names another.
+    Uses the broker of a `penstock serve` on this machine; --nats-url names another.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": temperature}
@@ -50,7 +50,7 @@ def submit(
 async def _submit(
     loaded: Loaded, body: dict[str, object], model: str | None, priority: Priority, tenant: str, *, as_events: bool
 ) -> str | None:
-    """Run one job to its end; returns what went wrong."""
+    """Run one job to its end; return its error, if any."""
     async with connected(loaded.settings, "submit") as broker:
         bridge = Bridge(broker, Subjects(loaded.settings.namespace))
         await bridge.start()

@@ -1,1 +1,1 @@
-"""The tools stage: turns between a model and its tools, each call made once."""
+"""The stage `tools`: a model and its tools take turns, and each call is made once."""

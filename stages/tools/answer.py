@@ -1,4 +1,4 @@
-"""Reads back what a turn's model said."""
+"""Reads back the answer of a turn from the broker."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ...schemas.events import FINAL, Done, Event, Token
 from ...streams.topology import EVENTS
 from ..contract import Pipe
 
-LOOK = 0.2  # seconds between two looks
-PATIENCE = 30.0  # seconds for all that was said to be readable: longer than the broker's elections take
+POLL_INTERVAL = 0.2  # seconds
+PATIENCE = 30.0  # seconds until all events can be read: longer than an election in the broker takes
 
 
 async def answer_of(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token], Event | None]:
-    """What the model of a turn that has ended said, in order, and how it ended; None where that is kept no more."""
+    """The tokens of a turn that has ended, in order, and its final event; None instead if the events have expired."""
     clock = asyncio.get_running_loop().time
     until = clock() + PATIENCE
     while True:
         tokens, final = await _stored(pipe, tenant, request)
         if final is not None or clock() >= until:
             return tokens, final
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_INTERVAL)
 
 
 async def _stored(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token], Event | None]:
-    """No end, where the tokens are fewer than it says."""
+    """`answer_of` for the events that can be read now; no final event if some tokens cannot be read yet."""
     tokens: list[Token] = []
     final: Event | None = None
     for message in await pipe.broker.replay(EVENTS, pipe.subjects.events_at(tenant, request)):
@@ -34,12 +34,12 @@ async def _stored(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token], E
             tokens.append(event)
         elif isinstance(event, FINAL):
             final = event
-    said: list[Token] = []
+    ordered: list[Token] = []
     index = 0
-    for token in sorted(tokens, key=lambda token: token.index):  # an outage may change their order, or repeat one
-        if token.index == index and not (said and said[-1].finish_reason):
-            said.append(token)
+    for token in sorted(tokens, key=lambda token: token.index):  # an outage can reorder or duplicate them
+        if token.index == index and not (ordered and ordered[-1].finish_reason):
+            ordered.append(token)
             index += len(token.token_ids)
     if isinstance(final, Done) and index != final.usage.completion_tokens:
         final = None
-    return said, final
+    return ordered, final

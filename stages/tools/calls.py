@@ -1,8 +1,9 @@
-"""The side effects of a response: listing what may be called, and calling it, each call once.
+"""The side effects of a response: listing tools and calling them, each call once.
 
-A call is claimed in the response's log before it is made, and its result is kept there. Where it breaks off in between,
-with its process or in an outage, nobody can know whether it took effect: it is made again only if its tool says that
-this is harmless, and else the model is told. A copy that lives gives back what it does not make any more.
+A copy of the stage claims a call in the response's log before it makes it, and stores the result there. If it is
+interrupted in between, by the end of its process or by an outage, the effect of the call is unknown: it is repeated
+only if its tool declares that to be harmless, and otherwise the model gets an error. A copy that abandons a call
+releases its claim.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ from ...streams.stores.responses import FREE, CallKey, Claim, ResponseLog
 from ..contract import Pipe
 from ..endings import Address
 
-LOOK = 0.2  # seconds between two looks for the result of a call that another copy makes
-LEAVING = 1.0  # seconds that whoever breaks off a call waits until others know
+POLL_INTERVAL = 0.2  # seconds, while another copy makes a call
+RELEASE_TIMEOUT = 1.0  # seconds that an abandoned call waits for the release of its claim
 UNKNOWN = ToolResult(
-    "The call was interrupted. It is not known whether it took effect; check before you call again.", True
+    "The call was interrupted, and it may or may not have taken effect; check before you call again.", True
 )
-LONGEST = 8192  # characters of a result for a model whose context is not known
-TOO_MANY = ToolResult("No more tools may be called in this response; answer with what is known.", True)
+LONGEST = 8192  # characters of a result for a model of unknown context length
+TOO_MANY = ToolResult("No more tool calls are allowed in this response; answer with what you know.", True)
 
 Item = dict[str, Any]
 Made = TypeVar("Made")
 
 
 class Toolbox(Protocol):
-    """What can be called, as the stage tools sees it."""
+    """The tools that the stage can list and call."""
 
     def check(self, source: Source) -> None:
         """Raises `InvalidRequest` for a source that is unknown or not allowed."""
 
     async def tools(self, source: Source) -> list[LoopTool]:
-        """All that may be called there. Raises `ToolFailed`."""
+        """The tools of a source. Raises `ToolFailed`."""
 
     async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
-        """Never raises: what goes wrong is told to the model."""
+        """Call a tool. Never raises: a failure is a result for the model."""
 
 
 def list_item(label: str, id: str) -> Item:
-    """The item that shows a source's tools, before they are known."""
+    """The item of a source's tools, before they are known."""
     return {"id": id, "type": "mcp_list_tools", "server_label": label, "tools": [], "error": None}
 
 
 async def listed(toolbox: Toolbox, source: Source, item: Item) -> tuple[Item, list[LoopTool]]:
-    """A source's tools, and the item that shows them."""
+    """List a source's tools, and complete their item."""
     try:
         tools = await toolbox.tools(source)
     except ToolFailed as error:
@@ -74,8 +75,8 @@ async def listed(toolbox: Toolbox, source: Source, item: Item) -> tuple[Item, li
 
 
 @contextlib.contextmanager
-def unlisted_told(items: Items) -> Iterator[None]:
-    """Where a choice names what no server has, say also which of them could not be asked."""
+def report_unlisted(items: Items) -> Iterator[None]:
+    """Add to a refusal of `tool_choice` the faults of servers that could not list their tools."""
     try:
         yield
     except InvalidRequest as refusal:
@@ -86,7 +87,7 @@ def unlisted_told(items: Items) -> Iterator[None]:
 
 
 def for_model(tools: Sequence[LoopTool], taken: Sequence[str]) -> tuple[LoopTool, ...]:
-    """The tools under names that are each one's own, also beside the functions called `taken`."""
+    """The tools under unique names, none of them among the functions `taken`."""
     times = Counter([*taken, *(tool.name for tool in tools)])
 
     def named(tool: LoopTool) -> LoopTool:
@@ -99,7 +100,7 @@ def for_model(tools: Sequence[LoopTool], taken: Sequence[str]) -> tuple[LoopTool
 
 @contextlib.asynccontextmanager
 async def at_once(works: Iterable[Coroutine[Any, Any, Made]]) -> AsyncIterator[list[asyncio.Task[Made]]]:
-    """Do all at a time; to leave ends what still runs. A fault is raised as it is, and not in a group."""
+    """Run all concurrently; leaving the context cancels those that still run. Exceptions are raised without a group."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield tasks
@@ -109,14 +110,14 @@ async def at_once(works: Iterable[Coroutine[Any, Any, Made]]) -> AsyncIterator[l
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def tell(pipe: Pipe, response: Address, event: Event, key: str) -> None:
+async def publish_event(pipe: Pipe, response: Address, event: Event, key: str) -> None:
     await pipe.emit(event, tenant=response.tenant, bridge=response.bridge, key=key)
 
 
 async def show(pipe: Pipe, job: LoopJob, index: int, items: Items, *, finished: bool = True) -> None:
-    """Tell of items; the first is the response's event number `index`."""
+    """Publish items; the first is the response's event number `index`."""
     for number, item in enumerate(items, index):
-        await tell(pipe, address(job), ItemEvent(job.id, number, item, finished), str(number))
+        await publish_event(pipe, address(job), ItemEvent(job.id, number, item, finished), str(number))
 
 
 def address(job: LoopJob) -> Address:
@@ -124,23 +125,26 @@ def address(job: LoopJob) -> Address:
 
 
 def count(items: Items) -> int:
-    """How many calls are among them."""
+    """The number of calls among the items."""
     return sum(item["type"] == "mcp_call" for item in items)
 
 
 class Calls:
-    """Makes the calls of one copy of the stage, which is called `owner` in its card."""
+    """Makes the calls of one copy of the stage, whose id is `owner`."""
 
     def __init__(self, pipe: Pipe, toolbox: Toolbox, log: ResponseLog, owner: str) -> None:
         self._pipe = pipe
         self._toolbox = toolbox
         self._log = log
         self._owner = owner
-        self._turns: WeakValueDictionary[CallKey, asyncio.Lock] = WeakValueDictionary()  # of the calls being made here
-        self._leaving: set[asyncio.Task[None]] = set()  # calls whose claims are being given back
+        self._turns: WeakValueDictionary[CallKey, asyncio.Lock] = (
+            WeakValueDictionary()
+        )  # of the calls that this copy makes
+        self._releases: set[asyncio.Task[None]] = set()  # releases of claims
 
     async def make_all(self, begun: Begun, turn: int, items: Items, index: int, *, made: int = 0) -> Items:
-        """The items of a turn with the calls that wait among them made, all at a time, and told in their order."""
+        """Make all waiting calls of a turn concurrently and publish them in order; return the items with the
+        results."""
         job = begun.job
         most = job.body.get("max_tool_calls") or inf
         card = self._pipe.registry.models.get(job.body["model"])
@@ -157,8 +161,8 @@ class Calls:
         async with at_once(works) as calls:
             for number, (position, call) in enumerate(zip(waiting, calls, strict=True)):
                 result = _cut(await call, longest)
-                said = {"output": None, "error": _error(result.text)} if result.is_error else {"output": result.text}
-                items[position] = {**items[position], **said, "status": "failed" if result.is_error else "completed"}
+                outcome = {"output": None, "error": _error(result.text)} if result.is_error else {"output": result.text}
+                items[position] = {**items[position], **outcome, "status": "failed" if result.is_error else "completed"}
                 await show(self._pipe, job, index + number, [items[position]])
         return items
 
@@ -171,7 +175,7 @@ class Calls:
         source = next((source for source in begun.sources if source.label == label), None)
         tool = next((tool for tool in begun.tools if (tool.label, tool.tool) == (label, name)), None)
         if source is None or tool is None:
-            return ToolResult(f"There is no tool {name} of {label} any more.", True)
+            return ToolResult(f"The tool {name} of {label} is no longer available.", True)
         source = source.model_copy(update={"sealed": sealed.get(label)})
         return await self._make(key, source, tool, item["arguments"])
 
@@ -185,18 +189,18 @@ class Calls:
                 claim = await self._claim(key, tool.repeatable)
                 if claim.result is not None:
                     return claim.result
-                result = None if tool.repeatable else UNKNOWN  # should it break off
+                result = None if tool.repeatable else UNKNOWN  # if it is interrupted
                 result = await self._toolbox.call(source, tool, arguments)
                 return await through_outages(partial(self._log.settle, key, claim, result), key)
         except BaseException:
             if claim is None or claim.result is None:
-                leaving = asyncio.create_task(self._leave(key, claim, result))
-                self._leaving.add(leaving)
-                leaving.add_done_callback(self._leaving.discard)
-                await asyncio.wait([leaving], timeout=LEAVING)
+                release = asyncio.create_task(self._release(key, claim, result))
+                self._releases.add(release)
+                release.add_done_callback(self._releases.discard)
+                await asyncio.wait([release], timeout=RELEASE_TIMEOUT)
             raise
 
-    async def _leave(self, key: CallKey, claim: Claim | None, result: ToolResult | None) -> None:
+    async def _release(self, key: CallKey, claim: Claim | None, result: ToolResult | None) -> None:
         """Release the claim of a call that this copy has abandoned, as soon as the broker is back.
 
         `claim` is None if it is unknown whether the call was claimed.
@@ -214,7 +218,7 @@ class Calls:
             if claim.is_new or claim.result is not None:
                 return claim
             if self._lives(claim.owner):
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(POLL_INTERVAL)
             elif not repeatable and claim.owner != FREE:
                 result = await through_outages(partial(self._log.settle, key, claim, UNKNOWN), key)
                 return claim._replace(result=result)
@@ -225,23 +229,23 @@ class Calls:
         return self._turns.setdefault(key, asyncio.Lock())
 
     def _lives(self, owner: str) -> bool:
-        """Whether another copy is still there, as far as one can see, and so perhaps at its call."""
+        """Whether another copy is known to run, and so may still make its call."""
         cards = self._pipe.registry.stages
         return owner != self._owner and any((card.stage, card.id) == ("tools", owner) for card in cards)
 
 
 def waits(item: Item) -> bool:
-    """Whether it is a call that is still to be made."""
+    """Whether the item is a call that was not made yet."""
     return (item["type"], item.get("status")) == ("mcp_call", "in_progress")
 
 
 def _cut(result: ToolResult, most: int) -> ToolResult:
-    """No more than `most` characters: with half as many as its context has tokens, a model can still go on."""
+    """Cut a result to `most` characters: with half as many as its context has tokens, a model can still continue."""
     text = result.text
     if len(text) <= most:
         return result
-    told = f"[The result was cut here: these are the first {most} of {len(text)} characters; ask for less at a time.]"
-    return result._replace(text=f"{text[:most]}\n{told}")
+    note = f"[The result was cut here: these are the first {most} of {len(text)} characters; ask for less at a time.]"
+    return result._replace(text=f"{text[:most]}\n{note}")
 
 
 def _error(text: str) -> Item:

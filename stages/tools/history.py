@@ -1,9 +1,9 @@
-"""What a response follows: the items of earlier ones, or of a conversation, and those that its request refers to.
+"""The items before a response: those of earlier responses or of a conversation, and those that its request refers to.
 
-A response keeps references to what came before it, so that a chain of them takes room in proportion to its length. Each
-names the responses before it, up to `MOST_LINKS`; what came before those, the first of them tells. A chain that grows
-older than a share of what responses live (`COPY_AFTER`) is copied into the next response, so that whatever is kept can
-be followed, though its first responses have expired.
+A response stores references to earlier ones, so that the size of a chain is proportional to its length. Each names the
+responses before it, up to `MAX_LINKS`; the first of these names those before it. When a chain is older than a fraction
+of the lifetime of responses (`COPY_AFTER`), its items are copied into the next response, so that a stored response
+stays usable when the first responses of its chain expire.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ...schemas.openai.responses import ResponsesRequest, parse_responses
 from ...streams.stores.conversations import Conversations
 from ...streams.stores.responses import ResponseLog, Stored
 
-MOST_REFERENCES = 100  # of one request
-MOST_LINKS = 32
-MOST_BYTES = 64 << 20  # of the responses of a chain, as they are stored; a message, which a prompt must fit, is smaller
+MAX_REFERENCES = 100  # of one request
+MAX_LINKS = 32
+MAX_BYTES = 64 << 20  # of the stored responses of a chain; a prompt must fit into a message, which is smaller
 CACHED_BYTES = 32 << 20
-COPY_AFTER = 1 / 30  # of the life of a response
+COPY_AFTER = 1 / 30  # of the lifetime of a response
 
 _of_response = re.compile(r"[a-z]+_([0-9a-f]{32})").match
 
 
 class History:
-    """Reads what is kept. `ttl` is how many seconds a response is kept."""
+    """Reads stored responses and conversations. `ttl` is the lifetime of a response in seconds."""
 
     def __init__(
         self, log: ResponseLog, conversations: Conversations, ttl: float, now: Callable[[], float] = time.time
@@ -40,22 +40,24 @@ class History:
         self._conversations = conversations
         self._ttl = ttl
         self._now = now
-        self._cached: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # have ended; the longest unread first
+        self._cached: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # ended ones; the least recently used first
         self._cached_bytes = 0
 
     async def origin(self, job: LoopJob, request: ResponsesRequest) -> Origin:
-        """Where the items before a request's input are. Raises `InvalidRequest` and `StreamNotFound`."""
+        """References to the items before a request's input. Raises `InvalidRequest` and `StreamNotFound`."""
         if (previous := request.previous_response_id) is not None:
             stored = await self._log.read(job.tenant, previous)
             if stored is None or not stored.can_be_followed:
                 raise _unknown(previous)
             if stored.ended is None and not stored.is_lost(self._now()):
-                raise InvalidRequest(f"The response {previous!r} has not ended yet.", param="previous_response_id")
+                raise InvalidRequest(
+                    f"The response {previous!r} has not ended yet; wait for its end.", param="previous_response_id"
+                )
             begun = stored.begun
             since = min(begun.job.created, begun.since or begun.job.created)
             if self._now() - since > self._ttl * COPY_AFTER:
                 return Origin(history=[*await self.items(begun.job, begun), *begun.input, *stored.output])
-            follows = begun.follows if len(begun.follows) < MOST_LINKS else ()
+            follows = begun.follows if len(begun.follows) < MAX_LINKS else ()
             return Origin(follows=(*follows, previous), since=since)
         if (name := request.conversation) is not None:
             conversation = await self._conversations.use(job.tenant, name)
@@ -67,16 +69,15 @@ class History:
         return Origin()
 
     async def items(self, job: LoopJob, origin: Origin) -> Items:
-        """The items before the input of the request `job`. Raises `StreamNotFound` where they are kept no more, and
+        """The items before the input of the request `job`. Raises `StreamNotFound` if they have expired, and
         `InvalidRequest`."""
         chain: list[Stored] = []
         tenant = job.tenant
         while origin.follows:
             chain[:0] = await asyncio.gather(*(self._link(tenant, id) for id in origin.follows))
-            if sum(link.size for link in chain) > MOST_BYTES:
+            if sum(link.size for link in chain) > MAX_BYTES:
                 raise InvalidRequest(
-                    f"The responses before this one take more than {MOST_BYTES >> 20} MiB; begin anew with a shorter "
-                    "history.",
+                    f"The responses before this one exceed {MAX_BYTES >> 20} MiB; start again with a shorter history.",
                     code="context_length_exceeded",
                     param="previous_response_id",
                 )
@@ -92,23 +93,25 @@ class History:
         return items
 
     async def input(self, job: LoopJob, request: ResponsesRequest) -> Items:
-        """The request's input, with the items in place that others only refer to: an item's id begins with that of its
+        """The request's input, with references replaced by the items they name: an item's id begins with that of its
         response. Raises `InvalidRequest`."""
         items = input_items(request.input, job.id)
         references = [item["id"] for item in items if item["type"] == "item_reference"]
-        if len(references) > MOST_REFERENCES:
-            raise InvalidRequest(f"input refers to more than {MOST_REFERENCES} items.", param="input")
+        if len(references) > MAX_REFERENCES:
+            raise InvalidRequest(
+                f"input refers to more than {MAX_REFERENCES} items; send some of them in full.", param="input"
+            )
         known: dict[str, Items] = {}
         for response in {found[1] for id in references if (found := _of_response(id))}:
             if (stored := await self._log.read(job.tenant, f"resp_{response}")) is not None:
                 for item in (*stored.begun.input, *stored.output):
                     known[item["id"]] = [item]
-        return [meant for item in items for meant in known.get(item["id"], [item])]
+        return [found for item in items for found in known.get(item["id"], [item])]
 
     async def keep(self, begun: Begun) -> Begun:
-        """Write a response's beginning, and keep what it refers to for as long as itself; returns the one that stands.
+        """Store a response's beginning and extend the life of the responses it refers to; return the stored beginning.
 
-        Raises `StreamNotFound` where the response before was deleted meanwhile.
+        Raises `StreamNotFound` if the previous response was deleted meanwhile.
         """
         tenant, id = begun.job.tenant, begun.job.id
         if begun.follows and not await self._log.follow(tenant, begun.follows[-1], id):
@@ -116,7 +119,7 @@ class History:
         return await self._log.write(tenant, id, begun)
 
     async def _link(self, tenant: str, id: str) -> Stored:
-        """A response of a chain, hidden or not."""
+        """Read a response of a chain, hidden or not."""
         if (stored := self._cached.get((tenant, id))) is not None:
             self._cached.move_to_end((tenant, id))
             return stored
@@ -132,7 +135,7 @@ class History:
 
 def _unknown(id: str) -> StreamNotFound:
     return StreamNotFound(
-        f"There is no response {id!r}, or it is kept no more.",
+        f"There is no response {id!r}, or it has expired.",
         code="previous_response_not_found",
         param="previous_response_id",
     )

@@ -1,8 +1,8 @@
-"""tools: takes turns with a model. It begins a response, runs the tools that a turn has called for, and asks the
-pipeline for the next turn, until the model is done.
+"""The stage `tools`: begins a response, runs the tools that a turn has called, and requests the next turn from the
+pipeline, until the model has finished.
 
-Where a response stands is in its log alone; a message only says that it may go on. So any copy can, and a repetition
-changes nothing.
+The state of a response is only in its log; a message means that the response may continue. So any copy of the stage can
+continue it, and a duplicate message has no effect.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from .calls import (
     for_model,
     list_item,
     listed,
+    publish_event,
+    report_unlisted,
     show,
-    tell,
-    unlisted_told,
     waits,
 )
 from .history import History
 
 MAX_TURNS = 10
-CUT = ("length", "content_filter")  # reasons
-REFUSED = (400, 404, 413, 429, 503)  # how the first turn may be refused
-LONGEST_PAUSE = 30.0  # seconds before a turn for which there was no room is asked for again
+INCOMPLETE = ("length", "content_filter")  # finish reasons
+REFUSED = (400, 404, 413, 429, 503)  # statuses with which the first turn may be refused
+MAX_PAUSE = 30.0  # seconds before a turn that the server had no capacity for is requested again
 
 Status = Literal["completed", "failed", "incomplete", "cancelled"]
 
 
 class Tools(Stage):
-    """Responses to begin and turns that have ended in, turns to run out."""
+    """Consumes responses to begin and turns that have ended; publishes turns to run."""
 
     name = "tools"
     concurrency = 256
@@ -94,12 +94,13 @@ class Tools(Stage):
         except Exception:
             stored = await self._log.read(response.tenant, response.request)
             if stored is not None and delivery.attempt >= self.pipe.settings.max_attempts:
-                fault = GenerationFailed("The response failed in the stage tools and was given up.")
+                fault = GenerationFailed("The response failed repeatedly in the stage tools; its log says why.")
                 await self._end(stored, "failed", ErrorBody.of(fault))
             raise
 
     async def _cancellable(self, response: Address, work: Coroutine[Any, Any, None], job: LoopJob | None) -> None:
-        """Do the work; a response that is cancelled before or meanwhile ends so, and is kept with what `job` asked."""
+        """Do the work. A response that is cancelled before or meanwhile ends as cancelled, and is stored with its
+        request."""
         task = asyncio.create_task(work)
         stopped = False
 
@@ -112,7 +113,7 @@ class Tools(Stage):
             with self.pipe.cancellations.calling(response.tenant, response.request, stop):
                 await task
         except asyncio.CancelledError:
-            if not stopped:  # it is we who must leave
+            if not stopped:  # this process is shutting down
                 raise
             stored = await self._log.read(response.tenant, response.request)
             if stored is None and job is not None and not await self._log.is_over(job.tenant, job.id):
@@ -132,25 +133,25 @@ class Tools(Stage):
             except BaseException as error:
                 await self._log.drop_sealed(job.tenant, job.id)
                 if isinstance(error, TimeoutError):
-                    raise DeadlineExceeded("The deadline passed while the tools were listed.") from None
+                    raise DeadlineExceeded("The deadline passed while the servers listed their tools.") from None
                 raise
             stored = Stored(await self._history.keep(begun))
         if not stored.turns:
-            await self._advance(stored, self._go_on(stored))
+            await self._advance(stored, self._continue(stored))
 
     async def _step(self, step: Step) -> None:
         turn, stored = TurnId.of(step.turn), await self._log.read(step.tenant, step.id)
         if turn is None or stored is None or turn.turn < len(stored.turns):
-            return  # the response is forgotten, or further on
+            return  # the response was deleted, or has passed this turn
         if turn.turn > len(stored.turns) + 1 and stored.ended is None:
             raise BrokerUnavailable(f"{step.turn} has ended, and turn {len(stored.turns) + 1} cannot be read yet")
         if turn.turn > len(stored.turns) and stored.ended is None:
             await self._advance(stored, self._take(stored, turn))
         else:
-            await self._advance(stored, self._go_on(stored))
+            await self._advance(stored, self._continue(stored))
 
     async def _advance(self, stored: Stored, work: Coroutine[Any, Any, None]) -> None:
-        """What goes wrong with a response that has begun is its end."""
+        """Do the work; a fault of a response that has begun ends it as failed."""
         if stored.is_unwanted and stored.ended is None:
             work.close()
             await self._end(stored, "cancelled")
@@ -175,8 +176,8 @@ class Tools(Stage):
         begun = await self._asked(job, request)
         history = await self._history.items(job, begun)
         answers = approved_calls(history, begun.input)
-        chat_messages([*history, *begun.input], request.instructions, before=len(history))  # it may refuse
-        await tell(self.pipe, address(job), Accepted(job.id, request.model, int(job.created), 0), "accepted")
+        chat_messages([*history, *begun.input], request.instructions, before=len(history))  # raises `InvalidRequest`
+        await publish_event(self.pipe, address(job), Accepted(job.id, request.model, int(job.created), 0), "accepted")
 
         ids = [item_id("mcp_list_tools", TurnId(job.id, 0), number) for number in range(len(sources))]
         empty = [list_item(source.label, id) for source, id in zip(sources, ids, strict=True)]
@@ -202,12 +203,12 @@ class Tools(Stage):
         return await self._with_approved(begun.model_copy(update=known), answers)
 
     async def _asked(self, job: LoopJob, request: ResponsesRequest) -> Begun:
-        """The beginning as far as the request says it. Raises `InvalidRequest` and `StreamNotFound`."""
+        """The beginning, with the request's items but no tools. Raises `InvalidRequest` and `StreamNotFound`."""
         origin, input = await self._history.origin(job, request), await self._history.input(job, request)
         return Begun(**dict(origin), job=_unsealed(job), sources=(), tools=(), input=input, items=[], index=0)
 
     async def _with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
-        """The beginning with the calls made that a person has approved."""
+        """Make the calls that a person has approved, and add them to the beginning."""
         calls = [
             {
                 "id": item_id("mcp_call", TurnId(begun.job.id, 0), len(begun.items) + number),
@@ -227,25 +228,25 @@ class Tools(Stage):
         items = await self._calls.make_all(begun, 0, [*begun.items, *calls], begun.index + len(calls))
         return begun.model_copy(update={"items": items, "index": begun.index + 2 * len(calls)})
 
-    async def _go_on(self, stored: Stored) -> None:
-        """Ask for the next turn, or end the response."""
+    async def _continue(self, stored: Stored) -> None:
+        """Request the next turn, or end the response."""
         request = parse_responses(stored.begun.job.body)
         last = stored.turns[-1] if stored.turns else None
         kinds = {item["type"] for item in last.items} if last else set()
         if stored.ended is not None:
-            await self._tell_end(stored)
+            await self._publish_end(stored)
         elif last is not None and last.reason == "deadline":
             await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed in a turn.")))
-        elif last is not None and (last.reason in CUT or _spent(stored) >= (request.max_output_tokens or inf)):
+        elif last is not None and (last.reason in INCOMPLETE or _spent(stored) >= (request.max_output_tokens or inf)):
             await self._end(stored, "incomplete")
         elif last is not None and ("mcp_call" not in kinds or kinds & {"function_call", "mcp_approval_request"}):
             await self._end(stored, "completed")
         else:
-            with unlisted_told(stored.begun.items):
+            with report_unlisted(stored.begun.items):
                 await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1))
 
     async def _ask(self, stored: Stored, turn: TurnId) -> None:
-        """Send the next turn's request into the pipeline, unless it was sent long ago."""
+        """Publish the request of a turn, unless it has events already."""
         begun, job, id = stored.begun, stored.begun.job, str(turn)
         request = parse_responses(job.body)
         is_last = turn.turn >= (request.max_turns or MAX_TURNS)
@@ -262,19 +263,19 @@ class Tools(Stage):
         if await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
             return
         index = stored.index + turn.attempt
-        await tell(self.pipe, address(job), Turn(job.id, index, id, begun.callable), str(index))
+        await publish_event(self.pipe, address(job), Turn(job.id, index, id, begun.callable), str(index))
         asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
         subject, headers = self.pipe.subjects.jobs(job.priority, job.tenant), {DEADLINE: f"{job.deadline:.3f}"}
         await self.pipe.store(subject, codec.encode(asked), f"{job.tenant}.{id}", codec.JOB, headers)
 
     async def _take(self, stored: Stored, turn: TurnId) -> None:
-        """Go on from a turn that has ended."""
+        """Continue after a turn that has ended."""
         begun, job = stored.begun, stored.begun.job
         tokens, final = await answer_of(self.pipe, job.tenant, str(turn))
         match final:
             case Failed(error=error) if error.status in (429, 503) and (turn.turn > 1 or count(begun.items)):
-                # The response has its place, and its turns wait for theirs.
-                await asyncio.sleep(min(error.retry_after or 1.0, LONGEST_PAUSE))
+                # The response was accepted, so its turns wait for capacity.
+                await asyncio.sleep(min(error.retry_after or 1.0, MAX_PAUSE))
                 await self._ask(stored, turn._replace(attempt=turn.attempt + 1))
             case Failed(error=error) | Expired(error=error):
                 await self._end(stored, "failed", error)
@@ -297,12 +298,12 @@ class Tools(Stage):
                     index=index + sum(map(waits, fold.items)),
                 )
                 turned = await self._log.write(job.tenant, job.id, turned)
-                await self._go_on(replace(stored, turns=(*stored.turns, turned)))
+                await self._continue(replace(stored, turns=(*stored.turns, turned)))
             case _:
-                raise GenerationFailed("The broker has lost a turn's answer.")
+                raise GenerationFailed("The broker has lost the answer of a turn; send the request again.")
 
     async def _end(self, stored: Stored, status: Status, error: ErrorBody | None = None) -> None:
-        """The response ends here: it is kept, its items go to its conversation, and whoever listens is told."""
+        """End the response: store it, append its items to its conversation, and publish the final event."""
         job = stored.begun.job
         stored = await self._log.read(job.tenant, job.id) or stored
         if stored.ended is None:
@@ -312,9 +313,9 @@ class Tools(Stage):
                 items = [*stored.begun.input, *stored.output]
                 await self._conversations.add(job.tenant, conversation, job.id, items)
             stored = replace(stored, ended=await self._log.write(job.tenant, job.id, ended))
-        await self._tell_end(stored)
+        await self._publish_end(stored)
 
-    async def _tell_end(self, stored: Stored) -> None:
+    async def _publish_end(self, stored: Stored) -> None:
         job, ended = stored.begun.job, stored.ended
         assert ended is not None
         usages = [Usage(**turn.usage) for turn in stored.turns]
@@ -329,20 +330,20 @@ class Tools(Stage):
             is_filtered = bool(stored.turns) and stored.turns[-1].reason == "content_filter"
             cut: FinishReason = "content_filter" if is_filtered else "length"
             final = Done(job.id, (cut if ended.status == "incomplete" else "stop",), usage, ended.at)
-        await tell(self.pipe, address(job), final, "end")
+        await publish_event(self.pipe, address(job), final, "end")
         await self._log.drop_sealed(job.tenant, job.id)
-        # Its client heard a refusal, and never that it began.
-        never_said = error is not None and error.status in REFUSED and not stored.output and not stored.turns
-        if job.body.get("store") is False or never_said:
+        # Its client gets a refusal and never learns its id.
+        is_refusal = error is not None and error.status in REFUSED and not stored.output and not stored.turns
+        if job.body.get("store") is False or is_refusal:
             await self._log.delete(job.tenant, stored)
 
 
 def _spent(stored: Stored) -> int:
-    """Output tokens so far."""
+    """The number of output tokens so far."""
     return sum(turn.usage["completion_tokens"] for turn in stored.turns)
 
 
 def _unsealed(job: LoopJob) -> LoopJob:
-    """A job without what was sealed in its request."""
+    """A job without its encrypted secrets."""
     tools = [{name: value for name, value in tool.items() if name != "sealed"} for tool in job.body.get("tools") or ()]
     return job.model_copy(update={"body": {**job.body, "tools": tools}}) if tools else job

@@ -87,7 +87,7 @@ def test_clients_read_the_same_whoever_dies(start: Start, nats_url: str) -> None
         "MASKED_WORDS": ",".join(WORDS),
     }
     served = start("serve", "--port", "0", "--dtype", "float32", environment=environment)
-    served.wait_for(r"answers wait for a process that has the filters: penstock stage FILE\.py:Class.*mask")
+    served.wait_for(r"answers wait for a process with these filters, started as: penstock stage FILE\.py:Class.*mask")
     mask = start("stage", f"{MASK}:Mask", environment=environment)
     url = served.wait_for(r"penstock ready (http://\S+)")[1]
 

@@ -189,7 +189,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow: Served, sit: Sit) -> 
     terminal.type("never mind")
     terminal.until("never mind")
     terminal.interrupt()
-    terminal.until("Ctrl-D leaves")
+    terminal.until("Ctrl-D ends")
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.wait() == 0
@@ -354,7 +354,7 @@ def test_a_broken_answer_without_ids_is_an_error(other: Other) -> None:
     other.answers = [(200, {}, sse({"content": "Half"}, ended=False))]
     done = piped("--url", other.url, "Hello")
     assert (done.stdout, done.exit_code, len(other.asked)) == ("Half", 1, 1)
-    assert "cut off" in done.stderr
+    assert "ended early" in done.stderr
 
 
 def test_what_was_said_before_the_end_came_is_remembered(other: Other, tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_what_was_said_before_the_end_came_is_remembered(other: Other, tmp_path:
     try:
         terminal.until("> ")
         terminal.type("first\r")
-        terminal.until("cut off")
+        terminal.until("ended early")
         terminal.until("> ")
         terminal.type("second\r")
         terminal.until("Whole.")

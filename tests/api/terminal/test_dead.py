@@ -177,7 +177,7 @@ async def test_faults(broker: JetStreamBroker, penstock: Penstock, words: tuple[
 
 
 async def test_the_strategy_is_shown_and_changed(broker: JetStreamBroker, penstock: Penstock) -> None:
-    assert (await penstock("scheduling")).stdout == "least_loaded (by its setting)\n"
+    assert (await penstock("scheduling")).stdout == "least_loaded (the setting)\n"
     assert (await penstock("scheduling", "memory_aware")).stdout == "memory_aware\n"
     assert (await penstock("scheduling")).stdout == "memory_aware\n"
     assert (await penstock("scheduling", "fastest")).exit_code == 2

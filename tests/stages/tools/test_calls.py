@@ -162,8 +162,8 @@ async def test_a_claim_of_which_nothing_was_heard_is_given_back(copies: Copies, 
     await copies.break_off(making)
     copies.ledger.is_away = copies.ledger.arrives = False
     copies.toolbox.goes.set()
-    while copies.first._leaving:  # or the same copy would find a claim of its own, and not know
-        await asyncio.wait(copies.first._leaving)
+    while copies.first._releases:  # or the same copy would find a claim of its own, and not know
+        await asyncio.wait(copies.first._releases)
     async with asyncio.timeout(PATIENCE):
         assert await copies.make(copies.first if same else copies.second, repeatable=False) == ToolResult("call 1")
     assert copies.toolbox.calls == 1

@@ -14,7 +14,7 @@ import pytest_asyncio
 from penstock.schemas.errors import InvalidRequest, StreamNotFound
 from penstock.schemas.loops import Begun, Ended, Items, LoopJob, Turned
 from penstock.schemas.openai.responses import parse_responses
-from penstock.stages.tools.history import COPY_AFTER, MOST_LINKS, History
+from penstock.stages.tools.history import COPY_AFTER, MAX_LINKS, History
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores.conversations import Conversation, Conversations
 from penstock.streams.stores.objects import Objects
@@ -114,7 +114,7 @@ async def test_a_chain_takes_room_in_proportion_to_its_length(archive: Archive) 
     assert await archive.kept() - sizes[-1] < 1.2 * sizes[-1]
 
 
-@pytest.mark.parametrize("length", [1, 2, MOST_LINKS, MOST_LINKS + 1, MOST_LINKS + 2, 3 * MOST_LINKS])
+@pytest.mark.parametrize("length", [1, 2, MAX_LINKS, MAX_LINKS + 1, MAX_LINKS + 2, 3 * MAX_LINKS])
 async def test_a_history_is_the_whole_chain_in_its_order(archive: Archive, length: int) -> None:
     *before, last = await archive.chain(length)
     assert await archive.told(last) == ids(before)
@@ -122,7 +122,7 @@ async def test_a_history_is_the_whole_chain_in_its_order(archive: Archive, lengt
 
 
 async def test_a_chain_is_read_many_at_a_time(archive: Archive) -> None:
-    *_, last = await archive.chain(MOST_LINKS)
+    *_, last = await archive.chain(MAX_LINKS)
     reading, most = 0, 0
 
     class Counting(ResponseLog):
@@ -136,7 +136,7 @@ async def test_a_chain_is_read_many_at_a_time(archive: Archive) -> None:
 
     log = Counting(archive.log._entries, archive.log._ledger)
     await History(log, archive.conversations, TTL).items(last.job, last)
-    assert most == MOST_LINKS - 1
+    assert most == MAX_LINKS - 1
 
 
 async def test_what_is_deleted_within_a_chain_stays_in_the_history_of_what_follows(archive: Archive) -> None:
@@ -144,7 +144,7 @@ async def test_what_is_deleted_within_a_chain_stays_in_the_history_of_what_follo
     for deleted in (chain[1], chain[0], chain[2]):
         await archive.delete(deleted)
         assert await archive.log.read("t", deleted.job.id) is None
-        with pytest.raises(StreamNotFound, match="kept no more"):
+        with pytest.raises(StreamNotFound, match="has expired"):
             await archive.begin(previous_response_id=deleted.job.id)
     assert await archive.told(chain[3]) == ids(chain[:3])
     more = await archive.make(previous_response_id=chain[3].job.id)
@@ -152,7 +152,7 @@ async def test_what_is_deleted_within_a_chain_stays_in_the_history_of_what_follo
 
 
 async def test_nothing_of_a_deleted_chain_is_kept(archive: Archive) -> None:
-    chain = await archive.chain(MOST_LINKS + 3)
+    chain = await archive.chain(MAX_LINKS + 3)
     branch = await archive.make(previous_response_id=chain[1].job.id)
     for deleted in chain:
         await archive.delete(deleted)
@@ -164,7 +164,7 @@ async def test_nothing_of_a_deleted_chain_is_kept(archive: Archive) -> None:
 async def test_a_response_that_is_not_stored_leaves_no_trace_at_the_one_before(archive: Archive) -> None:
     first = await archive.make()
     other = await archive.make(previous_response_id=first.job.id, store=False)
-    with pytest.raises(StreamNotFound, match="kept no more"):
+    with pytest.raises(StreamNotFound, match="has expired"):
         await archive.begin(previous_response_id=other.job.id)
     await archive.delete(other)
     await archive.delete(first)
@@ -187,7 +187,7 @@ async def test_what_was_deleted_before_the_following_response_begins_is_not_foll
     job = archive.job(previous_response_id=first.job.id)
     origin = await archive.history.origin(job, parse_responses(job.body))
     await archive.delete(first)  # hidden, for the second
-    with pytest.raises(StreamNotFound, match="kept no more"):
+    with pytest.raises(StreamNotFound, match="has expired"):
         await archive.history.keep(Begun(**dict(origin), job=job, sources=(), tools=(), input=[], items=[], index=0))
     await archive.delete(second)
     assert await archive.keys() == set()
