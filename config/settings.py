@@ -20,7 +20,7 @@ from .api_keys import ApiKey
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
 LEAST_PARTITION_TTL = 4.0  # seconds
-Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+WebOrigin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 _is_server = re.compile(r"((nats|tls)://)?(.*@)?([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?").fullmatch
 RESERVED = ("jobs", "events", "tools", "batches", "dead", "control")  # what else stands in a stage's place in subjects
 
@@ -57,18 +57,18 @@ class Settings(BaseSettings):
         None, min_length=1, description="Name under which clients ask for the model; its directory's name by default."
     )
     max_body_size: ByteSize = Field(ByteSize(4 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
-    body_timeout: float = Field(30.0, gt=0, description="How long a request's body may take to arrive, before 408.")
+    body_timeout: float = Field(30.0, gt=0, description="How long a request's body may take to arrive; then 408.")
     max_header_size: ByteSize = Field(
         ByteSize(64 << 10),
         ge=1024,
-        description="Largest line and headers of an HTTP request, before 431.",
+        description="Largest line and headers of an HTTP request; more is refused with 431.",
     )
     header_timeout: float = Field(
-        10.0, gt=0, description="How long the line and headers of a request may take to arrive, before 408."
+        10.0, gt=0, description="How long the line and headers of a request may take to arrive; then 408."
     )
     idle_timeout: float = Field(75.0, gt=0, description="How long a connection stays open between two requests.")
     write_timeout: float = Field(
-        30.0, gt=0, description="How long a client may leave an answer unread before its connection is cut."
+        30.0, gt=0, description="How long a client may leave a response unread; then its connection is closed."
     )
     max_connections: int = Field(4096, ge=1, description="Connections that may be open; more are refused with 503.")
     max_connections_per_address: int = Field(
@@ -78,60 +78,61 @@ class Settings(BaseSettings):
         False, description="Refuse a request with unknown fields (400), instead of naming them in `Penstock-Ignored`."
     )
     api_keys: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_hashed)] = Field(
-        None, min_length=1, description="KEY or TENANT=KEY, several with commas; without any, everybody may ask."
+        None, min_length=1, description="KEY or TENANT=KEY, several with commas; without any, requests need no key."
     )
     api_keys_file: Path | None = Field(
         None, description="File of keys, one a line, as `penstock key` prints them; read again when it changes."
     )
     max_priority: Priority = Field(
-        "high", description="Highest priority of a request over HTTP whose key does not say, as max_priority=normal."
+        "high", description="Highest priority of HTTP requests whose API key has no max_priority of its own."
     )
-    cors_origins: Annotated[tuple[Origin, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+    cors_origins: Annotated[tuple[WebOrigin, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
         None,
-        description="Web pages that may ask from a browser, such as https://chat.example.org, or *; no others may. A "
+        description="Web pages that may call the API from a browser, such as https://chat.example.org, or * for all. A "
         "server on a loopback address also answers to their hosts.",
     )
     file_limit: ByteSize = Field(ByteSize(512 << 20), gt=0, description="Largest file that may be uploaded.")
     tenant_quota: ByteSize = Field(
         ByteSize(4 << 30),
         gt=0,
-        description="What is kept for one tenant at most: files, results of batches, responses and conversations.",
+        description="Most that a tenant may store: files, results of batches, responses and conversations.",
     )
-    files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are kept.")
-    responses_ttl: float = Field(30 * 86400.0, ge=60, description="How long responses and conversations are kept.")
+    files_ttl: float = Field(30 * 86400.0, ge=3600, description="How long files and batches are stored.")
+    responses_ttl: float = Field(30 * 86400.0, ge=60, description="How long responses and conversations are stored.")
     events_ttl: float = Field(
         600.0,
         ge=60,
-        description="How long the outputs and events of a request are kept, so that it can be resumed and taken over; "
-        "no request may ask for a longer time-out.",
+        description="How long the outputs and events of a request are stored, so that it can be resumed and taken over; "
+        "also the longest timeout of a request.",
     )
     events_limit: ByteSize = Field(
         ByteSize(256 << 20),
         gt=0,
-        description="How much of that is kept, of all requests; at most a quarter of store_limit.",
+        description="Size of the stored outputs and events of all requests; at most a quarter of store_limit.",
     )
-    batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at a time.")
+    batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at the same time.")
     default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
-    keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream before a keep-alive is sent.")
-    drain_timeout: float = Field(30.0, ge=0, description="How long running requests may still run after a stop signal.")
+    keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream after which a keep-alive is sent.")
+    drain_timeout: float = Field(30.0, ge=0, description="How long running requests may continue after a stop signal.")
     state_dir: Path = Field(
-        default_factory=_default_state_dir, description="Where the embedded broker keeps what must survive a restart."
+        default_factory=_default_state_dir,
+        description="Directory of what must survive a restart, such as the embedded broker's data.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="auto: readable on a terminal, JSON elsewhere."
     )
 
     # Broker
-    nats_url: str | None = Field(None, description="A NATS server of yours; without it one is started as a child.")
+    nats_url: str | None = Field(None, description="Your own NATS server; without it `serve` starts one.")
     nats_server: Path | None = Field(None, description="Binary for the embedded server; the bundled one by default.")
     nats_timeout: float = Field(5.0, gt=0, description="How long one broker operation may take.")
     nats_replicas: int = Field(1, ge=1, le=5, description="Copies that a NATS cluster keeps of each stream.")
     store_limit: ByteSize = Field(
         ByteSize(16 << 30),
         ge=64 << 20,
-        description="What all streams may hold on disk, each its share; the embedded broker begins with three quarters "
-        "of the free disk where that is less.",
+        description="Disk space of all streams together; the embedded broker starts with three quarters of the free disk "
+        "if that is less.",
     )
     nats_sync_interval: str | None = Field(
         None,
@@ -147,30 +148,36 @@ class Settings(BaseSettings):
         "infer and stream.",
     )
     scheduling: Literal["round_robin", "least_loaded", "memory_aware"] = Field(
-        "least_loaded", description="Which worker gets the next batch; `penstock scheduling` changes it while all runs."
+        "least_loaded", description="Which worker gets the next batch; `penstock scheduling` changes it at run time."
     )
     priority_ageing: float | None = Field(
-        30.0, gt=0, description="Seconds of waiting that are worth a priority, so that low ones are served too."
+        30.0,
+        gt=0,
+        description="Seconds of waiting that raise a request by one priority, so that low ones are served, too.",
     )
     jobs_limit: int = Field(
         1_000, ge=1, description="Jobs of each priority that may wait to be validated before publishers are refused."
     )
-    queue_limit: int = Field(10_000, ge=1, description="Requests that may wait in each priority before 503.")
+    queue_limit: int = Field(
+        10_000, ge=1, description="Requests that may wait in each priority; more are refused with 503."
+    )
     tenant_limit: int | None = Field(
-        None, ge=1, description="Requests of one tenant that may wait in each priority before 429; no limit by default."
+        None,
+        ge=1,
+        description="Requests of one tenant that may wait in each priority; more are refused with 429. No limit by default.",
     )
     infer_limit: int = Field(
-        10_000, ge=1, description="Batches on their way to workers, above which the others wait in their lanes."
+        10_000, ge=1, description="Batches on their way to workers; further ones wait in their lanes."
     )
-    tools_limit: int = Field(10_000, ge=1, description="Steps of responses that may wait, before 503.")
-    batches_limit: int = Field(10_000, ge=1, description="Batches that may wait or run, before 503.")
-    dead_limit: int = Field(10_000, ge=1, description="Dead letters that are kept; the oldest give way to new ones.")
-    dead_ttl: float = Field(30 * 86400.0, ge=60, description="How long dead letters are kept.")
+    tools_limit: int = Field(10_000, ge=1, description="Steps of responses that may wait; more are refused with 503.")
+    batches_limit: int = Field(10_000, ge=1, description="Batches that may wait or run; more are refused with 503.")
+    dead_limit: int = Field(10_000, ge=1, description="Dead letters that are stored; new ones replace the oldest.")
+    dead_ttl: float = Field(30 * 86400.0, ge=60, description="How long dead letters are stored.")
     high_watermark: float = Field(
-        0.9, gt=0, le=1, description="Share of a queue's limit above which nothing is accepted."
+        0.9, gt=0, le=1, description="Fraction of a queue's limit above which it accepts nothing."
     )
     low_watermark: float = Field(
-        0.8, gt=0, lt=1, description="Share of the high watermark below which everything is accepted again."
+        0.8, gt=0, lt=1, description="Fraction of the high watermark below which it accepts requests again."
     )
     batch_window: float = Field(0.0, ge=0, le=1, description="How long a job waits for other jobs to join its batch.")
     stream_partitions: int = Field(
@@ -178,14 +185,17 @@ class Settings(BaseSettings):
     )
     lease: float = Field(5.0, ge=0.2, description="Seconds without a renewal after which a message is redelivered.")
     relay_interval: float = Field(
-        0.01, ge=0, le=1, description="Least time between two messages of a stream; tokens in between travel together."
+        0.01,
+        ge=0,
+        le=1,
+        description="Least time between two messages of a stream; tokens in between are sent together.",
     )
     stall_timeout: float = Field(
         30.0,
         gt=0,
-        description="How long a worker may compute nothing for a request whose turn it is: it then begins that request "
-        "again, and ends it with an error the second time. An engine that stands still as a whole for so long is ended "
-        "and replaced with its worker.",
+        description="How long a worker may make no progress on a request whose turn it is: it then restarts the request, "
+        "and ends it with an error the second time. If the engine as a whole makes no progress for so long, its worker "
+        "is replaced.",
     )
     restart_after_requests: int | None = Field(
         None, ge=1, description="Requests after which a worker drains and is replaced; never by default."
@@ -204,7 +214,7 @@ class Settings(BaseSettings):
         None, description='MCP servers by name, in the JSON that MCP clients share: {"mcpServers": {…}}.'
     )
     mcp_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
-        (), description="Beginnings of the URLs of MCP servers that requests may name themselves; none by default."
+        (), description="Prefixes of the URLs of MCP servers that requests may name; none by default."
     )
     tool_functions: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         (), description="Python functions that models may call, as module:name or file.py:name."
@@ -212,7 +222,7 @@ class Settings(BaseSettings):
     tool_grants: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
         None,
         description="Which tenant may use which tools, as TENANT=SERVER, TENANT=SERVER/TOOL or TENANT=https://…, with "
-        "* for all of either; without it everybody may use all.",
+        "* for all of either; without it every tenant may use all.",
     )
     tools_without_approval: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
         None,
@@ -223,8 +233,8 @@ class Settings(BaseSettings):
         None,
         min_length=16,
         repr=False,
-        description="Seals the headers that requests have for MCP servers; the same everywhere, new at each start "
-        "if left out.",
+        description="Key that encrypts the headers of requests for MCP servers; the same for all processes. By default "
+        "`serve` makes a new one at each start.",
     )
 
     # Engine
@@ -239,7 +249,7 @@ class Settings(BaseSettings):
         "bfloat16", description="bfloat16, float32, float16, or auto: the checkpoint's."
     )
     quantization: str | None = Field(
-        None, min_length=1, description="int8 or int4: weights made smaller at load, for speed on a CPU."
+        None, min_length=1, description="int8 or int4: quantizes the weights while loading, for speed on a CPU."
     )
     attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
     max_batch_size: int | None = Field(
@@ -247,13 +257,13 @@ class Settings(BaseSettings):
     )
     max_sequence_length: int | None = Field(None, ge=2, description="Context length; the model's own by default.")
     kv_cache_memory: ByteSize | None = Field(
-        None, gt=0, description="Memory for keys and values; by default what the machine and the model leave room for."
+        None, gt=0, description="Memory for keys and values; by default sized by the machine and the model."
     )
     enable_chunked_prefill: bool | None = Field(
-        None, description="Compute long prompts in pieces, so that streams continue meanwhile; paged does by default."
+        None, description="Compute long prompts in pieces, between which streams continue; on by default for paged."
     )
     prefill_chunk_size: int | None = Field(
-        None, ge=1, description="Tokens of a piece, and of a whole step; by default 256 on a CPU, 2048 on a GPU."
+        None, ge=1, description="Tokens of a piece, and at most of a step; by default 256 on a CPU, 2048 on a GPU."
     )
     enable_cuda_graph: bool | None = Field(None, description="Replay decoding steps as CUDA graphs; on by default.")
     compile_kernels: bool = Field(True, description="Compile kernels for decoding on this CPU at the first start.")
@@ -311,7 +321,7 @@ class Settings(BaseSettings):
 
     @property
     def longest_timeout(self) -> float:
-        """Seconds that a request may ask for: what a successor needs to continue it is kept no longer."""
+        """The longest timeout of a request, in seconds: its events, which a takeover needs, are stored no longer."""
         return self.events_ttl
 
     @property
@@ -321,7 +331,7 @@ class Settings(BaseSettings):
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """What answers pass on their way from infer to stream, in order."""
+        """The filters between infer and stream, in order."""
         return self.pipeline[self.pipeline.index("infer") + 1 : -1]
 
     @classmethod
