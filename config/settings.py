@@ -102,8 +102,8 @@ class Settings(BaseSettings):
     events_ttl: float = Field(
         600.0,
         ge=60,
-        description="How long the outputs and events of a request are stored, so that it can be resumed and taken over; "
-        "also the longest timeout of a request.",
+        description="How long the outputs and events of a request are stored, so that it can be resumed and taken "
+        "over; also the longest timeout of a request.",
     )
     events_limit: ByteSize = Field(
         ByteSize(256 << 20),
@@ -131,8 +131,8 @@ class Settings(BaseSettings):
     store_limit: ByteSize = Field(
         ByteSize(16 << 30),
         ge=64 << 20,
-        description="Disk space of all streams together; the embedded broker starts with three quarters of the free disk "
-        "if that is less.",
+        description="Disk space of all streams together; the embedded broker starts with three quarters of the free "
+        "disk if that is less.",
     )
     nats_sync_interval: str | None = Field(
         None,
@@ -164,7 +164,7 @@ class Settings(BaseSettings):
     tenant_limit: int | None = Field(
         None,
         ge=1,
-        description="Requests of one tenant that may wait in each priority; more are refused with 429. No limit by default.",
+        description="Requests of one tenant that may wait in each priority, before 429; no limit by default.",
     )
     infer_limit: int = Field(
         10_000, ge=1, description="Batches on their way to workers; further ones wait in their lanes."
@@ -193,9 +193,9 @@ class Settings(BaseSettings):
     stall_timeout: float = Field(
         30.0,
         gt=0,
-        description="How long a worker may make no progress on a request whose turn it is: it then restarts the request, "
-        "and ends it with an error the second time. If the engine as a whole makes no progress for so long, its worker "
-        "is replaced.",
+        description="How long a worker may make no progress on a request whose turn it is: it then restarts the "
+        "request, and ends it with an error the second time. If the engine as a whole makes no progress for so long, "
+        "its worker is replaced.",
     )
     restart_after_requests: int | None = Field(
         None, ge=1, description="Requests after which a worker drains and is replaced; never by default."

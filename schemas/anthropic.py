@@ -101,7 +101,7 @@ Block = Annotated[
 ]
 
 
-class Message(OpenBody):
+class InputMessage(OpenBody):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 
@@ -191,7 +191,7 @@ class CountRequest(Body):
     )
 
     model: ModelName
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Texts = Field(default_factory=list)
     tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -269,7 +269,7 @@ class MessagesRequest(CountRequest):
         return body | ({"user": user} if user else {})
 
 
-def _chat_messages(system: list[TextBlock], messages: list[Message]) -> list[dict[str, Any]]:
+def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> list[dict[str, Any]]:
     """Merge consecutive turns of one role, as Anthropic does; a tool's result gets a role of its own."""
     chat: list[dict[str, Any]] = []
     for part in system:

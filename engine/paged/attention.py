@@ -31,7 +31,7 @@ class Rules(NamedTuple):
     sinks: Tensor | None = None
 
 
-class Bucket(NamedTuple):
+class DecodeBucket(NamedTuple):
     """Decoding rows `start`…`stop`, attended together, padded to the longest. `rows` locates their blocks for
     `SlicedPool.gather`; `mask` [B, 1, L] is added to the scores."""
 
@@ -56,7 +56,7 @@ class MatmulStep:
 
     window: int | None
     slots: Tensor
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[DecodeBucket, ...]
     prefills: tuple[Prefill, ...]
 
 
@@ -99,7 +99,7 @@ class MatmulAttention:
             start = stop
         return MatmulStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))
 
-    def _bucket(self, start: int, lengths: Ints, tables: Ints, group: LayerGroup) -> Bucket:
+    def _bucket(self, start: int, lengths: Ints, tables: Ints, group: LayerGroup) -> DecodeBucket:
         size = self.block_size
         firsts = np.zeros_like(lengths) if group.window is None else np.maximum(lengths - group.window, 0)
         skipped = firsts // size
@@ -110,7 +110,7 @@ class MatmulAttention:
         hidden = (keys < firsts[:, None]) | (keys >= lengths[:, None])  # [B, L]
         mask = torch.zeros((len(lengths), 1, width * size), dtype=self._dtype, device=self._device)
         mask.masked_fill_(self._tensor(hidden[:, None]), -torch.inf)
-        return Bucket(start, start + len(lengths), self._rows(blocks, group), mask)
+        return DecodeBucket(start, start + len(lengths), self._rows(blocks, group), mask)
 
     def _rows(self, blocks: Ints, group: LayerGroup) -> Tensor:
         """The rows of blocks [B, N] in a pool sliced by head, [2 · B · H · N]."""
@@ -121,7 +121,7 @@ class MatmulAttention:
         return upload(torch.from_numpy(array), self._device)
 
 
-def _decode(bucket: Bucket, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:
+def _decode(bucket: DecodeBucket, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:
     heads, group, _, size = query.shape
     batch = bucket.stop - bucket.start
     rows = query[:, :, bucket.start : bucket.stop].permute(2, 0, 1, 3).reshape(batch * heads, group, size)

@@ -77,7 +77,7 @@ Content = Annotated[
 ]
 
 
-class Message(_Item):
+class MessageItem(_Item):
     """`phase` has no effect."""
 
     type: Literal["message"] = "message"
@@ -87,7 +87,7 @@ class Message(_Item):
     phase: Literal["commentary", "final_answer"] | None = None
 
     @model_validator(mode="after")
-    def _who_refuses(self) -> Message:
+    def _who_refuses(self) -> MessageItem:
         if self.role != "assistant" and any(isinstance(part, Refusal) for part in self.content):
             raise ValueError("must not have a refusal unless its role is assistant")
         return self
@@ -181,7 +181,7 @@ class ItemReference(_Part):
 
 
 InputItem = Annotated[
-    Annotated[Message, Tag("<message>")]
+    Annotated[MessageItem, Tag("<message>")]
     | Annotated[Reasoning, Tag("<reasoning>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
@@ -221,15 +221,15 @@ class Approval(NamedTuple):
 def input_items(given: str | Sequence[InputItem] | None, owner: str) -> Items:
     """The items as they are stored and shown. One without an id gets one from the id of its `owner` and its position;
     the caller resolves references."""
-    items = [Message(role="user", content=given)] if isinstance(given, str) else given or ()
+    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given or ()
     return [_in_full(item, f"{owner.rpartition('_')[2]}i{index}") for index, item in enumerate(items)]
 
 
 def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
     whole = {"id": f"{_PREFIXES.get(item.type)}_{stem}"} | item.model_dump(exclude_none=True)
-    if isinstance(item, Message | FunctionCall | FunctionCallOutput):
+    if isinstance(item, MessageItem | FunctionCall | FunctionCallOutput):
         whole.setdefault("status", "completed")
-    if isinstance(item, Message):
+    if isinstance(item, MessageItem):
         kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
         parts = [{"type": "", "text": item.content}] if isinstance(item.content, str) else whole["content"]
         kept = ("refusal", kind["type"])
