@@ -156,7 +156,7 @@ def test_commands(other: Other, tmp_path: Path) -> None:
             ("/nonsense", "/reset"),
             ("first", "Yes."),
             ("next", "Yes."),
-            ("/reset", "forgotten"),
+            ("/reset", "new conversation"),
             ("last", "Yes."),
         ]:
             terminal.type(f"{typed}\r")
@@ -218,7 +218,7 @@ def test_piped_it_prints_the_answer_and_nothing_else(echo_server: Served, argume
     ("arguments", "says"),
     [
         (("--url", "http://127.0.0.1:9", "Hello"), "penstock serve"),
-        (("--model", "other", "Hello"), "does not serve other, but: echo"),
+        (("--model", "other", "Hello"), "does not serve other; choose one of: echo"),
         (("  ",), "blank"),
     ],
     ids=["nobody there", "no such model", "refused"],

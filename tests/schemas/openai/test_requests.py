@@ -269,7 +269,7 @@ def test_fault_inside_a_message_is_named_by_its_path(messages: list[Any], param:
 def test_a_part_that_is_no_text_is_refused_in_words() -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:"}}
     refusal = _refused(CHAT, _body(CHAT, messages=[{"role": "user", "content": [picture]}]))
-    told = "a part of type 'text'; images, files and audio are not understood here."
+    told = "a part of type 'text'; images, files and audio are not supported."
     assert str(refusal) == f"messages[0].content[0]: Input should be {told}"
 
 
