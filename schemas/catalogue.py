@@ -1,4 +1,4 @@
-"""The models of a deployment: how each is to be served, and the state that each revision of one is in.
+"""The models of a deployment, and how each is to be served.
 
 A revision is one source of a model's weights and tokenizer. Requests are bound to the current revision where their
 prompt is tokenised, and it serves them to their end; a swap adds a newer revision beside it, which becomes the current
@@ -15,7 +15,6 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, fie
 
 from .base import Record
 from .errors import InvalidRequest, ModelNotFound
-from .jobs import SubjectToken
 from .params import GenerationParams
 
 GGUF = ".gguf"
@@ -36,8 +35,6 @@ DEFAULTS = (
 _NEAREST = 3  # names that an error suggests
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-ModelStatus = Literal["unloaded", "queued", "loading", "ready", "draining", "failed"]
 
 
 def looks_like_path(source: str) -> bool:
@@ -271,34 +268,3 @@ class Catalogue(Record):
 
     def _with(self, entries: tuple[CatalogueEntry, ...], newest: dict[str, int] | None = None) -> Self:
         return self.model_copy(update={"entries": entries, "newest": self.newest | (newest or {})})
-
-
-class ModelState(Record):
-    """The state of one revision of a model, changed only by the transitions of `schemas.placement`.
-
-    `agent` is the process that has claimed it and `device` where it loads; `incarnations` are its worker processes.
-    `progress` of a load is in per cent. `reason` says why it failed, or why it was unloaded. `attempts` counts failed
-    loads in a row; the next one may begin at `retry_at`. `since` is when it entered `status`, `last_used` when its
-    present workers were last busy (None: not yet), both, like `retry_at`, in Unix seconds. `loads` counts completed
-    loads. An operator's request to load it, `requested`, needs no waiting client.
-    """
-
-    version: Literal[1] = 1
-    name: ModelName
-    revision: Annotated[int, Field(ge=1)] = 1
-    status: ModelStatus = "unloaded"
-    agent: SubjectToken | None = None
-    device: str | None = None
-    incarnations: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    progress: Annotated[int, Field(ge=0, le=100)] = 0
-    reason: str | None = None
-    attempts: Annotated[int, Field(ge=0)] = 0
-    retry_at: float | None = None
-    since: float = 0.0
-    last_used: float | None = None
-    loads: Annotated[int, Field(ge=0)] = 0
-    requested: bool = False
-
-    @property
-    def key(self) -> RevisionKey:
-        return RevisionKey(self.name, self.revision)

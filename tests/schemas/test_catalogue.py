@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, ModelState, Revision, RevisionKey, parse_keep_alive
+from penstock.schemas.catalogue import Catalogue, CatalogueEntry, Revision, RevisionKey, parse_keep_alive
 from penstock.schemas.errors import InvalidRequest, ModelNotFound
 
 
@@ -75,9 +75,6 @@ def test_an_entry_survives_json_and_ignores_what_a_newer_version_adds() -> None:
     assert Catalogue.model_validate_json(catalogue.model_dump_json()) == catalogue
     newer = '{"name": "a", "source": "b", "colour": "blue"}'
     assert CatalogueEntry.model_validate_json(newer) == CatalogueEntry(name="a", source="b")
-    state = ModelState(name="a", status="loading", incarnations=("x",), progress=40, agent="host")
-    assert ModelState.model_validate_json(state.model_dump_json()) == state
-    assert state.key == RevisionKey("a", 1)
 
 
 def test_models_are_found_by_name_and_alias() -> None:
