@@ -112,7 +112,12 @@ def count_parameters(directory: Path) -> int:
 
     Raises `ModelLoadError` naming a missing or broken file.
     """
-    return sum(_count(path) for path in weight_files(directory))
+    return sum(map(prod, read_shapes(directory).values()))
+
+
+def read_shapes(directory: Path) -> dict[str, list[int]]:
+    """The shapes of all weights by name, from the headers of the files, which are checked as by `count_parameters`."""
+    return {name: shape for path in weight_files(directory) for name, shape in _read_header(path).items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -134,7 +139,7 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _count(path: Path) -> int:
+def _read_header(path: Path) -> dict[str, list[int]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -144,12 +149,13 @@ def _count(path: Path) -> int:
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        parameters: int = sum(prod(entry["shape"]) for entry in tensors.values())
+        shapes: dict[str, list[int]] = {name: entry["shape"] for name, entry in tensors.items()}
+        sum(map(prod, shapes.values()))  # they are lists of numbers
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise _broken(path, f"its header cannot be read ({error})") from error
     if 8 + length + end != size:
         raise _broken(path, f"it has {size} bytes instead of the {8 + length + end} in its header")
-    return parameters
+    return shapes
 
 
 def _broken(path: Path, why: str) -> ModelLoadError:

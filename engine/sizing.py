@@ -1,19 +1,26 @@
 """Chooses the batch size and the memory for keys and values, where the configuration does not, to suit the machine.
 
-It reads only the model's files, so that the choice can be made before anything is loaded.
+It reads only the model's files, so that the choice can be made, and what a worker will take be known, before anything
+is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import ByteSize
 
+from ..schemas.errors import ConfigurationError
 from .config import EngineConfig
-from .models import count_parameters, read_json, read_model_info, resolve_model
+from .cpu.process import available_cores
+from .models import read_json, read_model_info, read_shapes, resolve_model
+
+if TYPE_CHECKING:
+    import torch
 
 CACHING = ("paged", "hf")  # backends with a key-value cache
 
@@ -28,6 +35,9 @@ _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 _PREFIXES = 2  # times what a full batch needs, so that prefixes stay cached
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _WIDTHS = {"int8": 1.1, "int4": 0.6}  # bytes of a packed weight, scales included
+_HEAD_WIDTH = _WIDTHS["int8"]  # an output head is never packed more tightly
+_HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
+_ECHO_PROCESS = 128 << 20  # bytes
 
 
 class SizedConfig(EngineConfig):
@@ -54,7 +64,12 @@ def sized(config: EngineConfig, workers: int = 1, machine: Memory | None = None)
         return config
     memory, rows = config.kv_cache_memory, config.max_batch_size
     if memory is None or rows is None:
-        found = _choose(config, workers, machine) if config.backend in CACHING else _Size(_ECHO_ROWS, 1 << 62, 1)
+        found = _Size(_ECHO_ROWS, 1 << 62, 1)
+        if config.backend in CACHING:
+            from .loading import resolve_device
+
+            device = resolve_device(config.device)
+            found = _choose(config, workers, device.type, _memory_of(device, machine), _Files.of(config))
         memory = memory or ByteSize(found.memory)
         if rows is None:
             rows = min(found.rows, memory // found.bytes_per_row)
@@ -64,38 +79,109 @@ def sized(config: EngineConfig, workers: int = 1, machine: Memory | None = None)
     return SizedConfig(**dict(config) | {"max_batch_size": rows, "kv_cache_memory": memory})
 
 
+class Footprint(NamedTuple):
+    """Bytes that one worker takes on its device, at most: `overhead` is the process and what loading takes besides."""
+
+    weights: int
+    cache: int
+    overhead: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def footprint(config: EngineConfig, workers: int = 1, machine: Memory | None = None) -> Footprint:
+    """What a worker will take, from the model's files alone, and without importing torch.
+
+    `workers` processes share the device, whose memory is `machine`; left out, it is measured, which only works for a
+    CPU. The cache is the one that `sized` would choose. Raises `ModelLoadError`, and `ConfigurationError` for a device
+    "auto", which needs torch to be resolved.
+    """
+    if config.backend == "echo":
+        return Footprint(0, 0, _ECHO_PROCESS)
+    device = config.device.partition(":")[0]
+    if device == "auto":
+        raise ConfigurationError(["device='auto': the memory of a model depends on the device; name it"])
+    files = _Files.of(config)
+    raw = files.parameters * files.number
+    weights = raw
+    if config.quantization in _WIDTHS:
+        products = files.parameters - files.embedding - files.head
+        packed = products * _WIDTHS[config.quantization] + files.head * _HEAD_WIDTH
+        weights = int(files.embedding * files.number + packed)
+    if device == "cpu" and config.backend == "paged" and not files.head:
+        width = files.number if config.quantization is None else _HEAD_WIDTH
+        weights += int(files.embedding * width)  # the embedding is the head, whose product packs a copy of it
+    cache = 0
+    if config.backend in CACHING:
+        if config.kv_cache_memory is None and device == "cuda" and machine is None:
+            raise ConfigurationError(
+                [f"device={config.device!r}: set kv_cache_memory, which cannot be chosen before the device is opened"]
+            )
+        cache = config.kv_cache_memory or _choose(config, workers, device, machine or memory_of_machine(), files).memory
+    loading = int(raw * _LOADING) if device == "cpu" else raw
+    return Footprint(weights, cache, _PROCESS + max(0, loading - weights - cache))  # the cache fills after the load
+
+
+class _Files(NamedTuple):
+    """What a model's files say: how many numbers they have, and of these the embedding and the output head."""
+
+    settings: dict[str, Any]  # those of the language model in config.json
+    context: int
+    parameters: int
+    embedding: int
+    head: int  # 0 if it is the embedding
+    number: int  # bytes of each number as it is loaded
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        directory = resolve_model(config.model)
+        info = read_model_info(directory, config.model, config.max_sequence_length)
+        whole = read_json(directory / "config.json")
+        settings = whole.get("text_config", whole)
+        name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
+        width = settings.get("hidden_size") or settings.get("n_embd") or 0
+        shapes = read_shapes(directory)
+        return cls(
+            settings=settings,
+            context=info.context_length,
+            parameters=sum(map(prod, shapes.values())),
+            embedding=info.vocabulary_size * width,
+            head=sum(prod(shape) for name, shape in shapes.items() if name.endswith(_HEADS)),
+            number=_BYTES.get(name, 4),
+        )
+
+
 class _Size(NamedTuple):
     rows: int  # at most
     memory: int
     bytes_per_row: int
 
 
-def _choose(config: EngineConfig, workers: int, machine: Memory | None) -> _Size:
-    from .cpu.process import available_cores
-    from .loading import resolve_device
-
-    device = resolve_device(config.device)
-    directory = resolve_model(config.model)
-    context = read_model_info(directory, config.model, config.max_sequence_length).context_length
-    settings = read_json(directory / "config.json")
-    settings = settings.get("text_config", settings)
-    name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
-    number = _BYTES.get(name, 4)
-    parameters = count_parameters(directory)
-    if device.type == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info(device)
-        found, share, loading, rows = Memory(total, free), _CUDA_SHARE, 1.0, _CUDA_ROWS
+def _choose(config: EngineConfig, workers: int, device: str, found: Memory, files: _Files) -> _Size:
+    """`device` is the type of the device, whose memory is `found`."""
+    if device == "cuda":
+        share, loading, rows = _CUDA_SHARE, 1.0, _CUDA_ROWS
     else:
-        found, share, loading = machine or memory_of_machine(), _CPU_SHARE, _LOADING
+        share, loading = _CPU_SHARE, _LOADING
         rows = _LARGE_CPU_ROWS if available_cores() // workers >= _LARGE_CPU else _CPU_ROWS
-    weights = int(parameters * number * loading)
+    weights = int(files.parameters * files.number * loading)
     room = int(share * (found.available / workers - weights - _PROCESS))
-    token = _bytes_per_token(settings, number)
-    useful = _PREFIXES * rows * context * token
+    token = _bytes_per_token(files.settings, files.number)
+    useful = _PREFIXES * rows * files.context * token
     least = min(useful, _LEAST_CACHE)
-    return _Size(rows, max(least, min(useful, room)), min(context, _LEAST_ROW) * token)
+    return _Size(rows, max(least, min(useful, room)), min(files.context, _LEAST_ROW) * token)
+
+
+def _memory_of(device: torch.device, machine: Memory | None) -> Memory:
+    """The memory of the device: of the machine, unless it is a CUDA device."""
+    if device.type != "cuda":
+        return machine or memory_of_machine()
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return Memory(total, free)
 
 
 def _bytes_per_token(settings: dict[str, Any], number: int) -> int:

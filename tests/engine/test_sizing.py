@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.paged.kv_plan import check_memory
-from penstock.engine.sizing import Memory, SizedConfig, memory_of_machine, sized
+from penstock.engine.sizing import Footprint, Memory, SizedConfig, footprint, memory_of_machine, sized
 from penstock.schemas.errors import ConfigurationError
 from penstock.schemas.params import GenerationParams
 
@@ -41,10 +44,19 @@ def chosen(
     settings: dict[str, int] = SMALL,
     parameters: int = 134_515_008,
     workers: int = 1,
+    head: int = 0,
     **given: Any,
 ) -> SizedConfig:
+    """What is chosen for a model of so many parameters; of these the last `head` are an output head of its own."""
     (directory / "config.json").write_text(json.dumps(settings))
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 2 * parameters]}}).encode()
+    body = parameters - head
+    tensors = {"w": (body, 0, 2 * body)} | ({"lm_head.weight": (head, 2 * body, 2 * parameters)} if head else {})
+    header = json.dumps(
+        {
+            name: {"dtype": "BF16", "shape": [size], "data_offsets": [start, end]}
+            for name, (size, start, end) in tensors.items()
+        }
+    ).encode()
     with (directory / "model.safetensors").open("wb") as file:  # all holes
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * parameters)
@@ -89,6 +101,49 @@ def test_a_machine_without_room_still_has_a_cache(tmp_path: Path) -> None:
 def test_a_choice_is_made_once(tmp_path: Path) -> None:
     config = chosen(tmp_path, 16 * GB)
     assert sized(config) is config
+
+
+@pytest.mark.parametrize("gigabytes", [2, 16, 64])
+def test_a_footprint_has_the_cache_that_is_chosen(tmp_path: Path, gigabytes: int) -> None:
+    machine = Memory(gigabytes * GB, gigabytes * GB * 4 // 5)
+    sizes = chosen(tmp_path, gigabytes * GB, workers=2, head=49_152 * 576)
+    config = EngineConfig(model=str(tmp_path), device="cpu")
+    found = footprint(config, 2, machine)
+    assert found.cache == sizes.kv_cache_memory
+    assert found.weights == 2 * 134_515_008
+    assert found.total == sum(found) and found.total > found.weights + found.cache
+    assert footprint(sizes) == found, "nothing is chosen twice"
+    given = footprint(config.model_copy(update={"kv_cache_memory": ByteSize(GB)}))
+    assert given.cache == GB
+
+
+def test_quantised_weights_take_less_and_a_tied_head_more(tmp_path: Path) -> None:
+    embedding, total = 49_152 * 576, 134_515_008
+    config = EngineConfig(model=str(tmp_path), device="cpu", kv_cache_memory=ByteSize(GB))
+
+    def weights(head: int, **given: Any) -> int:
+        chosen(tmp_path, GB, head=head)
+        return footprint(config.model_copy(update=given)).weights
+
+    assert weights(embedding) == 2 * total
+    assert weights(0) == 2 * (total + embedding), "the head is a packed copy of the embedding"
+    assert weights(0, backend="hf") == 2 * total
+    for head in (embedding, 0):
+        int4, int8 = weights(head, quantization="int4"), weights(head, quantization="int8")
+        assert int4 < int8 < weights(head)
+        packed = total - embedding - head
+        assert int4 == pytest.approx(2 * embedding + 0.6 * packed + 1.1 * embedding)
+
+
+def test_a_footprint_needs_a_device_that_it_can_know(tmp_path: Path) -> None:
+    chosen(tmp_path, GB)
+    with pytest.raises(ConfigurationError, match="device='auto': the memory of a model depends on the device; name it"):
+        footprint(EngineConfig(model=str(tmp_path)))
+    config = EngineConfig(model=str(tmp_path), device="cuda:1")
+    with pytest.raises(ConfigurationError, match="device='cuda:1': set kv_cache_memory"):
+        footprint(config)
+    assert footprint(config, machine=Memory(8 * GB, 8 * GB)).cache > 4 * GB
+    assert footprint(EngineConfig(model="echo", backend="echo")).total < GB
 
 
 def test_an_engine_of_defaults_fits_this_machine(tiny_model: Path) -> None:
@@ -173,3 +228,63 @@ def test_more_than_there_is_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="set at most"):
         check_memory(total, 1, torch.device("cpu"))
     check_memory(total - 1, 1, torch.device("cpu"))
+
+
+RUN = """
+import json, sys
+from pydantic import ByteSize
+from penstock.engine import EngineConfig, InferenceEngine
+from penstock.engine.cpu.process import prepare_process
+from penstock.engine.sizing import footprint
+from penstock.schemas.params import GenerationParams
+
+config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_memory=ByteSize(32 << 20))
+expected = footprint(config)
+assert "torch" not in sys.modules
+prepare_process(1)
+with InferenceEngine(config) as engine:
+    engine.generate("one two three", GenerationParams(max_tokens=8, ignore_eos=True))
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps([expected, int(lines["RssAnon"].split()[0]) << 10]))
+"""
+
+
+class Measured(NamedTuple):
+    """What a worker's process was expected to take, and what it took without pages of files, in bytes."""
+
+    expected: Footprint
+    taken: int
+
+
+def measured(directory: Path) -> Measured:
+    run = [sys.executable, "-c", RUN, str(directory)]
+    done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=300)
+    expected, taken = json.loads(done.stdout.splitlines()[-1])
+    return Measured(Footprint(*expected), taken)
+
+
+@pytest.fixture
+def larger_model(tmp_path: Path, tiny_model: Path) -> Path:
+    """A random Llama of 73 million parameters, 146 MB in bfloat16, with the tiny model's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path / "larger"
+    shutil.copytree(tiny_model, directory)
+    shape: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 5, "vocab_size": 8192}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 2048}
+    model: Any = LlamaForCausalLM(LlamaConfig(**shape))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def test_a_worker_takes_what_its_footprint_says(tiny_model: Path, larger_model: Path) -> None:
+    """The whole process takes no more, and at least half: the cache fills as requests come. The larger model takes 0.8
+    to 1.8 times its weights more than the tiny one: the embedding may stay in the file's pages, and the allocator keeps
+    some of what packing and checking them took."""
+    tiny, larger = measured(tiny_model), measured(larger_model)
+    weights = larger.expected.weights - tiny.expected.weights
+    assert weights > 140e6
+    assert 0.8 * weights < larger.taken - tiny.taken < 1.8 * weights
+    for expected, taken in (tiny, larger):
+        assert expected.cache == 32 << 20
+        assert expected.total / 2 < taken < expected.total
