@@ -30,6 +30,7 @@ BATCHES = "BATCHES"
 
 WORKERS = "workers"
 MODELS = "models"
+CATALOGUE = "catalogue"
 RESPONSES = "responses"
 STATE = "state"
 IDEMPOTENCY = "idempotency"
@@ -221,6 +222,7 @@ def topology(
     buckets = (
         BucketSpec(WORKERS, ttl=workers_ttl),
         BucketSpec(MODELS, ttl=models_ttl, storage="file"),  # known as soon as the broker restarts
+        BucketSpec(CATALOGUE, storage="file"),
         BucketSpec(RESPONSES, ttl=responses_ttl, storage="file"),
         BucketSpec(STATE, storage="file"),
         BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + GRACE, storage="file"),
@@ -242,6 +244,7 @@ _SHARES = {
     DEAD: 2,
     DEAD_DATA: 4,
     MODELS: 1,
+    CATALOGUE: 1,
     STATE: 1,
     IDEMPOTENCY: 2,
     RESPONSES: 12,
