@@ -40,9 +40,11 @@ from .schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
 from .stages import Filter, Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_filters, find_stage, installed
+from .stages.loading import announced, early_card, model_card
 from .stages.stream import Stream
 from .stages.tools.stage import Tools
 from .stages.validate import Validate
+from .streams.lanes import open_lanes
 from .streams.nats.deployment import joined
 from .streams.outages import outage_logged
 from .streams.stores.registry import Registry
@@ -137,7 +139,7 @@ def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening so
         own = [find_stage(name) for name in settings.job_stages if installed(name)]
         return light + [kind for kind in own if issubclass(kind, Stage)]
 
-    _run(_parts(loaded, stages, socket.socket(fileno=fd)))
+    _run(_parts(loaded, stages, socket.socket(fileno=fd), expected=early_card(loaded.settings)))
 
 
 async def _parts(
@@ -145,8 +147,12 @@ async def _parts(
     choose: Callable[[Settings], Sequence[type[Stage]]],
     listener: socket.socket | None,
     filters: Sequence[type[Filter]] = (),
+    expected: ModelCard | None = None,
 ) -> None:
-    """Run stages, and the bridge if there is a socket for it; on a signal the bridge drains before the stages."""
+    """Run stages, and the bridge if there is a socket for it; on a signal the bridge drains before the stages.
+
+    Requests may come for the `expected` model before its first worker has.
+    """
     async with (
         _pipe(loaded, "bridge" if listener else "stage") as pipe,
         contextlib.AsyncExitStack() as ending,
@@ -154,6 +160,10 @@ async def _parts(
     ):
         stopping = _stop_signal()  # not before: a process that waits for the broker may be killed
         settings, stages = pipe.settings, choose(pipe.settings)
+        if expected is not None:
+            await open_lanes(pipe.broker, settings, expected.name, expected.revision)
+            await pipe.registry.announce_model(expected)
+            await pipe.registry.refresh()
         toolbox = await ending.enter_async_context(_toolbox(settings)) if Tools in stages else None
         made: dict[type[Stage], Callable[[Pipe], Stage]] = {
             Validate: partial(Validate, on_load=keep_loaded),
@@ -202,20 +212,14 @@ async def _worker(loaded: Loaded, name: str) -> None:
         max_batch_size=capacity,
         kv_cache_memory=config.kv_cache_memory and human(config.kv_cache_memory),
     )
-    engine = await asyncio.to_thread(InferenceEngine, config)
+    async with contextlib.AsyncExitStack() as loading:
+        if early := early_card(settings):
+            await loading.enter_async_context(announced(lambda: _pipe(loaded, f"loading-{name}"), early))
+        engine = await asyncio.to_thread(InferenceEngine, config)
     try:
-        source = settings.model or "echo"
         card = WorkerCard(
             id=name,
-            model=ModelCard(
-                name=settings.served_model_name or source,
-                source=source,
-                backend=settings.backend,
-                context_length=engine.model_info().context_length,
-                created=int(time.time()),
-                tool_format=settings.tool_format,
-                reasoning_format=settings.reasoning_format,
-            ),
+            model=model_card(settings, engine.model_info().context_length),
             capacity=capacity,
             pid=os.getpid(),
             incarnation=uuid.uuid4().hex,

@@ -24,15 +24,22 @@ def explicit(loaded: Loaded) -> dict[str, object]:
 def parse(data: bytes, settings: Settings) -> Configuration:
     """Parse a stored configuration; settings unknown to the release that wrote it come from `settings`.
 
-    Raises `StartupError` if its layout is not ours.
+    Raises `StartupError` if a newer release has laid the streams out in a way that we do not know.
     """
     stored = json.loads(data)
-    if stored["layout"] != LAYOUT:
-        raise StartupError(
-            f"this deployment has layout {stored['layout']}, but this Penstock uses layout {LAYOUT}: "
-            "run the same release everywhere, or choose another --namespace"
-        )
+    if stored["layout"] > LAYOUT:
+        check_layout(stored["layout"])
     return Configuration.model_validate(shared_settings(settings).model_dump() | stored)
+
+
+def check_layout(layout: int) -> None:
+    """Raises `StartupError` if this is not the layout that our parts use."""
+    if layout != LAYOUT:
+        raise StartupError(
+            f"this deployment has layout {layout}, but this Penstock uses layout {LAYOUT}: run the same release "
+            "everywhere, or choose another --namespace"
+            + ("; `penstock config apply` upgrades it once all parts have stopped" if layout < LAYOUT else "")
+        )
 
 
 def adopt(settings: Settings, agreed: Configuration) -> Settings:

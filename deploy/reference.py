@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -33,7 +34,7 @@ from penstock.schemas.params import GenerationParams
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.deployment import layout
 from penstock.streams.stores.registry import Registry
-from penstock.streams.topology import Subjects
+from penstock.streams.topology import Subjects, model_lanes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference.md"
@@ -111,7 +112,15 @@ def streams() -> str:
     """Every stream and bucket that a deployment with the default settings has."""
     found = layout(Settings())
     rows: dict[str, tuple[str, ...]] = {}
-    for stream in found.streams:
+    of_a_model = [  # for their name stands a hash
+        replace(
+            spec,
+            name=spec.name.replace("_LANES_", "_{LANES}_"),
+            subjects=(spec.subjects[0].replace(".lanes.", ".{lanes}."),),
+        )
+        for spec in model_lanes("penstock", "lanes", store_limit=int(Settings().store_limit))
+    ]
+    for stream in (*found.streams, *of_a_model):
         name, shape = f"PENSTOCK_{stream.name}", "until acknowledged" if stream.retention == "work_queue" else "kept"
         most = [f"{stream.max_messages:,} messages"] if stream.max_messages else []
         most += [_duration(stream.max_age)] if stream.max_age else []

@@ -38,7 +38,11 @@ CHANNELS: dict[str, tuple[str, str, str]] = {
         "Input of a custom stage. Consume, change the payload, publish it to the first subject in Penstock-Next with "
         "the others left in that header, keep Nats-Msg-Id, then acknowledge.",
     ),
-    "batch": ("batch.{priority}.{tenant}", "ValidatedJob", "The priority lanes."),
+    "batch": (
+        "batch.{lanes}.{priority}.{tenant}",
+        "ValidatedJob",
+        "Where requests wait for a model; `lanes` is a hash of its name and revision.",
+    ),
     "infer": ("infer.{worker}", "InferenceBatch", "Input of one worker."),
     "stream": ("stream.{partition}.{tenant}.{request}", "Outputs", "The engine's outputs for one request."),
     "tools": ("tools.{priority}.{tenant}", "LoopJob Step", "Responses to begin, and turns that have ended."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-LAYOUT = 2  # version of subjects, streams and buckets; a process refuses to run with an unknown one
+LAYOUT = 3  # version of subjects, streams and buckets; a process refuses to run with an unknown one
 
 
 class Configuration(BaseModel):
@@ -31,6 +31,7 @@ class Configuration(BaseModel):
     events_ttl: float
     events_limit: int
     store_limit: int
+    max_models: int
 
 
 SHARED = tuple(name for name in Configuration.model_fields if name != "layout")

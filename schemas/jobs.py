@@ -66,9 +66,10 @@ class ValidatedJob(Record):
     """A validated job, its prompt rendered and tokenised. Custom stages read and may change it.
 
     `prompts` holds token ids: one list for chat, one or several for completions; choice `c` belongs to prompt
-    `c // params.n`. `deadline` and `created` are Unix seconds. `body` is the client's original request; changing
-    it has no effect. `form` tells how to parse the answer. For `/v1/embeddings` every prompt is one input, whose vector
-    has `dimensions` numbers (if None, as many as the model gives).
+    `c // params.n`. Only workers of the model's `revision` take the job. `deadline` and `created` are Unix seconds.
+    `body` is the client's original request; changing it has no effect. `form` tells how to parse the answer. For
+    `/v1/embeddings` every prompt is one input, whose vector has `dimensions` numbers (if None, as many as the model
+    gives).
     """
 
     id: SubjectToken
@@ -82,6 +83,7 @@ class ValidatedJob(Record):
     created: float
     deadline: float
     body: dict[str, Any]
+    revision: Annotated[int, Field(ge=1)] = 1
     form: Form | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

@@ -12,13 +12,15 @@ from .jobs import Priority, SubjectToken, ValidatedJob, most_together
 
 class ModelCard(Record):
     """A model that is served. Its tokenizer is loaded from `source`; `created` is in Unix seconds. The formats of its
-    tool calls and thoughts are names, or "auto" for what its chat template suggests."""
+    tool calls and thoughts are names, or "auto" for what its chat template suggests. A model that is swapped for
+    another gets the next `revision`."""
 
     name: Annotated[str, Field(min_length=1)]
     source: str
     backend: str
     context_length: int
     created: int
+    revision: Annotated[int, Field(ge=1)] = 1
     tool_format: str = "auto"
     reasoning_format: str = "auto"
 
@@ -78,12 +80,22 @@ class InFlight(Record):
     seats: dict[str, int]
 
 
+class ModelLanes(Record):
+    """A revision of a model that has lanes, one of each priority, in which its requests wait."""
+
+    model: str
+    revision: Annotated[int, Field(ge=1)] = 1
+
+
 class Admission(Record):
-    """What the queue takes now, by priority: told several times a second, and kept under the key `admission`.
+    """What the queue takes now for a model, by priority: published several times a second while anything waits, and
+    kept under the key `admission.<lanes>`.
 
     `retry_after` is in seconds, from the measured rate at which the queue drains; `depth` in requests that wait.
     """
 
+    model: str = ""
+    revision: int = 1
     accepting: dict[Priority, bool]
     retry_after: dict[Priority, float]
     depth: dict[Priority, int]

@@ -51,9 +51,15 @@ class Drain:
         self._seen = now, left
         return self.rate
 
+    def resume(self, now: float) -> None:
+        """Nothing has left since the last count; the next one is measured from `now`."""
+        if self._seen is not None:
+            self._seen = now, self._seen[1]
+
 
 class AdmissionControl:
-    """Decides for all lanes. A lane holds at most `limit` requests, nor more than can be done in `horizon` seconds.
+    """Decides for the lanes of a model. A lane holds at most `limit` requests, nor more than can be done in `horizon`
+    seconds.
 
     `low` and `high` are the watermarks, as shares of that.
     """
@@ -82,6 +88,11 @@ class AdmissionControl:
             retry_after[priority] = min(_LONGEST, max(1.0, excess / rate)) if rate else _LONGEST / 12
         self.last = Admission(accepting=accepting, retry_after=retry_after, depth=depth)
         return self.last
+
+    def resume(self, now: float) -> None:
+        """The lanes have been empty until `now`, unwatched: that time says nothing about their speed."""
+        for drain in self._drains.values():
+            drain.resume(now)
 
     def adopt(self, accepting: dict[Priority, bool]) -> None:
         """Adopt the state that all copies share."""

@@ -19,6 +19,7 @@ from ..schemas.jobs import TOKEN_PATTERN, Priority, ValidatedJob
 from ..streams.outages import through_outages
 from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, MESSAGE_ID, SCHEMA, Delivery, Headers, Message
 from ..streams.stores.dead_letters import MOST_REQUESTS, DeadLetters
+from ..streams.topology import lane_of
 from .contract import Pipe
 
 log = structlog.get_logger(__name__)
@@ -66,7 +67,7 @@ async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
 
 async def give_up(pipe: Pipe, stage: str, job: ValidatedJob, reason: str) -> None:
     """Move one job of several to the dead letters; its client gets an error."""
-    headers = {SCHEMA: codec.VALIDATED_JOB, DEAD_SUBJECT: pipe.subjects.batch(job.priority, job.tenant)}
+    headers = {SCHEMA: codec.VALIDATED_JOB, DEAD_SUBJECT: lane_of(pipe.subjects, job)}
     address = Address(job.id, job.tenant, job.bridge)
     name, data = f"{stage}.{job.tenant}.{job.id}", codec.encode(job)
     await through_outages(lambda: _keep(pipe, stage, name, data, headers, reason, [address]), pipe.subjects.dead(stage))

@@ -19,6 +19,7 @@ from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Ref
 from ..schemas.events import FINAL
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard, reserve_of
+from ..streams.lanes import open_lanes
 from ..streams.outages import outage_logged, through_outages
 from ..streams.port import SCHEMA, Delivery
 from ..streams.topology import CONSUMER_IDLE, EVENTS, INFER
@@ -60,6 +61,7 @@ class Infer(Stage):
 
     async def run(self, intake: Intake) -> None:
         await self.pipe.registry.claim(self._card)
+        await open_lanes(self.pipe.broker, self.pipe.settings, self._card.model.name, self._card.model.revision)
         name, subject = f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id)
         await intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
         async with asyncio.TaskGroup() as group:
@@ -163,7 +165,7 @@ class Infer(Stage):
                 if not self._engine.healthy:
                     raise RuntimeError("the engine has died") from self._engine.error
                 return
-            if job.model != self._card.model.name:
+            if (job.model, job.revision) != (self._card.model.name, self._card.model.revision):
                 raise Overloaded(f"The worker no longer serves {job.model}.", retry_after=1.0)
             if job.deadline <= self.pipe.now():
                 raise DeadlineExceeded("No worker began the request before its deadline.")

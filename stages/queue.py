@@ -1,6 +1,6 @@
-"""queue: admission. A job that it accepts waits in the lane of its priority, and its client gets `accepted`.
+"""queue: admission. A job that it accepts waits in the lane of its model and priority, and its client gets `accepted`.
 
-Every copy measures the lanes and publishes which priorities are accepted; bridges refuse the rest before any work.
+Every copy measures the lanes and publishes what is accepted for each model; bridges refuse the rest before any work.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from typing import NamedTuple
 
 import structlog
 
+from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull, StreamFull
 from ..schemas.events import Accepted, Cancelled, Queued, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import root_of
-from ..schemas.registry import Admission
+from ..schemas.registry import Admission, ModelLanes
 from ..streams.outages import outage_logged
-from ..streams.port import Delivery
-from ..streams.topology import EVENTS, PRIORITIES, batch_stream
+from ..streams.port import Delivery, Held
+from ..streams.topology import EVENTS, PRIORITIES, batch_stream, lanes_of
 from .admission import AdmissionControl
 from .contract import Intake, JobStage, Pipe
 
 log = structlog.get_logger(__name__)
 
 _LEAST_WAIT = 1.0  # seconds; an estimate below is no reason to refuse
+EVERYWHERE = 16  # looks at the busy lanes for each one at all of them
 MOST_REMEMBERED = 30_000  # of jobs in a lane that are remembered, to be deleted when they are cancelled
 
 
 class _LanePosition(NamedTuple):
     """Where a job waits, and the event that its client gets if it is cancelled there."""
 
+    stream: str
     priority: Priority
     sequence: int
     cancelled: Cancelled
@@ -42,38 +45,68 @@ class _LanePosition(NamedTuple):
     bridge: str
 
 
+class _ModelGate:
+    """The lanes of one model, as this copy sees them."""
+
+    def __init__(self, lanes: ModelLanes, settings: Settings) -> None:
+        self.lanes = lanes
+        self.key = lanes_of(lanes.model, lanes.revision)
+        low = settings.low_watermark * settings.high_watermark
+        self.control = AdmissionControl(settings.queue_limit, low, settings.high_watermark, settings.default_timeout)
+        self.gone: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)  # had left each lane; set by measured
+        self.is_quiet = False  # nothing waits, and nothing has come since the last look
+        # By lane, and by tenant and request, the oldest first.
+        self.positions: dict[Priority, OrderedDict[tuple[str, str], _LanePosition]] = {
+            priority: OrderedDict() for priority in PRIORITIES
+        }
+
+    def stream(self, priority: Priority) -> str:
+        return batch_stream(self.key, priority)
+
+    def add(self, job: ValidatedJob, sequence: int) -> None:
+        """Remember where a job waits."""
+        cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
+        lane = self.positions[job.priority]
+        lane[job.tenant, root_of(job.id)] = _LanePosition(
+            self.stream(job.priority), job.priority, sequence, cancelled, job.tenant, job.bridge
+        )
+        if len(lane) > MOST_REMEMBERED:
+            lane.popitem(last=False)
+
+    def measured(self, priority: Priority, held: Held) -> None:
+        """Forget the jobs that have left a lane: they leave at the front."""
+        gone = self.gone[priority] = held.last - held.messages
+        lane = self.positions[priority]
+        while lane and next(iter(lane.values())).sequence <= gone:
+            lane.popitem(last=False)
+
+
 class Queue(JobStage):
-    """Validated jobs in, the priority lanes out."""
+    """Validated jobs in, the lanes of their models out."""
 
     name = "queue"
     interval = 0.25  # seconds between two looks at the lanes, unless one fills up before
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
-        settings = pipe.settings
-        low = settings.low_watermark * settings.high_watermark
-        self._control = AdmissionControl(settings.queue_limit, low, settings.high_watermark, settings.default_timeout)
-        self._gone: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)  # had left each lane; set by _update_admission
+        self._gates: dict[str, _ModelGate] = {}  # by the token of the lanes
+        self._looks = 0
         self._is_due = asyncio.Event()  # a look
-        # By lane, and by tenant and request, the oldest first.
-        self._positions: dict[Priority, OrderedDict[tuple[str, str], _LanePosition]] = {
-            priority: OrderedDict() for priority in PRIORITIES
-        }
 
     async def run(self, intake: Intake) -> None:
         await super().run(intake)
         async with asyncio.TaskGroup() as group:
 
             def cancelled(tenant: str, request: str) -> None:
-                for lane in self._positions.values():
-                    if position := lane.pop((tenant, request), None):
-                        group.create_task(self._take_out(position))
+                for gate in self._gates.values():
+                    for lane in gate.positions.values():
+                        if position := lane.pop((tenant, request), None):
+                            group.create_task(self._take_out(position))
 
             self.pipe.cancellations.watch(cancelled)
             while True:
                 self._is_due.clear()
-                with outage_logged("lanes cannot be read"):
-                    await self._update_admission()
+                await self._look()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.interval):
                         await self._is_due.wait()
@@ -82,12 +115,13 @@ class Queue(JobStage):
         return job
 
     async def pass_on(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
-        now = self._control.last
+        gate = self._gate(ModelLanes(model=job.model, revision=job.revision))
+        now = gate.control.last
         retry_after = now.retry_after[job.priority]
         if delivery.attempt == 1:  # otherwise it may be queued already, and only the acknowledgement was lost
             if not now.accepting[job.priority]:
                 raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after)
-            if (wait := self._control.wait(job.priority)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
+            if (wait := gate.control.wait(job.priority)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
                 raise Overloaded(
                     f"The request would wait about {math.ceil(wait)} s, past its deadline.",
                     code="queue_full",
@@ -103,46 +137,61 @@ class Queue(JobStage):
                     f"Too many requests of {job.tenant} wait already.", retry_after=retry_after
                 ) from None
             raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after) from None
-        if stored.sequence - self._gone[job.priority] >= self._control.full[job.priority]:
+        if gate.is_quiet:
+            gate.is_quiet = False
+            gate.control.resume(asyncio.get_running_loop().time())
+        if stored.sequence - gate.gone[job.priority] >= gate.control.full[job.priority]:
             self._is_due.set()  # jobs until the next regular update would be validated in vain
-        cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
-        lane = self._positions[job.priority]
-        lane[job.tenant, root_of(job.id)] = _LanePosition(
-            job.priority, stored.sequence, cancelled, job.tenant, job.bridge
-        )
-        if len(lane) > MOST_REMEMBERED:
-            lane.popitem(last=False)
+        gate.add(job, stored.sequence)
         prompts = job.prompts if job.body.get("return_token_ids") is True else ()
         accepted = Accepted(job.id, job.model, int(job.created), job.prompt_tokens, prompts)
         await self.pipe.emit(accepted, tenant=job.tenant, bridge=job.bridge, key="accepted")
 
-    async def _update_admission(self) -> None:
-        """Measure the lanes and publish which priorities are accepted."""
+    def _gate(self, lanes: ModelLanes) -> _ModelGate:
+        key = lanes_of(lanes.model, lanes.revision)
+        if (gate := self._gates.get(key)) is None:
+            gate = self._gates[key] = _ModelGate(lanes, self.pipe.settings)
+        return gate
+
+    async def _look(self) -> None:
+        """Measure the lanes and publish what is accepted: of all models now and then, else where something waits."""
+        known = self.pipe.registry.lanes
+        for key in self._gates.keys() - known.keys():
+            if self._gates[key].is_quiet:
+                del self._gates[key]
+        for lanes in known.values():
+            self._gate(lanes)
+        everywhere = self._looks % EVERYWHERE == 0
+        self._looks += 1
+        for gate in [gate for gate in self._gates.values() if everywhere or not gate.is_quiet]:
+            with outage_logged("lanes cannot be read", model=gate.lanes.model):
+                await self._update_admission(gate)
+
+    async def _update_admission(self, gate: _ModelGate) -> None:
         depth: dict[Priority, int] = {}
+        before, gate.is_quiet = dict(gate.gone), True
         for priority in PRIORITIES:
-            held = await self.pipe.broker.held(batch_stream(priority))
+            held = await self.pipe.broker.held(gate.stream(priority))
             depth[priority] = held.messages
-            gone = self._gone[priority] = held.last - held.messages
-            lane = self._positions[priority]
-            while lane and next(iter(lane.values())).sequence <= gone:  # lanes are left at the front
-                lane.popitem(last=False)
+            gate.measured(priority, held)
         # The gates' state is in the broker: copies start from it, and one of them changes it.
-        state = await self.pipe.broker.bucket("state")
-        entry = await state.get("admission")
-        before = Admission.model_validate_json(entry.value).accepting if entry else dict.fromkeys(PRIORITIES, True)
-        self._control.adopt(before)
-        admission = self._control.update(asyncio.get_running_loop().time(), depth, self._gone)
+        state, key = await self.pipe.broker.bucket("state"), f"admission.{gate.key}"
+        entry = await state.get(key)
+        agreed = Admission.model_validate_json(entry.value).accepting if entry else dict.fromkeys(PRIORITIES, True)
+        gate.control.adopt(agreed)
+        admission = gate.control.update(asyncio.get_running_loop().time(), depth, gate.gone).model_copy(
+            update={"model": gate.lanes.model, "revision": gate.lanes.revision}
+        )
+        if any(depth.values()) or gate.gone != before or not all(admission.accepting.values()):
+            gate.is_quiet = False
         data = admission.model_dump_json().encode()
-        if admission.accepting != before:
+        if admission.accepting != agreed:
             revision = entry.revision if entry else None
-            if (
-                await (state.update("admission", data, revision) if revision else state.create("admission", data))
-                is None
-            ):
-                self._control.adopt(before)  # another copy was faster: the next update starts from its decision
+            if await (state.update(key, data, revision) if revision else state.create(key, data)) is None:
+                gate.control.adopt(agreed)  # another copy was faster: the next update starts from its decision
                 self._is_due.set()
                 return
-            log.info("admission changed", accepting=admission.accepting, depth=depth)
+            log.info("admission changed", model=gate.lanes.model, accepting=admission.accepting, depth=depth)
         await self.pipe.broker.notify(self.pipe.subjects.admission(), data)
 
     async def _take_out(self, position: _LanePosition) -> None:
@@ -159,4 +208,4 @@ class Queue(JobStage):
                     key="end",
                     priority=position.priority,
                 )
-                await self.pipe.broker.delete(batch_stream(position.priority), position.sequence)
+                await self.pipe.broker.delete(position.stream, position.sequence)

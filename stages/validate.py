@@ -34,7 +34,7 @@ from ..schemas.registry import ModelCard
 from ..streams.outages import through_outages
 from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
 from ..streams.stores.quotas import Quotas
-from ..streams.topology import EVENTS, JOBS, PRIORITIES
+from ..streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
 from . import endings
 from .contract import Intake, Pipe, Stage
 
@@ -100,7 +100,7 @@ class Validate(Stage):
             return
         validated = await self._validate(job, job.endpoint, message, priority, tenant)
         route = [self.pipe.subjects.stage(stage, priority, tenant) for stage in self.pipe.settings.job_stages]
-        route.append(self.pipe.subjects.batch(priority, tenant))
+        route.append(lane_of(self.pipe.subjects, validated))
         try:
             await self.pipe.forward(validated, route, delivery)
         except StreamFull as error:
@@ -176,6 +176,7 @@ class Validate(Stage):
             tenant=tenant,
             priority=priority,
             model=model.name,
+            revision=model.revision,
             prompts=tuple(map(tuple, prepared.prompts)),
             params=prepared.params,
             created=created,

@@ -207,6 +207,9 @@ class Broker(Protocol):
         Raises as `ensure` does.
         """
 
+    async def remove(self, stream: str) -> None:
+        """Delete a stream with its messages; harmless if there is none."""
+
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
     ) -> Published:

@@ -7,6 +7,7 @@ tenant called `>` would reach the messages of every tenant.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from ..schemas.jobs import Priority
+from ..schemas.jobs import Priority, ValidatedJob
 from .port import BucketSpec, StreamSpec
 
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
@@ -61,8 +62,14 @@ def lane_stream(name: str, priority: str) -> str:
     return f"{name}_{_token(priority).upper()}"
 
 
-def batch_stream(priority: str) -> str:
-    return lane_stream(BATCH, priority)
+def lanes_of(model: str, revision: int = 1) -> str:
+    """The token that names the lanes of a revision of a model, whose own name may hold any character."""
+    return hashlib.sha256(f"{model}\0{revision}".encode()).hexdigest()[:16]
+
+
+def batch_stream(lanes: str, priority: str) -> str:
+    """The stream of one of the `lanes_of` a model."""
+    return lane_stream(f"{BATCH}_{_token(lanes).upper()}", priority)
 
 
 def partition(tenant: str, request: str, partitions: int) -> int:
@@ -96,11 +103,12 @@ class Subjects:
     def stage_of(self, name: str, priority: str) -> str:
         return f"{self.root}.{_token(name)}.{_token(priority)}.>"
 
-    def batch(self, priority: str, tenant: str) -> str:
-        return f"{self.root}.batch.{_token(priority)}.{_token(tenant)}"
+    def batch(self, lanes: str, priority: str, tenant: str) -> str:
+        """Where requests wait for a model, whose `lanes_of` these are."""
+        return f"{self.root}.batch.{_token(lanes)}.{_token(priority)}.{_token(tenant)}"
 
-    def batch_all(self, priority: str) -> str:
-        return f"{self.root}.batch.{_token(priority)}.>"
+    def batch_of(self, lanes: str, priority: str) -> str:
+        return f"{self.root}.batch.{_token(lanes)}.{_token(priority)}.>"
 
     def infer(self, worker: str) -> str:
         return f"{self.root}.infer.{_token(worker)}"
@@ -169,6 +177,11 @@ class Subjects:
         return f"{self.root}.control.admission"
 
 
+def lane_of(subjects: Subjects, job: ValidatedJob) -> str:
+    """The subject on which a job waits for its model."""
+    return subjects.batch(lanes_of(job.model, job.revision), job.priority, job.tenant)
+
+
 def topology(
     root: str,
     stages: Sequence[str],
@@ -190,13 +203,14 @@ def topology(
     files_ttl: float = 30 * 86400.0,
     store_limit: int = 1 << 30,
 ) -> Topology:
-    """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones).
+    """All streams and buckets for a pipeline whose work-queue stages are `stages` (`queue` and custom ones), but the
+    lanes of its models: `model_lanes`.
 
-    Limits are in messages and apply to each priority: `jobs_limit` to incoming jobs, `queue_limit` to each such stage
-    and to the batch queue, `tenant_limit` to each tenant within a queue. `relay_bytes` and `relay_age` (seconds) bound
-    what STREAM and EVENTS keep for resuming and takeover; on disk they are as fast as in memory and survive a killed
-    broker. The `_ttl`s are the seconds after which these expire: a worker without a heartbeat, a partition's lease
-    without a renewal, a model without a worker, a stored response, a dead letter, a file and the state of a batch.
+    Limits are in messages and apply to each priority: `jobs_limit` to incoming jobs, `tenant_limit` to those of one
+    tenant, `queue_limit` to each such stage. `relay_bytes` and `relay_age` (seconds) bound what STREAM and EVENTS keep
+    for resuming and takeover; on disk they are as fast as in memory and survive a killed broker. The `_ttl`s are the
+    seconds after which these expire: a worker without a heartbeat, a partition's lease without a renewal, a model
+    without a worker, a stored response, a dead letter, a file and the state of a batch.
     `store_limit` is in bytes: each stream and bucket has a fixed share, so that stored data never displaces jobs.
     """
     subjects = Subjects(root)
@@ -208,7 +222,6 @@ def topology(
             for name in stages
             for spec in _lanes(stage_stream(name), partial(subjects.stage_of, name), queue_limit)
         ),
-        *_lanes(BATCH, subjects.batch_all, queue_limit, per_subject=tenant_limit or 0),
         # When it is full, the batch stage waits; the limits of the lanes refuse requests.
         _work_queue(INFER, f"{root}.infer.*", infer_limit),
         *_lanes(TOOLS, subjects.tools_of, tools_limit),
@@ -233,7 +246,35 @@ def topology(
         # Longer than the life of a file, because a batch may still need an expired one.
         *(BucketSpec(name, ttl=files_ttl + GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )
-    return _bounded(Topology((*work, *relays, dead), buckets), store_limit - 2 * relay_bytes)
+    return _bounded(Topology((*work, *relays, dead), buckets), store_limit - _for_models(store_limit) - 2 * relay_bytes)
+
+
+def model_lanes(
+    root: str,
+    lanes: str,
+    *,
+    queue_limit: int = 10_000,
+    tenant_limit: int | None = None,
+    max_models: int = 16,
+    store_limit: int = 1 << 30,
+) -> list[StreamSpec]:
+    """The streams in which requests wait for one model, whose `lanes_of` these are: one of each priority.
+
+    `queue_limit` messages may wait in each, `tenant_limit` of one tenant; `max_models` share a quarter of the store.
+    """
+    size = _for_models(store_limit) // max_models // len(PRIORITIES)
+    specs = _lanes(
+        f"{BATCH}_{_token(lanes).upper()}",
+        partial(Subjects(root).batch_of, lanes),
+        queue_limit,
+        per_subject=tenant_limit or 0,
+    )
+    return [replace(spec, max_bytes=size) for spec in specs]
+
+
+def _for_models(store_limit: int) -> int:
+    """The part of the store that all lanes of models share, in bytes."""
+    return store_limit // 4
 
 
 # Shares of the store, in parts. Streams not named here are lanes of work queues, with `_LANE` parts each.

@@ -44,14 +44,14 @@ class Bridge:
         await self.broker.listen(self.subjects.events_of(self.name), self._hear)
         await self._early_refusal.start(self.broker, self.subjects)
 
-    def admit(self, priority: Priority) -> None:
-        """Check, without asking the broker, that the queue takes requests of this priority.
+    def admit(self, job: Job, priority: Priority) -> None:
+        """Check, without asking the broker, that the queue takes jobs of this priority for the model.
 
         Raises `Overloaded` where it does not, or where the bridge drains.
         """
         if self.draining:
             raise _leaving()
-        self._early_refusal.check(priority)
+        self._early_refusal.check(job.body.get("model"), priority)
 
     async def open(
         self,
@@ -70,7 +70,7 @@ class Bridge:
         Raises `Overloaded`, `QuotaExceeded` or `StorageFull` where the job is refused, and `BrokerUnavailable`.
         """
         assert job.id is not None and job.bridge == self.name
-        self.admit(priority)
+        self.admit(job, priority)
         reading = await self._reading(job.id, tenant, deadline, kept=kept or shared, shared=shared)
         headers = {SCHEMA: codec.JOB} | ({DEADLINE: f"{deadline:.3f}"} if deadline else {})
         try:

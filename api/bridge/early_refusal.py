@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import inf
 
 import structlog
 from pydantic import ValidationError
@@ -21,33 +20,34 @@ STALE = 5.0  # seconds after which an admission state expires: the queue may hav
 
 
 class EarlyRefusal:
-    """Keeps the queue's newest admission state; `clock`, in seconds, tells its age."""
+    """Keeps the newest admission state of each model; `clock`, in seconds, tells its age."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._state: Admission | None = None  # set by hear
-        self._heard = -inf  # set by hear
+        self._states: dict[str, tuple[Admission, float]] = {}  # by model, with when each came; set by hear
 
     async def start(self, broker: Broker, subjects: Subjects) -> None:
-        """Subscribe to the queue's admission state, and read the one that it stored."""
-        await broker.listen(subjects.admission(), lambda message: self.hear(message.data))
-        kept = await (await broker.bucket("state")).get("admission")
-        if kept is not None and self._state is None:
+        """Read the admission states that the queue has stored, and subscribe to the newer ones."""
+        for kept in await (await broker.bucket("state")).entries("admission."):
             self.hear(kept.value)
+        await broker.listen(subjects.admission(), lambda message: self.hear(message.data))
 
     def hear(self, data: bytes) -> None:
         """Take an admission state from the broker; one that cannot be decoded is logged and ignored."""
         try:
-            self._state = Admission.model_validate_json(data)
+            state = Admission.model_validate_json(data)
         except ValidationError:
             log.warning("invalid admission state ignored")
-        else:
-            self._heard = self._clock()
+            return
+        now = self._clock()
+        known, heard = self._states.get(state.model, (state, now))
+        if state.revision >= known.revision or now - heard > STALE:
+            self._states[state.model] = state, now
 
-    def check(self, priority: Priority) -> None:
-        """Raise `Overloaded` where the queue refuses this priority."""
-        state = self._state
-        if state is None or self._clock() - self._heard > STALE or state.accepting.get(priority, True):
+    def check(self, model: object, priority: Priority) -> None:
+        """Raise `Overloaded` where the queue refuses requests of this priority for a model, as its client names it."""
+        state, heard = self._states.get(model, (None, 0.0)) if isinstance(model, str) else (None, 0.0)
+        if state is None or self._clock() - heard > STALE or state.accepting.get(priority, True):
             return
         raise Overloaded(
             f"The queue takes no more requests of {priority} priority for now; try again later.",

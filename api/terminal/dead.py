@@ -13,11 +13,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ...config.deployment import adopt
 from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas import codec
 from ...schemas.errors import PayloadTooLarge, StartupError
 from ...schemas.jobs import InferenceBatch, Job, ValidatedJob
+from ...streams.lanes import open_lanes
+from ...streams.nats.broker import JetStreamBroker
+from ...streams.nats.deployment import Deployment
 from ...streams.port import (
     DEAD_ATTEMPTS,
     DEAD_BODY,
@@ -27,11 +31,10 @@ from ...streams.port import (
     DEADLINE,
     MESSAGE_ID,
     SCHEMA,
-    Broker,
     Message,
 )
 from ...streams.stores.dead_letters import DeadLetters
-from ...streams.topology import Subjects
+from ...streams.topology import Subjects, lane_of
 from ..serve.supervisor import connected
 from .options import with_settings
 
@@ -83,7 +86,7 @@ def retry(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> N
     A request goes back to the stage that gave it up, with a new deadline; its events can be read under the new name.
     """
 
-    asyncio.run(_remove(loaded.settings, _chosen(numbers, everything), retried=True))
+    asyncio.run(_remove(loaded, _chosen(numbers, everything), retried=True))
 
 
 @dead.command()
@@ -91,19 +94,22 @@ def retry(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> N
 def drop(loaded: Loaded, numbers: Numbers = None, everything: All = False) -> None:
     """Delete dead letters for good."""
 
-    typer.echo(f"dropped {asyncio.run(_remove(loaded.settings, _chosen(numbers, everything), retried=False))}")
+    typer.echo(f"dropped {asyncio.run(_remove(loaded, _chosen(numbers, everything), retried=False))}")
 
 
-async def _remove(settings: Settings, numbers: list[int] | None, *, retried: bool) -> int:
+async def _remove(loaded: Loaded, numbers: list[int] | None, *, retried: bool) -> int:
     """Delete dead letters, with `retried` after publishing their requests again; returns how many."""
-    async with _kept(settings) as (broker, letters):
+    async with _kept(loaded.settings) as (broker, letters):
+        agreed = await Deployment(broker, loaded).agreed()
+        settings = adopt(loaded.settings, agreed.configuration)
         chosen = await _choose(letters, numbers)
         for letter in chosen:
-            for subject, data, headers, name in (
-                _again(letter, await letters.whole(letter), settings) if retried else ()
-            ):
+            for job, subject, headers in _again(letter, await letters.whole(letter), settings) if retried else ():
+                name = str(job.id)
+                if isinstance(job, ValidatedJob):  # its model may be gone, and it waits until that is back
+                    await open_lanes(broker, settings, job.model, job.revision)
                 try:
-                    await broker.publish(subject, data, message_id=name, headers=headers)
+                    await broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
                 except PayloadTooLarge as error:
                     raise StartupError(f"dead letter {letter.sequence} cannot be sent: {error} Drop it.") from None
                 typer.echo(f"{letter.sequence}: {name}")
@@ -123,7 +129,7 @@ async def _whole(settings: Settings, numbers: list[int]) -> list[tuple[Message, 
 
 
 @contextlib.asynccontextmanager
-async def _kept(settings: Settings) -> AsyncIterator[tuple[Broker, DeadLetters]]:
+async def _kept(settings: Settings) -> AsyncIterator[tuple[JetStreamBroker, DeadLetters]]:
     async with connected(settings, "dead") as broker:
         yield broker, await DeadLetters.of(broker, Subjects(settings.namespace))
 
@@ -171,8 +177,10 @@ def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
     return (codec.decode_model(Job, letter.data, schema),)
 
 
-def _again(letter: Message, whole: Message | None, settings: Settings) -> list[tuple[str, bytes, dict[str, str], str]]:
-    """Subject, data, headers and new id of each request in a letter. Raises `StartupError` if it cannot be read."""
+def _again(
+    letter: Message, whole: Message | None, settings: Settings
+) -> list[tuple[Job | ValidatedJob, str, dict[str, str]]]:
+    """Each job in a letter with a new id, its subject and headers. Raises `StartupError` if it cannot be read."""
     if whole is None:
         raise StartupError(f"the body of dead letter {letter.sequence} has expired; drop the letter")
     try:
@@ -188,8 +196,12 @@ def _again(letter: Message, whole: Message | None, settings: Settings) -> list[t
         change: dict[str, object] = {"id": name}
         if isinstance(job, ValidatedJob):
             change["deadline"] = time.time() + settings.default_timeout
+            subjects = Subjects(settings.namespace)
             if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH):  # its worker may be gone
-                subject = Subjects(settings.namespace).batch(job.priority, job.tenant)
                 headers[SCHEMA] = codec.VALIDATED_JOB
-        again.append((subject, codec.encode(job.model_copy(update=change)), dict(headers), name))
+            if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH) or subject.startswith(
+                f"{settings.namespace}.batch."
+            ):
+                subject = lane_of(subjects, job)  # where it is today: releases before had other lanes
+        again.append((job.model_copy(update=change), subject, dict(headers)))
     return again

@@ -1,4 +1,5 @@
-"""batch: takes jobs high before normal before low, first in first out inside each, and gives them to workers together.
+"""batch: takes the jobs of each model high before normal before low, first in first out inside each, and gives them to
+workers together.
 
 A job waits here until a worker of its model has room; its delivery stays open meanwhile, so a copy that dies loses
 nothing. Of each lane only the first few are in hand: the queue itself is the lane's stream.
@@ -15,13 +16,13 @@ from itertools import islice
 import structlog
 
 from ...schemas import codec
-from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
+from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, StartupError, Transient
 from ...schemas.events import Queued
-from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
+from ...schemas.jobs import InferenceBatch, Priority, ValidatedJob, most_together
 from ...schemas.registry import WorkerCard
 from ...streams.outages import outage_logged
-from ...streams.port import SCHEMA, Delivery, Message
-from ...streams.topology import PRIORITIES
+from ...streams.port import SCHEMA, Consumer, Delivery, Message
+from ...streams.topology import PRIORITIES, batch_stream
 from .. import endings
 from ..contract import Intake, JobStage, Pipe
 from .dead_workers import Reclaimer
@@ -52,7 +53,8 @@ class Batch(JobStage):
         super().__init__(pipe)
         self._pause = pause
         self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
-        self._lanes: dict[str, Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))  # by model
+        # By model and revision.
+        self._lanes: dict[tuple[str, int], Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))
         self._tenants: OrderedDict[str, float] = OrderedDict()  # when each came last, that of the newest last
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
         self._changed = asyncio.Event()  # a job has come, or room
@@ -66,9 +68,8 @@ class Batch(JobStage):
             self._changed.set()
 
         await self.pipe.broker.listen(subjects.room_all(), hear)
-        for priority in PRIORITIES:
-            await intake.consume(f"BATCH_{priority.upper()}", f"batch-{priority}", subjects.batch_all(priority))
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._consume_lanes(intake))
             group.create_task(Reclaimer(self.pipe, intake).run())
             group.create_task(self._tick())
             while True:
@@ -76,9 +77,31 @@ class Batch(JobStage):
                 self._changed.clear()
                 if (window := self.pipe.settings.batch_window) > 0:
                     await self._pause(window)
-                for model, lanes in list(self._lanes.items()):  # more may come meanwhile
-                    while found := self._gather(model, lanes):
+                for key, lanes in list(self._lanes.items()):  # more may come meanwhile
+                    while found := self._gather(key, lanes):
                         await self._send(*found)
+
+    async def _consume_lanes(self, intake: Intake) -> None:
+        """Take from the lanes of every model, from when it has some until they are removed."""
+        registry = self.pipe.registry
+        opened: dict[tuple[str, Priority], Consumer] = {}
+        while True:
+            changed = asyncio.create_task(registry.lanes_changed())
+            await asyncio.sleep(0)  # it listens from here on
+            wanted = {(lanes, priority) for lanes in registry.lanes for priority in PRIORITIES}
+            for lane in opened.keys() - wanted:
+                await opened.pop(lane).close()
+            for lane in sorted(wanted - opened.keys()):
+                try:
+                    opened[lane] = await self._consume(intake, *lane)
+                except (Transient, StartupError) as error:  # it has just been removed, or the broker is away
+                    log.warning("a lane cannot be consumed yet", model=registry.lanes[lane[0]].model, reason=str(error))
+            await asyncio.wait({changed}, timeout=None if opened.keys() == wanted else TICK)
+            changed.cancel()
+
+    async def _consume(self, intake: Intake, lanes: str, priority: Priority) -> Consumer:
+        subject = self.pipe.subjects.batch_of(lanes, priority)
+        return await intake.consume(batch_stream(lanes, priority), f"batch-{priority}", subject)
 
     async def leave(self) -> None:
         """What waits is another copy's from now on."""
@@ -124,12 +147,12 @@ class Batch(JobStage):
         job, sent = waiting.job, waiting.sent
         if self._leaving:
             raise _leaving()
-        self._check_size(job, self._workers.living(job.model))
+        self._check_size(job, self._workers.living(job.model, job.revision))
         self._tenants[job.tenant] = self.pipe.now()
         self._tenants.move_to_end(job.tenant)
         if len(self._tenants) > MOST_TENANTS:
             self._tenants.popitem(last=False)
-        lanes = self._lanes[job.model]
+        lanes = self._lanes[job.model, job.revision]
         lanes.push(waiting)
         self._changed.set()
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), _expire, sent)
@@ -143,9 +166,9 @@ class Batch(JobStage):
             timer.cancel()
             lanes.remove(waiting)  # where it ended here: cancelled, expired or drained
 
-    def _gather(self, model: str, lanes: Lanes) -> tuple[WorkerCard, Seats, list[Waiting]] | None:
+    def _gather(self, key: tuple[str, int], lanes: Lanes) -> tuple[WorkerCard, Seats, list[Waiting]] | None:
         """The next batch and its worker: jobs from the head of the line, while they fit there."""
-        living = self._workers.living(model)
+        living = self._workers.living(*key)
         crowding: set[str] = set()  # tenants that have their share of every worker with room
         is_blocked = False
         heads = deque(lanes.heads(self.pipe.now()))

@@ -106,9 +106,9 @@ class Workers:
             seats = self._seats[room.worker] = Seats(room, self._numbers)
         seats.hear(room, self.copy)
 
-    def living(self, model: str) -> list[tuple[WorkerCard, Seats]]:
-        """Live workers of `model` that have reported their free seats."""
-        cards = self._registry.workers_for(model)
+    def living(self, model: str, revision: int) -> list[tuple[WorkerCard, Seats]]:
+        """Live workers of this revision of `model` that have reported their free seats."""
+        cards = self._registry.workers_for(model, revision)
         for name in self._seats.keys() - {card.id for card in self._registry.workers}:
             del self._seats[name]
         pairs = [(card, self._seats.get(card.id)) for card in cards]

@@ -73,6 +73,11 @@ class MemoryBroker:
         for bucket in buckets:
             self._buckets[bucket.name].spec = bucket
 
+    async def remove(self, stream: str) -> None:
+        self._streams.pop(stream.upper(), None)
+        for key in [key for key in self._groups if key[0] == stream.upper()]:
+            del self._groups[key]
+
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
     ) -> Published:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from ...config.deployment import adopt, changes, check, explicit, parse, shared_settings, shown
+from ...config.deployment import adopt, changes, check, check_layout, explicit, parse, shared_settings, shown
 from ...config.settings import Settings, job_stages
 from ...config.sources import Loaded
-from ...schemas.deployment import Configuration
+from ...schemas.deployment import LAYOUT, Configuration
 from ...schemas.errors import StartupError
+from ..lanes import present_lanes, streams_of
 from ..port import Bucket
 from ..topology import (
     BATCH,
@@ -36,13 +37,12 @@ from ..topology import (
     WORKERS,
     Subjects,
     Topology,
-    batch_stream,
     lane_stream,
     stage_stream,
     topology,
 )
 from .broker import JetStreamBroker
-from .migration import move_into_lanes
+from .migration import move_into_lanes, move_into_lanes_of_models
 
 log = structlog.get_logger(__name__)
 
@@ -134,14 +134,18 @@ class Deployment:
             if await self._replace(agreed, agreed.configuration):
                 return agreed.configuration
             agreed = await self.agreed()
+        check_layout(agreed.configuration.layout)
         self._broker.replicas = agreed.configuration.nats_replicas
         await self._migrate(agreed.configuration)  # the process that began it may have died
-        await self._broker.ensure(*self._layout(agreed.configuration))
+        await self._broker.ensure(*await self._with_lanes(agreed.configuration))
         return agreed.configuration
 
     async def change(self, wanted: Configuration) -> None:
-        """Agree on `wanted` and change the streams. Raises `StartupError` if that would strand requests."""
-        agreed = await self.agreed()
+        """Agree on `wanted`, in the layout of this release, and change the streams.
+
+        Raises `StartupError` if that would strand requests.
+        """
+        agreed, wanted = await self.agreed(), wanted.model_copy(update={"layout": LAYOUT})
         await self.check_safe(agreed.configuration, wanted)
         if not await self._replace(agreed, wanted):
             raise StartupError(
@@ -175,17 +179,19 @@ class Deployment:
         """Create and change the streams to match the configuration."""
         self._broker.replicas = configuration.nats_replicas
         await self._migrate(configuration)
-        await self._broker.reconfigure(*self._layout(configuration))
+        await self._broker.reconfigure(*await self._with_lanes(configuration))
 
     async def _migrate(self, configuration: Configuration) -> None:
         subjects, stages = Subjects(self._settings.namespace), job_stages(configuration.pipeline)
-        await move_into_lanes(self._broker, subjects, stages, self._layout(configuration).streams)
+        layout = self._layout(configuration)
+        await move_into_lanes(self._broker, subjects, stages, layout.streams)
+        await move_into_lanes_of_models(self._broker, subjects, adopt(self._settings, configuration), layout)
 
     async def differences(self, configuration: Configuration) -> list[LimitChange]:
         """What `shape` would change in existing streams."""
         self._broker.replicas = configuration.nats_replicas
         found = []
-        for wanted in self._broker.configs(*self._layout(configuration)):
+        for wanted in self._broker.configs(*await self._with_lanes(configuration)):
             if (present := await self._broker.present(wanted["name"])) is not None:
                 found += [
                     LimitChange(wanted["name"], name, present.get(name), value)
@@ -199,7 +205,10 @@ class Deployment:
         changed = changes(before, after)
         if await self._broker.present(self._broker.server_name(WORKERS)) is None:
             return
-        if structural := [name for name in _STOPPED if name in changed]:
+        structural = [name for name in _STOPPED if name in changed]
+        if before.layout != LAYOUT:
+            structural.append("the layout of the streams")
+        if structural:
             cards = await (await self._broker.bucket(WORKERS)).entries()
             if cards:
                 running = ", ".join(entry.key for entry in cards[:5])
@@ -210,7 +219,8 @@ class Deployment:
         queues = _lanes([stage_stream(stage) for stage in self._gone(before, after)])
         if "stream_partitions" in changed:
             stages = [stage_stream(stage) for stage in job_stages(before.pipeline)]
-            queues = [*_lanes([JOBS, *stages, BATCH, TOOLS]), INFER, STREAM]
+            waiting_for_models = [f"{BATCH}_{lanes.upper()}" for lanes in await present_lanes(self._broker)]
+            queues = [*_lanes([JOBS, *stages, *waiting_for_models, TOOLS]), INFER, STREAM]
         waiting = {queue: await self._broker.unsettled(queue) for queue in dict.fromkeys(queues)}
         if held := ", ".join(f"{queue}: {number}" for queue, number in waiting.items() if number):
             names = " and ".join(name for name in ("pipeline", "stream_partitions") if name in changed)
@@ -224,6 +234,14 @@ class Deployment:
         await self._broker.ensure([], [spec for spec in self._layout(configuration).buckets if spec.name == STATE])
         return await self._broker.bucket(STATE)
 
+    async def _with_lanes(self, configuration: Configuration) -> Topology:
+        """All streams and buckets, the lanes of the models that have some among them."""
+        whole, settings = self._layout(configuration), adopt(self._settings, configuration)
+        if await self._broker.present(self._broker.server_name(STATE)) is None:
+            return whole
+        lanes = [spec for lanes in await present_lanes(self._broker) for spec in streams_of(settings, lanes)]
+        return Topology((*whole.streams, *lanes), whole.buckets)
+
     def _layout(self, configuration: Configuration) -> Topology:
         return layout(adopt(self._settings, configuration))
 
@@ -236,7 +254,7 @@ class Deployment:
             "nats_replicas": (JOBS, "num_replicas", 1),
             "jobs_limit": (JOBS, "max_msgs", 1),
             "tenant_limit": (JOBS, "max_msgs_per_subject", 1),
-            "queue_limit": (batch_stream("normal"), "max_msgs", 1),
+            "queue_limit": (lane_stream(BATCH, "normal"), "max_msgs", 1),
             "tools_limit": (TOOLS, "max_msgs", 1),
             "batches_limit": (BATCHES, "max_msgs", 1),
             "dead_limit": (DEAD, "max_msgs", 1),

@@ -1,4 +1,5 @@
-"""Migration from the streams of 0.1.0, one per stage, to one stream per lane, without losing waiting messages."""
+"""Migration of the streams of earlier releases, without losing waiting messages: from one stream per stage to one per
+lane, and from lanes that all models shared to lanes of each model."""
 
 from __future__ import annotations
 
@@ -8,8 +9,12 @@ from typing import Any
 import orjson
 import structlog
 
-from ..port import MESSAGE_ID, Message, StreamSpec
-from ..topology import JOBS, PRIORITIES, TOOLS, Subjects, stage_stream
+from ...config.settings import Settings
+from ...schemas import codec
+from ...schemas.jobs import ValidatedJob
+from ..lanes import open_lanes
+from ..port import DEAD_REASON, MESSAGE_ID, SCHEMA, Message, StreamSpec
+from ..topology import BATCH, JOBS, PRIORITIES, TOOLS, Subjects, Topology, lane_of, lane_stream, stage_stream
 from .broker import JetStreamBroker
 from .management import STREAM_MISSING, allowed
 
@@ -38,6 +43,36 @@ async def move_into_lanes(
                 await broker.delete(name, message.sequence)
             await broker.remove(name)
             log.info("stream of an earlier version moved into lanes", stream=name)
+
+
+async def move_into_lanes_of_models(
+    broker: JetStreamBroker, subjects: Subjects, settings: Settings, layout: Topology
+) -> None:
+    """Move what waits in the lanes that all models shared into those of each model, and delete the old ones.
+
+    As safe as `move_into_lanes`. What cannot be read goes to the dead letters.
+    """
+    old = [priority for priority in PRIORITIES if await broker.set_aside(lane_stream(BATCH, priority))]
+    if not old:
+        return
+    await broker.reconfigure(*layout)  # what was theirs of the store goes to the new lanes
+    for priority in old:
+        name = lane_stream(BATCH, priority)
+        with allowed(STREAM_MISSING):  # another process was faster
+            for message in await broker.replay(name, ">"):
+                message_id = message.headers.get(MESSAGE_ID, f"moved-{name}-{message.sequence}")
+                headers = {key: value for key, value in message.headers.items() if key != MESSAGE_ID}
+                try:
+                    job = codec.decode_model(ValidatedJob, message.data, headers.get(SCHEMA))
+                except codec.DecodeError as error:
+                    subject, headers = subjects.dead("batch"), headers | {DEAD_REASON: str(error)}
+                else:
+                    await open_lanes(broker, settings, job.model, job.revision)
+                    subject = lane_of(subjects, job)
+                await broker.publish(subject, message.data, message_id=message_id, headers=headers)
+                await broker.delete(name, message.sequence)
+            await broker.remove(name)
+            log.info("lane of an earlier version moved into those of its models", stream=name)
 
 
 def _lane(subjects: Subjects, message: Message) -> str:

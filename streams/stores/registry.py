@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
 from ...schemas.errors import StartupError
-from ...schemas.registry import ModelCard, StageCard, WorkerCard
+from ...schemas.registry import ModelCard, ModelLanes, StageCard, WorkerCard
+from ..lanes import present_lanes
 from ..outages import outage_logged
 from ..port import Broker, Entry
 
@@ -35,6 +36,8 @@ class Registry:
         self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
         self.ended: dict[str, WorkerCard] = {}  # workers whose process has ended, by id; set by drop_ended
         self.stages: tuple[StageCard, ...] = ()  # set by refresh
+        self.lanes: dict[str, ModelLanes] = {}  # of all models for which requests may wait, by token; set by refresh
+        self._lanes_changed = asyncio.Event()
         self._looks = 0  # that have begun
         self._looking = asyncio.Lock()
 
@@ -67,6 +70,11 @@ class Registry:
         self.drop_ended()
         self.stages = tuple(_cards(StageCard, live, "stage."))
         self.models = {card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: card.created)}
+        lanes = await present_lanes(self._broker)
+        if lanes.keys() != self.lanes.keys():
+            self.lanes = lanes
+            self._lanes_changed.set()
+            self._lanes_changed = asyncio.Event()
 
     def drop_ended(self) -> None:
         """Move workers that have died on this host to `ended`, as their cards have yet to expire.
@@ -78,8 +86,12 @@ class Registry:
             self.ended |= ended
             self.workers = tuple(card for card in self.workers if card.id not in ended)
 
-    def workers_for(self, model: str) -> list[WorkerCard]:
-        return [worker for worker in self.workers if worker.model.name == model]
+    async def lanes_changed(self) -> None:
+        """Return when a refresh has found other lanes than the one before."""
+        await self._lanes_changed.wait()
+
+    def workers_for(self, model: str, revision: int) -> list[WorkerCard]:
+        return [worker for worker in self.workers if (worker.model.name, worker.model.revision) == (model, revision)]
 
     def missing(self, stages: Sequence[str]) -> list[str]:
         """The stages without a live copy; a worker is a copy of infer."""
@@ -105,9 +117,14 @@ class Registry:
                 )
             await asyncio.sleep(self._interval / 2)
 
+    async def announce_model(self, card: ModelCard) -> None:
+        await (await self._broker.bucket("models")).put(_key(card), _encoded(card))
+
+    async def withdraw_model(self, card: ModelCard) -> None:
+        await (await self._broker.bucket("models")).delete(_key(card))
+
     async def announce_worker(self, card: WorkerCard) -> None:
-        name = hashlib.sha256(card.model.name.encode()).hexdigest()[:32]  # keys do not allow every character of a name
-        await (await self._broker.bucket("models")).put(name, _encoded(card.model))
+        await self.announce_model(card.model)
         await (await self._broker.bucket("workers")).put(f"worker.{card.id}", _encoded(card))
 
     async def announce_stage(self, card: StageCard) -> None:
@@ -128,6 +145,10 @@ def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Car
             except ValidationError:
                 log.warning("invalid card ignored", key=entry.key)
     return cards
+
+
+def _key(card: ModelCard) -> str:
+    return hashlib.sha256(card.name.encode()).hexdigest()[:32]  # keys do not allow every character of a name
 
 
 def _encoded(card: BaseModel) -> bytes:

@@ -15,7 +15,7 @@ from penstock.stages.catalogue import LIGHT
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.deployment import layout
 from penstock.streams.port import Headers, Published
-from penstock.streams.topology import Subjects
+from penstock.streams.topology import Subjects, model_lanes
 
 WHOLE = ROOT / "docs" / "architecture.md"
 PICTURES = [ROOT / "README.md", WHOLE]
@@ -71,7 +71,8 @@ async def test_a_request_travels_as_drawn(page: Path) -> None:
 def test_boxes_are_stages_and_arrows_streams(page: Path) -> None:
     known = {*BUILT_IN_STAGES, *LIGHT, "bridge", "program", "dead"}
     assert {name for arrow in arrows(page) for name in (arrow.source, arrow.target)} <= known
-    there = {spec.subjects[0].split(".")[1] for spec in layout(Settings()).streams}
+    streams = (*layout(Settings()).streams, *model_lanes("p", "lanes"))
+    there = {spec.subjects[0].split(".")[1] for spec in streams}
     drawn = {arrow.address.partition(".")[0] for arrow in arrows(page)}
     assert drawn <= there
     assert page != WHOLE or drawn == there

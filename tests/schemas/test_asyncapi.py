@@ -54,14 +54,14 @@ def test_document_has_what_asyncapi_needs(document: dict[str, Any]) -> None:
 
 def test_addresses_are_the_subjects_that_are_used(document: dict[str, Any]) -> None:
     subjects = Subjects("penstock")
-    values = {name: name for name in ("tenant", "stage", "worker", "request", "bridge")}
+    values = {name: name for name in ("lanes", "tenant", "stage", "worker", "request", "bridge")}
     values |= {"priority": PRIORITIES[0], "partition": "3"}
     addresses = {name: channel["address"].format(**values) for name, channel in document["channels"].items()}
     assert addresses == {
         "jobs": subjects.jobs(PRIORITIES[0], "tenant"),
         "queue": subjects.stage("queue", PRIORITIES[0], "tenant"),
         "custom": subjects.stage("stage", PRIORITIES[0], "tenant"),
-        "batch": subjects.batch(PRIORITIES[0], "tenant"),
+        "batch": subjects.batch("lanes", PRIORITIES[0], "tenant"),
         "infer": subjects.infer("worker"),
         "stream": subjects.stream(3, "tenant", "request"),
         "tools": subjects.tools(PRIORITIES[0], "tenant"),

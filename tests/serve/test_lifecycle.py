@@ -15,7 +15,7 @@ from threading import Barrier
 import httpx2
 import psutil
 import pytest
-from serving import Serve, Start
+from serving import START_TIMEOUT, Serve, Start
 
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
 from penstock.config.settings import Settings
@@ -108,6 +108,24 @@ def test_readiness_and_the_log_name_the_fast_paths_that_are_not_taken(serve: Ser
     reason = "decoding is not compiled: compile_kernels is false"
     assert httpx2.get(f"{served.url}/health/ready").json()["slow_paths"] == {"w0": [reason]}
     served.process.wait_for(f"worker ready.*{reason}")
+
+
+def test_who_comes_while_the_model_loads_waits_for_it(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    process = start(
+        *("serve", str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32"),
+        *("--port", url.rpartition(":")[2], "--state-dir", str(tmp_path / "state")),
+    )
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    answer = None
+    while answer is None:
+        try:
+            answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=START_TIMEOUT)
+        except httpx2.ConnectError:  # it does not listen yet; from then on nothing is refused
+            assert not any("worker ready" in line for line in process.lines)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
 
 
 def test_p20_ready_means_that_every_worker_is(serve: Serve) -> None:

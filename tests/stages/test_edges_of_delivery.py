@@ -13,12 +13,13 @@ from penstock.schemas import codec
 from penstock.schemas.errors import GenerationFailed, Overloaded
 from penstock.schemas.events import FINAL, Delta, Event, Failed, Token
 from penstock.schemas.jobs import Job
-from penstock.schemas.registry import Room
+from penstock.schemas.registry import ModelLanes, Room
 from penstock.stages.batch.workers import Workers
 from penstock.stages.queue import Queue
 from penstock.stages.relay import OutputPublisher
 from penstock.stages.trail import Trail
 from penstock.streams.port import NEXT, SCHEMA, Message
+from penstock.streams.topology import lane_of, lanes_of
 
 
 def test_jobs_without_ids_in_two_lanes_are_two_requests(pipeline: Pipeline) -> None:
@@ -88,14 +89,14 @@ async def test_what_has_its_place_is_not_refused_when_it_comes_again() -> None:
     pipeline = await Pipeline.start()
     pipe = pipeline.pipe
     job = validated("again", pipe)
-    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: pipe.subjects.batch("normal", "default")}
+    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: lane_of(pipe.subjects, job)}
 
     class Again:
         message = Message(pipe.subjects.stage("queue", "normal", "default"), codec.encode(job), headers, 1)
         attempt = 1
 
     queue = Queue(pipe)
-    queue._control.wait = lambda priority: 1e6  # type: ignore[method-assign]
+    queue._gate(ModelLanes(model=MODEL)).control.wait = lambda priority: 1e6  # type: ignore[method-assign]
     with pytest.raises(Overloaded):
         await queue.handle(Again())  # type: ignore[arg-type]
     Again.attempt = 2
@@ -137,13 +138,13 @@ async def test_a_worker_that_was_forgotten_and_comes_back_confuses_no_numbers() 
         workers.hear(Message("", room.model_dump_json().encode(), {}))
 
     hear()
-    ((_, seats),) = workers.living(MODEL)
+    ((_, seats),) = workers.living(MODEL, 1)
     assert [seats.send(1, 0.0) for _ in range(3)] == [1, 2, 3]
     known, pipeline.pipe.registry.workers = pipeline.pipe.registry.workers, ()
-    workers.living(MODEL)  # nobody is there
+    workers.living(MODEL, 1)  # nobody is there
     pipeline.pipe.registry.workers = known
     hear()
-    ((_, seats),) = workers.living(MODEL)
+    ((_, seats),) = workers.living(MODEL, 1)
     seats.send(4, 0.0)
     hear()
     assert seats.on_the_way == 4
@@ -156,7 +157,7 @@ async def test_a_request_for_another_model_does_not_end_the_batch_stage() -> Non
     pipe = pipeline.pipe
     for name in names:
         job = validated(name, pipe).model_copy(update={"model": MODEL if name == "r-0" else f"model-{name}"})
-        subject, headers = pipe.subjects.batch("normal", "default"), {SCHEMA: codec.VALIDATED_JOB}
+        subject, headers = pipe.subjects.batch(lanes_of(MODEL), "normal", "default"), {SCHEMA: codec.VALIDATED_JOB}
         await pipe.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
     await publish(pipeline, job_named("last"))
     assert check(await ended_alone(pipeline, "last"))

@@ -20,16 +20,18 @@ from penstock.schemas import codec
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Queued, Token
 from penstock.schemas.jobs import InferenceBatch, Job, Priority, ValidatedJob
+from penstock.schemas.registry import Admission, ModelLanes
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.admission import Hysteresis
 from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.queue import Queue
+from penstock.streams.lanes import open_lanes
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import Held, Message
 from penstock.streams.stores.registry import Registry
-from penstock.streams.topology import PRIORITIES, Subjects, topology
+from penstock.streams.topology import PRIORITIES, Subjects, batch_stream, lanes_of, topology
 
 PATIENCE = 10.0  # seconds until a wait counts as endless
 EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
@@ -87,7 +89,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def in_lanes(pipeline: Pipeline, count: int) -> None:
     async with asyncio.timeout(PATIENCE):
         while True:
-            held = [await pipeline.pipe.broker.held(f"BATCH_{priority.upper()}") for priority in PRIORITIES]
+            held = [await pipeline.pipe.broker.held(batch_stream(lanes_of(MODEL), priority)) for priority in PRIORITIES]
             if sum(each.messages for each in held) == count:
                 return
             await asyncio.sleep(0)
@@ -346,13 +348,17 @@ def test_p6_lanes_of_the_whole_pipeline_keep_their_order(where: dict[str, Any]) 
     run({**where, "max_batch_size": 1, "lease": 60.0}, examples)  # no lease is lost, however busy the machine
 
 
+LANES = ModelLanes(model=MODEL)
+NORMAL = batch_stream(lanes_of(MODEL), "normal")
+
+
 class Depth(MemoryBroker):
     """Tells of the normal lane what a test sets."""
 
     depth = 0
 
     async def held(self, stream: str) -> Held:
-        return Held({"x": self.depth}, self.depth) if stream == "BATCH_NORMAL" else await super().held(stream)
+        return Held({"x": self.depth}, self.depth) if stream == NORMAL else await super().held(stream)
 
 
 @settings(max_examples=100, deadline=None)
@@ -364,12 +370,13 @@ def test_p7_all_copies_of_the_queue_share_one_gate(looks: list[tuple[int, int]])
         chosen = Settings(queue_limit=10, high_watermark=0.8, low_watermark=0.5)
         broker, subjects = Depth(), Subjects("penstock")
         await broker.ensure(*topology("penstock", chosen.job_stages))
+        await open_lanes(broker, chosen, MODEL)
         pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
         copies, expected = [Queue(pipe) for _ in range(3)], Hysteresis()
         for copy, broker.depth in looks:
-            await copies[copy]._update_admission()
+            await copies[copy]._update_admission(copies[copy]._gate(LANES))
             is_open = expected.update(broker.depth, 4.0, 8.0)
-            assert copies[copy]._control.last.accepting["normal"] == is_open
+            assert copies[copy]._gate(LANES).control.last.accepting["normal"] == is_open
 
     asyncio.run(scene())
 
@@ -378,11 +385,13 @@ async def test_of_two_copies_that_look_at_once_one_decides() -> None:
     broker, subjects = Depth(), Subjects("penstock")
     chosen = Settings(queue_limit=10)
     await broker.ensure(*topology("penstock", chosen.job_stages))
+    await open_lanes(broker, chosen, MODEL)
     pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
     copies = [Queue(pipe) for _ in range(2)]
     broker.depth = 10
-    await asyncio.gather(*(copy._update_admission() for copy in copies))
-    await asyncio.gather(*(copy._update_admission() for copy in copies))
-    entry = await (await broker.bucket("state")).get("admission")
-    assert entry is not None and entry.revision == 1
-    assert not any(copy._control.last.accepting["normal"] for copy in copies)
+    await asyncio.gather(*(copy._update_admission(copy._gate(LANES)) for copy in copies))
+    await asyncio.gather(*(copy._update_admission(copy._gate(LANES)) for copy in copies))
+    entry = await (await broker.bucket("state")).get(f"admission.{lanes_of(MODEL)}")
+    assert entry is not None and Admission.model_validate_json(entry.value).accepting["normal"] is False
+    assert len(await (await broker.bucket("state")).entries("admission.")) == 1
+    assert not any(copy._gate(LANES).control.last.accepting["normal"] for copy in copies)

@@ -22,7 +22,7 @@ from penstock.stages.failures import Count
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import NEXT, Delivery, Message
 from penstock.streams.stores.registry import Registry
-from penstock.streams.topology import Subjects, topology
+from penstock.streams.topology import Subjects, batch_stream, lanes_of, topology
 
 BODY = {"model": MODEL, "prompt": "hello"}
 PIPELINE = ("validate", "odd", "queue", "batch", "infer", "stream")
@@ -211,7 +211,7 @@ def test_nothing_is_left_in_any_work_queue(pipeline: Pipeline) -> None:
     for stream, subject in (
         ("JOBS_NORMAL", subjects.jobs("normal", "default")),
         ("STAGE_QUEUE_NORMAL", subjects.stage("queue", "normal", "default")),
-        ("BATCH_NORMAL", subjects.batch("normal", "default")),
+        (batch_stream(lanes_of(MODEL), "normal"), subjects.batch(lanes_of(MODEL), "normal", "default")),
         ("INFER", subjects.infer("w0")),
     ):
         while pipeline.runner.run(pipeline.pipe.broker.replay(stream, subject)):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.memory.stream import matcher, overlap
 from penstock.streams.port import Broker, BucketSpec, StreamSpec
-from penstock.streams.topology import PRIORITIES, Subjects, partition, stage_stream, topology
+from penstock.streams.topology import PRIORITIES, Subjects, model_lanes, partition, stage_stream, topology
 
 SUBJECTS = Subjects("root")
 
@@ -31,7 +31,7 @@ def test_only_tokens_enter_a_subject(name: str) -> None:
 
 
 def test_every_subject_belongs_to_one_stream() -> None:
-    streams, _ = topology("root", ["queue", "custom"])
+    streams = [*topology("root", ["queue", "custom"]).streams, *model_lanes("root", "m1"), *model_lanes("root", "m2")]
     patterns = {subject: spec.name for spec in streams for subject in spec.subjects}
     assert not [pair for pair in itertools.combinations(patterns, 2) if overlap(*pair)]
 
@@ -41,10 +41,10 @@ def test_every_subject_belongs_to_one_stream() -> None:
     assert [owner(SUBJECTS.jobs(priority, "t")) for priority in PRIORITIES] == ["JOBS_HIGH", "JOBS_NORMAL", "JOBS_LOW"]
     assert owner(SUBJECTS.stage("queue", "low", "t")) == "STAGE_QUEUE_LOW"
     assert owner(SUBJECTS.stage("custom", "high", "t")) == "STAGE_CUSTOM_HIGH"
-    assert [owner(SUBJECTS.batch(priority, "t")) for priority in PRIORITIES] == [
-        "BATCH_HIGH",
-        "BATCH_NORMAL",
-        "BATCH_LOW",
+    assert [owner(SUBJECTS.batch("m2", priority, "t")) for priority in PRIORITIES] == [
+        "BATCH_M2_HIGH",
+        "BATCH_M2_NORMAL",
+        "BATCH_M2_LOW",
     ]
     assert owner(SUBJECTS.infer("w1")) == "INFER"
     assert owner(SUBJECTS.stream(3, "t", "r1")) == "STREAM"
@@ -60,7 +60,7 @@ def test_every_subject_belongs_to_one_stream() -> None:
         (SUBJECTS.jobs_all(), SUBJECTS.jobs("high", "t")),
         (SUBJECTS.jobs_of("high"), SUBJECTS.jobs("high", "t")),
         (SUBJECTS.stage_of("queue", "high"), SUBJECTS.stage("queue", "high", "t")),
-        (SUBJECTS.batch_all("low"), SUBJECTS.batch("low", "t")),
+        (SUBJECTS.batch_of("m1", "low"), SUBJECTS.batch("m1", "low", "t")),
         (SUBJECTS.stream_all(3), SUBJECTS.stream(3, "t", "r")),
         (SUBJECTS.events_of("b"), SUBJECTS.events("t", "b", "r")),
         (SUBJECTS.tools_of("low"), SUBJECTS.tools("low", "t")),
@@ -74,9 +74,10 @@ def test_a_wildcard_takes_in_its_subjects(pattern: str, subject: str) -> None:
 
 async def test_the_whole_topology_can_be_made(broker: Broker, namespace: str) -> None:
     await broker.ensure(*topology(namespace, ["queue"]))
+    await broker.ensure(model_lanes(namespace, "m1"), [])
     subjects = Subjects(namespace)
     for index, priority in enumerate(PRIORITIES):
-        published = await broker.publish(subjects.batch(priority, "t"), b"", message_id=f"m{index}")
+        published = await broker.publish(subjects.batch("m1", priority, "t"), b"", message_id=f"m{index}")
         assert published == (1, False)
     for name in ("workers", "models", "responses", "state", "leases"):
         assert await (await broker.bucket(name)).create("key", b"") is not None

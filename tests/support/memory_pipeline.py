@@ -26,6 +26,7 @@ from penstock.stages.catalogue import LIGHT
 from penstock.stages.infer import Infer
 from penstock.stages.stream import Stream
 from penstock.stages.tools.stage import Tools
+from penstock.streams.lanes import open_lanes
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.port import Broker, Message
@@ -123,6 +124,7 @@ class Pipeline:
         pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]
         pipeline._tasks += [asyncio.create_task(registry.run()), asyncio.create_task(pipeline._announce())]
         await pipeline.bridge.start()
+        await open_lanes(broker, settings, MODEL)
         await registry.announce_worker(worker)
         await registry.announce_stage(TOOLS_CARD)
         await registry.refresh()

@@ -26,6 +26,7 @@ ACCEPTED, DONE = Accepted("", "echo", 1, 1), Done("", ("stop",), Usage(1, 1, 2))
 TOKEN = Token("", 0, 0, (1,), "ok", finish_reason="stop")
 WAITING: list[Event] = [Queued("", 3), ACCEPTED, TOKEN, DONE]
 FULL = Admission(
+    model="echo",
     accepting={"high": True, "normal": False, "low": False},
     retry_after={"high": 1.0, "normal": 2.5, "low": 9.0},
     depth={"high": 0, "normal": 5, "low": 5},
@@ -92,7 +93,7 @@ async def test_a_full_queue_refuses_before_anything_is_published(known: str) -> 
     script = Script(broker)
     if known == "kept":
         await script.topology()
-        await (await broker.bucket("state")).put("admission", FULL.model_dump_json().encode())
+        await (await broker.bucket("state")).put("admission.echo", FULL.model_dump_json().encode())
     script = await Script.start(broker)
     if known == "told":
         heard = asyncio.Event()
@@ -112,14 +113,15 @@ async def test_a_full_queue_refuses_before_anything_is_published(known: str) -> 
 def test_what_the_queue_said_long_ago_counts_no_more() -> None:
     now = 100.0
     early_refusal = EarlyRefusal(lambda: now)
-    early_refusal.check("low")
+    early_refusal.check("echo", "low")
     early_refusal.hear(FULL.model_dump_json().encode())
     early_refusal.hear(b"nonsense")
     now += STALE
     with pytest.raises(Overloaded):
-        early_refusal.check("low")
+        early_refusal.check("echo", "low")
+    early_refusal.check("another", "low")
     now += 0.01
-    early_refusal.check("low")
+    early_refusal.check("echo", "low")
 
 
 class FullBroker(MemoryBroker):

@@ -23,8 +23,9 @@ from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, NEXT, SCHEMA, ConsumerSpec
 from penstock.streams.stores.dead_letters import DeadLetters
 from penstock.streams.stores.registry import Registry
-from penstock.streams.topology import DEAD_DATA, Subjects, topology
+from penstock.streams.topology import DEAD_DATA, Subjects, batch_stream, lanes_of, topology
 
+LANES = lanes_of("m")
 Penstock = Callable[..., Awaitable[Result]]
 
 
@@ -33,7 +34,7 @@ async def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     server = await EmbeddedServer.start(tmp_path / "nats")
     monkeypatch.setenv("PENSTOCK_NATS_URL", server.url)
     broker = await JetStreamBroker.connect(server.url, namespace="penstock", timeout=5.0)
-    await broker.ensure(*topology("penstock", ("queue",)))
+    await broker.ensure(*topology("penstock", ("queue",), store_limit=2 << 30))
     yield broker
     await broker.close()
     await server.stop()
@@ -96,7 +97,7 @@ async def test_dead_letters_are_listed_shown_retried_and_dropped(broker: JetStre
     assert shown["headers"][DEAD_SUBJECT] == "penstock.infer.gone"
 
     assert (await penstock("dead", "retry", "1", "2")).exit_code == 0
-    again = await broker.replay("BATCH_LOW", "penstock.batch.low.acme")
+    again = await broker.replay(batch_stream(LANES, "low"), f"penstock.batch.{LANES}.low.acme")
     jobs = [codec.decode_model(ValidatedJob, message.data, message.headers[SCHEMA]) for message in again]
     assert [job.id for job in jobs] == ["one-r1", "two-r1-1"]
     assert all(job.deadline > time.time() for job in jobs)

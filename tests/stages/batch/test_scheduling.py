@@ -27,10 +27,11 @@ from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.degradation import slots
 from penstock.stages.queue import Queue
+from penstock.streams.lanes import open_lanes
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import NEXT, SCHEMA, Message
 from penstock.streams.stores.registry import Registry
-from penstock.streams.topology import Subjects, topology
+from penstock.streams.topology import Subjects, lane_of, topology
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 workers = st.lists(
@@ -90,7 +91,7 @@ def test_p18_p19_p20_who_beats_is_eligible_and_nobody_else(lives: list[bool]) ->
 
         async def seen() -> list[str]:
             await registry.refresh()
-            return [worker.id for worker in registry.workers_for("m")]
+            return [worker.id for worker in registry.workers_for("m", 1)]
 
         for each in cards:
             await registry.announce_worker(each)
@@ -133,7 +134,9 @@ async def alone(kind: Callable[[Pipe], Stage], **values: Any) -> AsyncIterator[P
     chosen = Settings(backend="echo", **values)
     broker, subjects = MemoryBroker(), Subjects(chosen.namespace)
     await broker.ensure(*topology(chosen.namespace, chosen.job_stages))
+    await open_lanes(broker, chosen, "echo")
     pipe = Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations())
+    await pipe.registry.refresh()
     runner = Runner(kind(pipe), pipe)
     running = asyncio.create_task(runner.run())
     await turns()
@@ -195,8 +198,8 @@ async def submit(
     """Put a job for `n` choices before the stage, which came in so many seconds ago."""
     change = {"priority": priority, "created": pipe.now() - age, "params": GenerationParams(n=n), "tenant": tenant}
     job = validated(name, pipe).model_copy(update=change)
-    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: pipe.subjects.batch(priority, tenant)}
-    subject = pipe.subjects.stage(stage, priority, tenant)
+    headers = {SCHEMA: codec.VALIDATED_JOB, NEXT: lane_of(pipe.subjects, job)}
+    subject = lane_of(pipe.subjects, job) if stage == "batch" else pipe.subjects.stage(stage, priority, tenant)
     await pipe.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
     await turns()
 

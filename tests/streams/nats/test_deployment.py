@@ -16,14 +16,18 @@ from penstock.__main__ import app
 from penstock.config.deployment import explicit, shared_settings
 from penstock.config.settings import BUILT_IN_STAGES, Settings
 from penstock.config.sources import Loaded, flag
+from penstock.schemas import codec
 from penstock.schemas.deployment import LAYOUT
 from penstock.schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
+from penstock.schemas.jobs import ValidatedJob
+from penstock.schemas.params import GenerationParams
+from penstock.streams.lanes import open_lanes
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.deployment import KEY, Deployment, joined, layout, owned
 from penstock.streams.nats.migration import move_into_lanes
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import NEXT, BucketSpec, ConsumerSpec, StreamSpec
-from penstock.streams.topology import RESPONSES, STATE, Subjects
+from penstock.streams.topology import RESPONSES, STATE, Subjects, batch_stream, lanes_of
 
 DAY = 86400.0
 LONG = {"responses_ttl": 90 * DAY, "tenant_limit": 7, "events_ttl": 3600.0}
@@ -86,7 +90,7 @@ async def test_of_many_that_come_at_once_one_agrees(server: EmbeddedServer, part
     agreed = set(await asyncio.gather(*map(join, range(1, 9))))
     assert len(agreed) == 1
     broker = await JetStreamBroker.connect(server.url, namespace=namespace)
-    assert (await limits(broker, "BATCH_LOW"))["max_msgs"] == agreed.pop()
+    assert (await limits(broker, "STAGE_QUEUE_LOW"))["max_msgs"] == agreed.pop()
     await broker.close()
 
 
@@ -133,15 +137,75 @@ async def test_streams_of_0_1_0_are_adopted_without_loss(jetstream: JetStreamBro
 
 
 def _of_0_1_0(streams: Sequence[StreamSpec]) -> list[StreamSpec]:
-    """The same, with one stream for all lanes but those of the batch stage."""
-    found = {}
+    """The same, with one stream for all lanes but those of the batch stage, which all models share."""
+    found = {spec.name: spec for spec in _shared_lanes(streams)}
     for spec in streams:
         name, _, priority = spec.name.rpartition("_")
-        if priority in ("HIGH", "NORMAL", "LOW") and name != "BATCH":
+        if priority in ("HIGH", "NORMAL", "LOW"):
             subject = spec.subjects[0].removesuffix(f"{priority.lower()}.>") + ">"
             spec = replace(spec, name=name, subjects=(subject,))
         found[spec.name] = spec
     return list(found.values())
+
+
+def _shared_lanes(streams: Sequence[StreamSpec]) -> list[StreamSpec]:
+    """The lanes that all models shared, beside the streams of the queue."""
+    return [
+        replace(
+            spec,
+            name=spec.name.replace("STAGE_QUEUE", "BATCH"),
+            subjects=(spec.subjects[0].replace(".queue.", ".batch."),),
+        )
+        for spec in streams
+        if spec.name.startswith("STAGE_QUEUE")
+    ]
+
+
+def waiting(name: str, model: str) -> bytes:
+    job = ValidatedJob(
+        id=name,
+        endpoint="/v1/completions",
+        bridge="b",
+        tenant="t",
+        priority="low",
+        model=model,
+        prompts=((1, 2),),
+        params=GenerationParams(),
+        created=1.0,
+        deadline=2.0,
+        body={},
+    )
+    return codec.encode(job)
+
+
+async def test_what_waits_in_lanes_that_models_shared_moves_into_their_own(
+    jetstream: JetStreamBroker, part: Part
+) -> None:
+    """The owner upgrades the layout while no part runs; a part alone refuses to work with the older one."""
+    former, subjects = layout(part().settings), Subjects(part().settings.namespace)
+    await jetstream.ensure((*former.streams, *_shared_lanes(former.streams)), former.buckets)
+    old = shared_settings(part().settings).model_copy(update={"layout": 2})
+    state = await jetstream.bucket("state")
+    await state.put("configuration", old.model_dump_json().encode())
+    for name, model in (("a1", "a"), ("b1", "b"), ("a2", "a")):
+        await jetstream.publish(f"{subjects.root}.batch.low.t", waiting(name, model), message_id=f"t.{name}")
+    await jetstream.publish(f"{subjects.root}.batch.high.t", b"nonsense", message_id="odd")
+    with pytest.raises(StartupError, match=r"has layout 2, but this Penstock uses layout 3.*config apply"):
+        await joined(jetstream, part())
+    await (await jetstream.bucket("workers")).put("worker.w0", b"{}")
+    with pytest.raises(StartupError, match=r"the layout of the streams can change only while no part runs"):
+        await owned(jetstream, part())
+    await (await jetstream.bucket("workers")).delete("worker.w0")
+
+    await owned(jetstream, part())
+    for model, names in (("a", ["t.a1", "t.a2"]), ("b", ["t.b1"])):
+        moved = await jetstream.replay(batch_stream(lanes_of(model), "low"), ">")
+        assert [message.headers["Nats-Msg-Id"] for message in moved] == names
+        assert {message.subject for message in moved} == {subjects.batch(lanes_of(model), "low", "t")}
+    assert [letter.data for letter in await jetstream.replay("DEAD", ">")] == [b"nonsense"]
+    for priority in ("HIGH", "NORMAL", "LOW"):
+        assert await jetstream.present(jetstream.server_name(f"BATCH_{priority}")) is None
+    assert await joined(jetstream, part()) == part().settings
 
 
 async def test_several_may_move_what_waits_into_lanes_and_may_die_at_it(
@@ -191,7 +255,7 @@ async def test_who_owns_the_broker_changes_what_it_was_given(
     assert (settings.queue_limit, settings.tenant_limit) == (5, 7), "what was agreed before stays"
     logged = "".join(capsys.readouterr())
     assert "queue_limit" in logged and "10000" in logged and "tenant_limit" not in logged
-    assert (await limits(jetstream, "BATCH_LOW"))["max_msgs"] == 5
+    assert (await limits(jetstream, "STAGE_QUEUE_LOW"))["max_msgs"] == 5
     assert (await joined(jetstream, part())).queue_limit == 5
 
 
@@ -220,10 +284,12 @@ async def test_limits_grow_and_shrink_within_the_store(tmp_path: Path) -> None:
 async def test_partitions_stay_while_requests_run(jetstream: JetStreamBroker, part: Part) -> None:
     await owned(jetstream, part())
     subjects = Subjects(part().settings.namespace)
-    waiting = await jetstream.publish(subjects.batch("low", "t"), b"", message_id="m")
-    with pytest.raises(StartupError, match=r"stream_partitions cannot change .* are unfinished \(BATCH_LOW: 1\)"):
+    await open_lanes(jetstream, part().settings, "m")
+    lane = batch_stream(lanes_of("m"), "low")
+    held = await jetstream.publish(subjects.batch(lanes_of("m"), "low", "t"), b"", message_id="m")
+    with pytest.raises(StartupError, match=rf"stream_partitions cannot change .* are unfinished \({lane}: 1\)"):
         await owned(jetstream, part(stream_partitions=4))
-    await jetstream.delete("BATCH_LOW", waiting.sequence)
+    await jetstream.delete(lane, held.sequence)
     consumer = await jetstream.consume(ConsumerSpec("STREAM", "stream-7", subjects.stream_all(7)), prefetch=1)
     await jetstream.publish(f"{subjects.root}.stream.7.r", b"", message_id="output")
     with pytest.raises(StartupError, match=r"STREAM: 1"):
@@ -263,7 +329,7 @@ async def test_another_layout_is_refused(jetstream: JetStreamBroker, part: Part)
     state = await jetstream.bucket(STATE)
     stored = shared_settings(part().settings).model_dump() | {"layout": 99, "new": 1}
     await state.put(KEY, orjson.dumps(stored))
-    with pytest.raises(StartupError, match="this deployment has layout 99, but this Penstock uses layout 2"):
+    with pytest.raises(StartupError, match="this deployment has layout 99, but this Penstock uses layout 3"):
         await joined(jetstream, part())
     known = {name: value for name, value in stored.items() if name != "infer_limit"} | {"layout": LAYOUT}
     await state.put(KEY, orjson.dumps(known))  # by a release that knew one setting less, and one more
@@ -296,10 +362,10 @@ async def test_config_apply_shows_a_plan_and_does_it(
     plan = await config("apply", "--queue-limit=400", "--responses-ttl=86400")
     lines = plan.stdout.splitlines()
     assert lines[:2] == ["queue_limit: 500 → 400", "responses_ttl: 2592000 → 86400"]
-    assert f"  {namespace}_BATCH_LOW: max_msgs 500 → 400".upper() in [line.upper() for line in lines]
-    assert (await limits(outsider, "BATCH_LOW"))["max_msgs"] == 500
+    assert f"  {namespace}_STAGE_QUEUE_LOW: max_msgs 500 → 400".upper() in [line.upper() for line in lines]
+    assert (await limits(outsider, "STAGE_QUEUE_LOW"))["max_msgs"] == 500
     assert (await config("apply", "--queue-limit=400", "--yes")).exit_code == 0
-    assert (await limits(outsider, "BATCH_LOW"))["max_msgs"] == 400
+    assert (await limits(outsider, "STAGE_QUEUE_LOW"))["max_msgs"] == 400
     assert (await config("apply", "--queue-limit=400")).stdout == "nothing to change\n"
     assert (await config("apply", "--default=queue-limit", "--yes")).stdout.startswith("queue_limit: 400 → 10000\n")
     assert "queue_limit         10000\n" in (await config("agreed")).stdout

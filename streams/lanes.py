@@ -1,0 +1,81 @@
+"""The lanes of models: for each revision that can be asked for, three streams in which its requests wait.
+
+They are noted in the bucket `state`, so that every copy of a stage finds those of others, and those in which something
+waits for a worker that has yet to come back.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from ..config.settings import Settings
+from ..schemas.errors import StartupError
+from ..schemas.registry import ModelCard, ModelLanes
+from .port import Broker, StreamSpec
+from .topology import MODELS, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes
+
+log = structlog.get_logger(__name__)
+
+PREFIX = "lanes."
+
+
+async def open_lanes(broker: Broker, settings: Settings, model: str, revision: int = 1) -> None:
+    """Create the lanes of a model where they are missing.
+
+    Where `max_models` have some already, those of a model that no worker has served lately go if they are empty.
+    Raises `StartupError` if there is none.
+    """
+    state = await broker.bucket(STATE)
+    key = lanes_of(model, revision)
+    if await state.get(PREFIX + key) is not None:
+        await broker.ensure(streams_of(settings, key), [])  # what a process began that died in the middle
+        return
+    known = await present_lanes(broker)
+    for other in list(known):
+        if len(known) < settings.max_models:
+            break
+        if await _is_left(broker, known[other]):
+            log.info("empty lanes removed", model=known[other].model, revision=known[other].revision)
+            await remove_lanes(broker, known.pop(other))
+    if len(known) >= settings.max_models:
+        raise StartupError(
+            f"{len(known)} models have lanes already, and max_models is {settings.max_models}: raise it with "
+            "`penstock config apply --max-models`, or stop the workers of another model and wait ten minutes"
+        )
+    await broker.ensure(streams_of(settings, key), [])
+    await state.create(PREFIX + key, ModelLanes(model=model, revision=revision).model_dump_json().encode())
+
+
+async def remove_lanes(broker: Broker, lanes: ModelLanes) -> None:
+    """Remove the lanes of a model, with what waits there."""
+    key = lanes_of(lanes.model, lanes.revision)
+    await (await broker.bucket(STATE)).delete(PREFIX + key)
+    for priority in PRIORITIES:
+        await broker.remove(batch_stream(key, priority))
+
+
+async def present_lanes(broker: Broker) -> dict[str, ModelLanes]:
+    """All models that have lanes, by the token of their lanes, oldest first."""
+    entries = await (await broker.bucket(STATE)).entries(PREFIX)
+    return {entry.key.removeprefix(PREFIX): ModelLanes.model_validate_json(entry.value) for entry in entries}
+
+
+def streams_of(settings: Settings, lanes: str) -> list[StreamSpec]:
+    """The streams that are the lanes of a model in a deployment with these settings."""
+    return model_lanes(
+        settings.namespace,
+        lanes,
+        queue_limit=settings.queue_limit,
+        tenant_limit=settings.tenant_limit,
+        max_models=settings.max_models,
+        store_limit=int(settings.store_limit),
+    )
+
+
+async def _is_left(broker: Broker, lanes: ModelLanes) -> bool:
+    """Whether nothing waits there, and nobody can ask for the model."""
+    cards = [ModelCard.model_validate_json(entry.value) for entry in await (await broker.bucket(MODELS)).entries()]
+    if any((card.name, card.revision) == (lanes.model, lanes.revision) for card in cards):
+        return False
+    key = lanes_of(lanes.model, lanes.revision)
+    return not any([(await broker.held(batch_stream(key, priority))).messages for priority in PRIORITIES])

@@ -1,0 +1,110 @@
+"""No request waits behind another model's, and no model's queue is another one's."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import pytest
+from memory_pipeline import MODEL, Pipeline
+
+from penstock.api.bridge.reading import Reading
+from penstock.schemas.errors import Overloaded
+from penstock.schemas.events import Cancelled, Done, Event, Failed
+from penstock.schemas.jobs import Job
+from penstock.schemas.registry import ModelCard
+from penstock.stages.batch.stage import Batch
+from penstock.streams.lanes import open_lanes, remove_lanes
+from penstock.streams.topology import batch_stream, lanes_of
+
+PATIENCE = 20.0  # seconds until a wait counts as endless
+ABSENT = "absent"
+
+
+async def with_absent(**values: Any) -> Pipeline:
+    """A pipeline in which requests may also wait for a model that has no worker."""
+    pipeline = await Pipeline.start(**values)
+    pipe = pipeline.pipe
+    await open_lanes(pipe.broker, pipe.settings, ABSENT)
+    (known,) = pipe.registry.models.values()
+    card = ModelCard.model_validate(known.model_dump() | {"name": ABSENT})
+    await (await pipe.broker.bucket("models")).put("absent", card.model_dump_json().encode())
+    await pipe.registry.refresh()
+    return pipeline
+
+
+async def asked(pipeline: Pipeline, model: str) -> Reading:
+    body = {"model": model, "prompt": "hello", "max_tokens": 4}
+    job = Job(id=f"t-{uuid.uuid4().hex}", endpoint="/v1/completions", bridge="test", body=body)
+    return await pipeline.bridge.open(job, priority="normal", tenant="default")
+
+
+async def end_of(reading: Reading) -> Event:
+    events: list[Event] = []
+    async with asyncio.timeout(PATIENCE):
+        while not reading.ended:
+            events += await reading.take(PATIENCE)
+    reading.close()
+    return events[-1]
+
+
+async def waiting(pipeline: Pipeline, count: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while (await pipeline.pipe.broker.held(batch_stream(lanes_of(ABSENT), "normal"))).messages != count:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_requests_for_a_model_without_a_worker_hold_up_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batch, "concurrency", 2)  # so that a few fill the stage's hands
+    pipeline = await with_absent()
+    behind = [await asked(pipeline, ABSENT) for _ in range(6)]
+    await waiting(pipeline, 6)
+    assert isinstance(await end_of(await asked(pipeline, MODEL)), Done)
+    for reading in behind:
+        await reading.ask_to_stop()
+        assert isinstance(await end_of(reading), Cancelled)
+    await waiting(pipeline, 0)
+    await pipeline.stop()
+
+
+async def test_a_full_queue_is_one_models_alone() -> None:
+    pipeline = await with_absent(queue_limit=3, high_watermark=1.0)
+    held = [await asked(pipeline, ABSENT) for _ in range(3)]
+    await waiting(pipeline, 3)
+
+    async def refused() -> bool:
+        try:
+            reading = await asked(pipeline, ABSENT)
+        except Overloaded as early:
+            assert early.code == "queue_full"
+            return True
+        end = await end_of(reading)
+        assert isinstance(end, Failed) and end.error.code == "queue_full"
+        return False
+
+    async with asyncio.timeout(PATIENCE):
+        while not await refused():  # by the queue at first, and soon by the bridge, before it costs anything
+            pass
+    assert isinstance(await end_of(await asked(pipeline, MODEL)), Done)
+    for reading in held:
+        await reading.ask_to_stop()
+        await end_of(reading)
+    await pipeline.stop()
+
+
+async def test_lanes_may_be_removed_and_come_back_while_all_runs() -> None:
+    pipeline = await with_absent()
+    pipe = pipeline.pipe
+    (lanes,) = [lanes for lanes in pipe.registry.lanes.values() if lanes.model == ABSENT]
+    for _ in range(2):
+        await remove_lanes(pipe.broker, lanes)
+        await pipe.registry.refresh()
+        assert isinstance(await end_of(await asked(pipeline, MODEL)), Done)
+        await open_lanes(pipe.broker, pipe.settings, ABSENT)
+        await pipe.registry.refresh()
+        reading = await asked(pipeline, ABSENT)
+        await waiting(pipeline, 1)
+        await reading.ask_to_stop()
+        assert isinstance(await end_of(reading), Cancelled)
+    await pipeline.stop()
