@@ -26,6 +26,7 @@ from .api.http.keys import Keys
 from .api.http.server import serve_http
 from .api.serve.supervisor import Supervisor, announce, base_url, connected, listen
 from .api.terminal.options import with_settings
+from .config.catalogue import read_models
 from .config.logging import configure_logging
 from .config.process import host, keep_loaded
 from .config.settings import Settings
@@ -67,8 +68,15 @@ def serve(
     """
     configure_logging(loaded.settings)
     _check(loaded.settings)
-    sealed = {"secret_key": loaded.settings.secret_key or secrets.token_hex(32)}
-    _run(Supervisor(replace(loaded, settings=_with_model(loaded.settings).model_copy(update=sealed))).run())
+    settings, entries = loaded.settings, None
+    if settings.models is None and settings.model_dir is None:
+        settings = _with_model(settings)
+    elif settings.model is not None:
+        raise ConfigurationError(["give a model, or models by --models or --model-dir, and not both"])
+    else:
+        entries = read_models(settings.models, settings.model_dir)
+    sealed = {"secret_key": settings.secret_key or secrets.token_hex(32)}
+    _run(Supervisor(replace(loaded, settings=settings.model_copy(update=sealed)), entries).run())
 
 
 @with_settings
@@ -76,13 +84,14 @@ def worker(
     loaded: Loaded,
     model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
     id: Annotated[str | None, typer.Option(help="A name to keep over restarts; random by default.")] = None,
+    revision: Annotated[int | None, typer.Option(hidden=True, help="Of a model of the catalogue.")] = None,
 ) -> None:
     """Run only the stage infer: an engine that takes batches from the broker."""
     if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
         raise StartupError(f"--id {id!r}: use only letters, digits, '_' and '-', at most 64")
     configure_logging(loaded.settings, process="worker")
     whole = replace(loaded, settings=_with_model(loaded.settings))
-    _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}"))
+    _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}", revision))
 
 
 @with_settings
@@ -188,7 +197,7 @@ async def _parts(
             task.cancel()
 
 
-async def _worker(loaded: Loaded, name: str) -> None:
+async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> None:
     from .engine import EngineConfig
     from .engine.sizing import CACHING, human, sized
     from .stages.infer import Infer
@@ -213,13 +222,13 @@ async def _worker(loaded: Loaded, name: str) -> None:
         kv_cache_memory=config.kv_cache_memory and human(config.kv_cache_memory),
     )
     async with contextlib.AsyncExitStack() as loading:
-        if early := early_card(settings):
-            await loading.enter_async_context(announced(lambda: _pipe(loaded, f"loading-{name}"), early))
+        if early := early_card(settings, revision):
+            await loading.enter_async_context(announced(lambda: _pipe(loaded, f"loading-{name}"), early, name))
         engine = await asyncio.to_thread(InferenceEngine, config)
     try:
         card = WorkerCard(
             id=name,
-            model=model_card(settings, engine.model_info().context_length),
+            model=model_card(settings, engine.model_info().context_length, revision),
             capacity=capacity,
             pid=os.getpid(),
             incarnation=uuid.uuid4().hex,

@@ -10,11 +10,13 @@ from ..schemas.jobs import TOKEN_PATTERN, Priority
 
 
 class ApiKey(NamedTuple):
-    """`tenant=sha256:<hex>`, optionally with ` max_priority=normal`, the highest of its requests."""
+    """`tenant=sha256:<hex>`, optionally with ` max_priority=normal`, the highest of its requests, and ` admin`, which
+    lets it load and unload models."""
 
     tenant: str
     digest: str
     max_priority: Priority | None = None
+    admin: bool = False
 
     @classmethod
     def parse(cls, entry: str) -> Self:
@@ -35,11 +37,12 @@ class ApiKey(NamedTuple):
             digest = hashlib.sha256(key.encode()).hexdigest()
         else:
             raise ValueError("a key must have at least 8 characters, all visible ASCII")
-        return cls(tenant, digest, _ceiling(options))
+        is_admin = "admin" in options
+        return cls(tenant, digest, _ceiling([option for option in options if option != "admin"]), is_admin)
 
     def __str__(self) -> str:
         ceiling = f" max_priority={self.max_priority}" if self.max_priority else ""
-        return f"{self.tenant}=sha256:{self.digest}{ceiling}"
+        return f"{self.tenant}=sha256:{self.digest}{ceiling}{' admin' if self.admin else ''}"
 
 
 def _ceiling(options: list[str]) -> Priority | None:
@@ -47,5 +50,7 @@ def _ceiling(options: list[str]) -> Priority | None:
         return None
     name, _, value = options[0].partition("=")
     if len(options) > 1 or name != "max_priority" or value not in get_args(Priority):
-        raise ValueError(f"only max_priority= may follow a key, with one of {', '.join(get_args(Priority))}")
+        raise ValueError(
+            f"only admin and max_priority= may follow a key, the latter with one of {', '.join(get_args(Priority))}"
+        )
     return cast(Priority, value)

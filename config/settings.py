@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from ..schemas.jobs import TOKEN_PATTERN, Priority, SubjectToken
 from .api_keys import ApiKey
+from .models import ModelsSettings
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
@@ -44,7 +45,7 @@ def _default_state_dir() -> Path:
     return Path(base) / "penstock"
 
 
-class Settings(BaseSettings):
+class Settings(ModelsSettings):
     """The effective configuration of one process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)

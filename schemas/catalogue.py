@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -206,6 +207,22 @@ class Catalogue(Record):
         number = self.newest.get(entry.name, 0) + 1
         added = entry.model_copy(update={"revision": number, "others": ()})
         return self._with((*self.entries, added), {entry.name: number})
+
+    def offer(self, entries: Sequence[CatalogueEntry]) -> Self:
+        """Make `entries` all that there is. A model whose source is the same keeps its revision.
+
+        Raises `InvalidRequest` if a name is given twice.
+        """
+        known = {entry.name: entry for entry in self.entries}
+        changed = self._with(())
+        for entry in entries:
+            former = known.get(entry.name)
+            if former is None or former.source != entry.source:
+                changed = changed.add(entry)
+            else:
+                same = entry.model_copy(update={"revision": former.revision, "others": former.others})
+                changed = changed._with((*changed.entries, same))
+        return changed
 
     def remove(self, name: str) -> Self:
         """Raises `ModelNotFound`."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from math import inf
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from .base import Record
+from .errors import Overloaded
 from .jobs import Priority, SubjectToken, ValidatedJob, most_together
 
 
 class ModelCard(Record):
     """A model that is served. Its tokenizer is loaded from `source`; `created` is in Unix seconds. The formats of its
     tool calls and thoughts are names, or "auto" for what its chat template suggests. A model that is swapped for
-    another gets the next `revision`."""
+    another gets the next `revision`. `aliases` are its further names, `defaults` the sampling parameters of requests
+    that leave them out. While it has no worker, at most `queue_limit` requests wait for it, and those that do not
+    stream wait at most `wait_limit` seconds (None: no limit of its own). A `catalogued` model is announced by the agent
+    of its host, and not by its workers."""
 
     name: Annotated[str, Field(min_length=1)]
     source: str
@@ -23,6 +28,11 @@ class ModelCard(Record):
     revision: Annotated[int, Field(ge=1)] = 1
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    aliases: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    defaults: dict[str, Any] = Field(default_factory=dict)
+    queue_limit: int | None = None
+    wait_limit: float | None = None
+    catalogued: bool = False
 
 
 def reserve_of(capacity: int) -> int:
@@ -85,6 +95,23 @@ class ModelLanes(Record):
 
     model: str
     revision: Annotated[int, Field(ge=1)] = 1
+
+
+class ModelRefusal(Record):
+    """Why a model's requests are refused: those that came until `at` (Unix seconds), and those that come within
+    `retry_after` seconds of it; None: for as long as the record is there. Kept under the key `refused.<lanes>`."""
+
+    reason: str
+    at: float
+    retry_after: float | None = None
+
+    def left(self, now: float) -> float:
+        """Seconds for which new requests are still refused."""
+        return inf if self.retry_after is None else max(0.0, self.at + self.retry_after - now)
+
+    def error(self, now: float) -> Overloaded:
+        left = self.left(now)
+        return Overloaded(self.reason, code="model_unavailable", retry_after=max(1.0, left) if left < inf else None)
 
 
 class Admission(Record):

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..config.settings import Settings
 from ..engine.models import read_model_info
 from ..engine.sizing import CACHING
+from ..schemas.errors import PenstockError
 from ..schemas.registry import ModelCard
 from ..streams.lanes import open_lanes
 from ..streams.outages import outage_logged
@@ -20,16 +21,16 @@ from .contract import Pipe
 AGAIN = 60.0  # seconds between two announcements; a model that nobody announces is forgotten after some minutes
 
 
-def early_card(settings: Settings) -> ModelCard | None:
+def early_card(settings: Settings, revision: int | None = None) -> ModelCard | None:
     """The model as its files describe it, before it is loaded; None where only loading finds out what it takes."""
     if settings.model is None or settings.backend not in CACHING:
         return None
     info = read_model_info(Path(settings.model), settings.model, settings.max_sequence_length)
-    return model_card(settings, info.context_length)
+    return model_card(settings, info.context_length, revision)
 
 
-def model_card(settings: Settings, context_length: int) -> ModelCard:
-    """What a worker with these settings serves."""
+def model_card(settings: Settings, context_length: int, revision: int | None = None) -> ModelCard:
+    """What a worker with these settings serves; `revision` is that of a model of the catalogue."""
     source = settings.model or "echo"
     return ModelCard(
         name=settings.served_model_name or source,
@@ -39,21 +40,25 @@ def model_card(settings: Settings, context_length: int) -> ModelCard:
         created=int(time.time()),
         tool_format=settings.tool_format,
         reasoning_format=settings.reasoning_format,
+        revision=revision or 1,
+        catalogued=revision is not None,
     )
 
 
 @contextlib.asynccontextmanager
-async def announced(connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard) -> AsyncIterator[None]:
-    """Announce a model that is being loaded; if loading fails, withdraw it again, unless others serve it.
+async def announced(
+    connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard, worker: str = ""
+) -> AsyncIterator[None]:
+    """Announce a model that `worker` is loading; if that fails, say why, and withdraw the model unless others serve it.
 
     `connect` opens a connection for that alone, as loading does not wait for the broker.
     """
-    has_failed = asyncio.Event()
-    announcing = asyncio.create_task(_announce(connect, card, has_failed))
+    failure: list[BaseException] = []
+    announcing = asyncio.create_task(_announce(connect, card, worker, failure))
     try:
         yield
-    except BaseException:
-        has_failed.set()
+    except BaseException as error:
+        failure.append(error)
         raise
     finally:
         announcing.cancel()
@@ -61,17 +66,20 @@ async def announced(connect: Callable[[], AbstractAsyncContextManager[Pipe]], ca
 
 
 async def _announce(
-    connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard, has_failed: asyncio.Event
+    connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard, worker: str, failure: list[BaseException]
 ) -> None:
     async with connect() as pipe:
         await open_lanes(pipe.broker, pipe.settings, card.name, card.revision)
         try:
             while True:
-                with outage_logged("a model that is being loaded cannot be announced", model=card.name):
-                    await pipe.registry.announce_model(card)
+                if not card.catalogued:
+                    with outage_logged("a model that is being loaded cannot be announced", model=card.name):
+                        await pipe.registry.announce_model(card)
                 await asyncio.sleep(AGAIN)
         finally:
-            if has_failed.is_set():
+            if failure:
+                reason = str(failure[0]) if isinstance(failure[0], PenstockError) else type(failure[0]).__name__
+                await pipe.registry.leave_word(worker, reason)
                 await pipe.registry.refresh()
-                if not pipe.registry.workers_for(card.name, card.revision):
+                if not card.catalogued and not pipe.registry.workers_for(card.name, card.revision):
                     await pipe.registry.withdraw_model(card)

@@ -116,6 +116,8 @@ class Queue(JobStage):
 
     async def pass_on(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
         gate = self._gate(ModelLanes(model=job.model, revision=job.revision))
+        if delivery.attempt == 1:
+            self._check_model(job, gate)
         now = gate.control.last
         retry_after = now.retry_after[job.priority]
         if delivery.attempt == 1:  # otherwise it may be queued already, and only the acknowledgement was lost
@@ -146,6 +148,21 @@ class Queue(JobStage):
         prompts = job.prompts if job.body.get("return_token_ids") is True else ()
         accepted = Accepted(job.id, job.model, int(job.created), job.prompt_tokens, prompts)
         await self.pipe.emit(accepted, tenant=job.tenant, bridge=job.bridge, key="accepted")
+
+    def _check_model(self, job: ValidatedJob, gate: _ModelGate) -> None:
+        """Raises `Overloaded` where the model cannot be loaded, or has enough waiting for it to be loaded."""
+        registry = self.pipe.registry
+        refusal = registry.refusals.get(gate.key)
+        if refusal is not None and refusal.left(self.pipe.now()) > 0:
+            raise refusal.error(self.pipe.now())
+        card = registry.models.get(job.model)
+        if card is None or card.queue_limit is None or registry.workers_for(job.model, job.revision):
+            return
+        waiting = max(sum(gate.control.last.depth.values()), sum(map(len, gate.positions.values())))
+        if waiting >= card.queue_limit:
+            raise Overloaded(
+                f"{waiting} requests wait for the model {job.model!r} to be loaded; try again later.", retry_after=5.0
+            )
 
     def _gate(self, lanes: ModelLanes) -> _ModelGate:
         key = lanes_of(lanes.model, lanes.revision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import hashlib
 import math
 import re
@@ -11,7 +12,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from ..engine.grammar.checker import GrammarChecker
 from ..engine.preparers import PreparerCache, PreparerKey
@@ -29,6 +30,7 @@ from ..schemas.errors import (
 from ..schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
 from ..schemas.loops import LoopJob, is_response
 from ..schemas.openai.completions import parse_request
+from ..schemas.openai.embeddings import EmbeddingRequest
 from ..schemas.openai.responses import parse_responses
 from ..schemas.registry import ModelCard
 from ..streams.outages import through_outages
@@ -154,6 +156,8 @@ class Validate(Stage):
         request = parse_request(endpoint, job.body)
         deadline = self._deadline(job.timeout or request.timeout, message, created)
         model = await self._model(request.model)
+        if model.defaults and not isinstance(request, EmbeddingRequest):
+            request = parse_request(endpoint, with_defaults(job.body, model.defaults))
         preparer = await self._preparers.get(model)
         prepare = partial(
             preparer.prepare,
@@ -220,8 +224,10 @@ class Validate(Stage):
     async def _model(self, name: str) -> ModelCard:
         model = await self.pipe.registry.find(name)
         if model is None:
-            known = ", ".join(self.pipe.registry.models) or "none yet"
-            raise ModelNotFound(f"The model {name!r} is not served here. Served: {known}.", param="model")
+            known = [each for card in self.pipe.registry.models.values() for each in (card.name, *card.aliases)]
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"Served: {', '.join(known) or 'none yet'}."
+            raise ModelNotFound(f"The model {name!r} is not served here. {hint}", param="model")
         return model
 
     def _deadline(self, timeout: float | None, message: Message, created: float) -> float:
@@ -246,3 +252,11 @@ class Validate(Stage):
     @property
     def _default_timeout(self) -> float:
         return min(self.pipe.settings.default_timeout, self.pipe.settings.longest_timeout)
+
+
+def with_defaults(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A request's body with a model's sampling defaults where it leaves something to them."""
+    has = {name for name, value in body.items() if value is not None}
+    if "max_completion_tokens" in has:
+        has.add("max_tokens")  # another name of the same
+    return body | {name: value for name, value in defaults.items() if name not in has}

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...config.settings import BUILT_IN_STAGES, Settings
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal, StorageFull, StreamFull
 from ...schemas.events import ErrorBody
-from ...schemas.registry import ModelCard
 from ...streams.port import Broker
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
@@ -34,7 +33,8 @@ from .generate import add_generate
 from .ignored import HEADER, Ignored
 from .keys import Authentication, Keys
 from .messages import add_messages
-from .openapi import complete, refusals
+from .models import ModelRoutes
+from .openapi import complete
 from .preparers import Preparers
 from .requests import Gateway
 from .responses import add_responses
@@ -66,16 +66,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     add_conversations(app, gateway)
     add_messages(app, gateway)
 
-    @app.get("/models", tags=["openai"])
-    @app.get("/v1/models", tags=["openai"])
-    async def models() -> Any:
-        """List the models that are served."""
-        return {"object": "list", "data": [_model(card) for card in registry.models.values()]}
-
-    @app.get("/v1/models/{name:path}", tags=["openai"], responses=refusals(404))
-    async def model(name: str) -> Any:
-        """Show a model."""
-        return _model(await preparers.card(name))
+    ModelRoutes(gateway, registry, preparers).add_to(app)
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:
@@ -105,16 +96,6 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
 
     add_streams(app, gateway)
     return app
-
-
-def _model(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "penstock",
-        "max_model_len": card.context_length,
-    }
 
 
 def _add_middleware(app: FastAPI, settings: Settings) -> None:

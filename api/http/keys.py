@@ -91,7 +91,7 @@ def _owners(entries: Mapping[str, str]) -> dict[str, ApiKey]:
             faults.append(f"{origin}: {error}")
         else:
             if found.setdefault(key.digest, key) != key:
-                faults.append(f"{origin}: this key is listed before with another tenant or max_priority; remove one")
+                faults.append(f"{origin}: this key is listed before with another tenant or other rights; remove one")
     if faults:
         raise ConfigurationError(faults)
     return found
@@ -127,7 +127,9 @@ class Authentication:
                 response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
-            scope.setdefault("state", {}).update(tenant=owner.tenant, max_priority=owner.max_priority)
+            scope.setdefault("state", {}).update(
+                tenant=owner.tenant, max_priority=owner.max_priority, admin=owner.admin
+            )
         await self.app(scope, receive, send)
 
 
@@ -138,13 +140,16 @@ def make_key(
     max_priority: Annotated[
         str | None, typer.Option(help="The highest priority that its requests may have: high, normal or low.")
     ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="It may also load and unload models.")] = False,
 ) -> None:
     """Make an API key and print its line for the file of --api-keys-file."""
     if re.fullmatch(TOKEN_PATTERN, tenant) is None:
         raise typer.BadParameter("a tenant's name may hold only letters, digits, '_' and '-', at most 64")
     key = f"sk-penstock-{secrets.token_urlsafe(32)}"
     try:
-        entry = ApiKey.parse(f"{tenant}={key}" + (f" max_priority={max_priority}" if max_priority else ""))
+        entry = ApiKey.parse(
+            f"{tenant}={key}" + (f" max_priority={max_priority}" if max_priority else "") + (" admin" if admin else "")
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     print(f"The key, shown only now:\n{key}\n\nIts line for the file:\n{entry}")

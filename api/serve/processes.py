@@ -58,17 +58,7 @@ class ProcessKeeper:
         while not until.is_set() and self.fatal is None:
             await self.may_start.wait()
             born = asyncio.get_running_loop().time()
-            child = self.running[part.name] = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "penstock", *part.arguments),
-                env=environment,
-                stdin=DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                pass_fds=part.files,
-                start_new_session=True,  # Ctrl-C reaches only the parent, which ends the children in order
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            )
-            status = await self._until(child, until)
+            status = await self.run(part, environment, until)
             if until.is_set():
                 return
             if status != FATAL_EXIT:
@@ -87,6 +77,20 @@ class ProcessKeeper:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await until.wait()
+
+    async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
+        """Run a child once, and end it when `until` is set; returns its exit status."""
+        child = self.running[part.name] = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock", *part.arguments),
+            env=environment,
+            stdin=DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=part.files,
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends the children in order
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+        return await self._until(child, until)
 
     async def _until(self, child: Process, until: asyncio.Event) -> int:
         """Wait for the child's end; once `until` is set, terminate it, and kill it if the drain takes too long."""

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,14 @@ from rich.console import Console
 from ...config.deployment import explicit
 from ...config.settings import Settings
 from ...config.sources import Loaded
+from ...schemas.catalogue import CatalogueEntry
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...streams.nats.broker import JetStreamBroker
-from ...streams.nats.deployment import owned
+from ...streams.nats.deployment import joined, owned
 from ...streams.nats.server import EmbeddedServer
+from ...streams.stores.catalogue import CatalogueStore
+from .agent import ModelAgent
 from .processes import LEAST_DELAY, Part, ProcessKeeper, child_environment, keep_broker
 
 log = structlog.get_logger(__name__)
@@ -58,8 +61,10 @@ def base_url(listener: socket.socket) -> str:
 class Supervisor:
     """Runs until a signal, or until a child exits with an error that only an operator can fix."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, entries: Sequence[CatalogueEntry] | None = None) -> None:
+        """`entries` are the models to offer, where that is not the one of the settings."""
         self._loaded = loaded
+        self._entries = entries
         self._settings = loaded.settings
         self._keeper = ProcessKeeper(loaded.settings.drain_timeout)
 
@@ -76,19 +81,38 @@ class Supervisor:
             front = Part("front", ("front", "--fd", str(listener.fileno())), (listener.fileno(),))
             # On a server that others share, another `serve` may have workers too.
             own = f"{secrets.token_hex(4)}-" if settings.nats_url else ""
-            names = [f"{own}w{index}" for index in range(settings.workers)]
-            workers = [Part(f"worker {name}", ("worker", "--id", name)) for name in names]
             # Workers outlive the front process, which finishes running requests first.
             front_gone = asyncio.Event()
             async with asyncio.TaskGroup() as group:
-                for worker in workers:
-                    group.create_task(keeper.keep(worker, environment, front_gone))
-                announcing = group.create_task(announce(base_url(listener), settings.workers))
+                if self._entries is None:
+                    names = [f"{own}w{index}" for index in range(settings.workers)]
+                    for worker in [Part(f"worker {name}", ("worker", "--id", name)) for name in names]:
+                        group.create_task(keeper.keep(worker, environment, front_gone))
+                else:
+                    group.create_task(self._place(self._entries, url, own or "serve-", front_gone))
+                expected = settings.workers if self._entries is None else 0
+                announcing = group.create_task(announce(base_url(listener), expected))
                 await keeper.keep(front, environment, keeper.stopping)
                 front_gone.set()
                 announcing.cancel()
         if keeper.fatal is not None:
             raise keeper.fatal
+
+    async def _place(self, entries: Sequence[CatalogueEntry], url: str, prefix: str, until: asyncio.Event) -> None:
+        """Start and end the workers of the models that are asked for."""
+        given = explicit(self._loaded)
+        own = self._settings.model_copy(update={"nats_url": url})
+        async with connected(own, "agent", patient=True) as broker:
+            settings = await joined(broker, replace(self._loaded, settings=own))
+            store = await CatalogueStore.of(broker)
+            await store.change(lambda known: known.offer(entries))
+
+            def environment(chosen: Settings) -> dict[str, str]:
+                hidden = [name for name in SHARED if name not in given or not self._settings.nats_url]
+                return child_environment(chosen, url, without=[*hidden, "models", "model_dir"])
+
+            agent = ModelAgent(broker, store, settings, f"{prefix}host", self._keeper, environment)
+            await agent.run(until)
 
     def _on_signals(self) -> None:
         def stop() -> None:

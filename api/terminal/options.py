@@ -22,7 +22,14 @@ ServerUrl = Annotated[
 ApiKey = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key, if the server needs one.")]
 
 # Panels of `--help`, each by the first of its settings.
-PANELS = {"host": "Serving", "nats_url": "Broker", "pipeline": "Pipeline", "mcp_config": "Tools", "backend": "Engine"}
+PANELS = {
+    "models": "Models",
+    "host": "Serving",
+    "nats_url": "Broker",
+    "pipeline": "Pipeline",
+    "mcp_config": "Tools",
+    "backend": "Engine",
+}
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -30,6 +30,11 @@ class Waiting:
     told: int | None = None  # the position that its client heard last; set by the batch stage
 
     @property
+    def streams(self) -> bool:
+        """Whether the client reads the answer as it comes."""
+        return self.job.body.get("stream") is True
+
+    @property
     def rank(self) -> int:
         return PRIORITIES.index(self.job.priority)
 

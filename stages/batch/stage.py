@@ -22,7 +22,7 @@ from ...schemas.jobs import InferenceBatch, Priority, ValidatedJob, most_togethe
 from ...schemas.registry import WorkerCard
 from ...streams.outages import outage_logged
 from ...streams.port import SCHEMA, Consumer, Delivery, Message
-from ...streams.topology import PRIORITIES, batch_stream
+from ...streams.topology import PRIORITIES, batch_stream, lanes_of
 from .. import endings
 from ..contract import Intake, JobStage, Pipe
 from .dead_workers import Reclaimer
@@ -33,6 +33,7 @@ from .workers import Seats, Workers
 log = structlog.get_logger(__name__)
 
 TICK = 1.0  # seconds between two reports of positions to clients, and checks of silent workers
+LOOK_PAUSE = 0.1  # seconds; the least between two looks for workers that are not known
 RECENT = 60.0  # seconds for which seats are kept for a tenant that has sent requests
 RESUMED = -(1 << 60)  # added to the sequences of jobs that ran already: they go before those that wait
 
@@ -58,18 +59,21 @@ class Batch(JobStage):
         self._tenants: OrderedDict[str, float] = OrderedDict()  # when each came last, that of the newest last
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
         self._changed = asyncio.Event()  # a job has come, or room
+        self._unknown = asyncio.Event()  # a worker that the registry does not know has reported its room
         self._leaving = False  # set by leave
 
     async def run(self, intake: Intake) -> None:
         subjects = self.pipe.subjects
 
         def hear(message: Message) -> None:
-            self._workers.hear(message)
+            if not self._workers.hear(message):
+                self._unknown.set()
             self._changed.set()
 
         await self.pipe.broker.listen(subjects.room_all(), hear)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._consume_lanes(intake))
+            group.create_task(self._meet())
             group.create_task(Reclaimer(self.pipe, intake).run())
             group.create_task(self._tick())
             while True:
@@ -102,6 +106,16 @@ class Batch(JobStage):
     async def _consume(self, intake: Intake, lanes: str, priority: Priority) -> Consumer:
         subject = self.pipe.subjects.batch_of(lanes, priority)
         return await intake.consume(batch_stream(lanes, priority), f"batch-{priority}", subject)
+
+    async def _meet(self) -> None:
+        """Look for the card of a worker as soon as it reports its room: requests may be waiting for it."""
+        while True:
+            await self._unknown.wait()
+            self._unknown.clear()
+            with outage_logged("registry is stale"):
+                await self.pipe.registry.look()
+            self._changed.set()
+            await asyncio.sleep(LOOK_PAUSE)
 
     async def leave(self) -> None:
         """What waits is another copy's from now on."""
@@ -274,8 +288,28 @@ class Batch(JobStage):
             with outage_logged("queue positions cannot be published"):
                 await self._choose_strategy()
                 await self._account()
+                self._refuse()
                 for lanes in list(self._lanes.values()):
                     await self._tell(lanes)
+
+    def _refuse(self) -> None:
+        """End the jobs of models that cannot be loaded, and those that have waited for their model long enough."""
+        registry, now = self.pipe.registry, self.pipe.now()
+        for (model, revision), lanes in self._lanes.items():
+            refusal = registry.refusals.get(lanes_of(model, revision))
+            card = registry.models.get(model)
+            limit = card.wait_limit if card and not registry.workers_for(model, revision) else None
+            for waiting in [waiting for waiting in lanes if not waiting.sent.done()]:
+                if refusal is not None and waiting.job.created <= refusal.at:
+                    waiting.sent.set_exception(refusal.error(now))
+                elif limit is not None and not waiting.streams and waiting.job.created + limit <= now:
+                    waiting.sent.set_exception(
+                        Overloaded(
+                            f"The model {model!r} was not loaded within {limit:g} s; try again later, or stream the "
+                            "answer to wait longer.",
+                            retry_after=5.0,
+                        )
+                    )
 
     async def _account(self) -> None:
         """Say what is in flight, and free the seats of what went astray."""

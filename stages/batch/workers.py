@@ -95,16 +95,18 @@ class Workers:
         self._seats: dict[str, Seats] = {}
         self._numbers = count(1)
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: Message) -> bool:
+        """Take a report of free seats; returns whether the registry knows its worker."""
         try:
             room = Room.model_validate_json(message.data)
         except ValidationError:
             log.warning("a worker's message cannot be read", subject=message.subject)
-            return
+            return True
         seats = self._seats.get(room.worker)
         if seats is None or seats.room.incarnation != room.incarnation:
             seats = self._seats[room.worker] = Seats(room, self._numbers)
         seats.hear(room, self.copy)
+        return any(card.incarnation == room.incarnation for card in self._registry.workers)
 
     def living(self, model: str, revision: int) -> list[tuple[WorkerCard, Seats]]:
         """Live workers of this revision of `model` that have reported their free seats."""

@@ -16,14 +16,17 @@ from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
 from ...schemas.errors import StartupError
-from ...schemas.registry import ModelCard, ModelLanes, StageCard, WorkerCard
+from ...schemas.registry import ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
 from ..lanes import present_lanes
 from ..outages import outage_logged
 from ..port import Broker, Entry
+from ..topology import lanes_of
 
 log = structlog.get_logger(__name__)
 
 Card = TypeVar("Card", bound=BaseModel)
+AGENT, LAST_WORD = "agent.", "last-word."  # begin keys in the bucket `workers`
+REFUSED = "refused."  # begins the keys of refusals in the bucket `state`
 
 
 class Registry:
@@ -37,6 +40,8 @@ class Registry:
         self.ended: dict[str, WorkerCard] = {}  # workers whose process has ended, by id; set by drop_ended
         self.stages: tuple[StageCard, ...] = ()  # set by refresh
         self.lanes: dict[str, ModelLanes] = {}  # of all models for which requests may wait, by token; set by refresh
+        self.agents: frozenset[str] = frozenset()  # names of the hosts' agents that live; set by refresh
+        self.refusals: dict[str, ModelRefusal] = {}  # of models that cannot be loaded, by the token of their lanes
         self._lanes_changed = asyncio.Event()
         self._looks = 0  # that have begun
         self._looking = asyncio.Lock()
@@ -50,9 +55,13 @@ class Registry:
 
     async def find(self, model: str) -> ModelCard | None:
         """The model of this name; one that is not known is looked for, as it may just have been announced."""
-        if model not in self.models:
+        if (found := self._named(model)) is None:
             await self.look()
-        return self.models.get(model)
+            found = self._named(model)
+        return found
+
+    def _named(self, name: str) -> ModelCard | None:
+        return self.models.get(name) or next((card for card in self.models.values() if name in card.aliases), None)
 
     async def look(self) -> None:
         """Refresh the cards now; all that ask while another looks share the next look."""
@@ -66,10 +75,18 @@ class Registry:
         live = await (await self._broker.bucket("workers")).entries()
         known = await (await self._broker.bucket("models")).entries()
         self.workers = tuple(_cards(WorkerCard, live, "worker."))
+        self.agents = frozenset(entry.key.removeprefix(AGENT) for entry in live if entry.key.startswith(AGENT))
         self.ended = {}
         self.drop_ended()
         self.stages = tuple(_cards(StageCard, live, "stage."))
-        self.models = {card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: card.created)}
+        self.models = {
+            card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: (card.created, card.name))
+        }
+        state = await self._broker.bucket("state")
+        refused = await state.entries(REFUSED)
+        self.refusals = {
+            entry.key.removeprefix(REFUSED): ModelRefusal.model_validate_json(entry.value) for entry in refused
+        }
         lanes = await present_lanes(self._broker)
         if lanes.keys() != self.lanes.keys():
             self.lanes = lanes
@@ -94,8 +111,8 @@ class Registry:
         return [worker for worker in self.workers if (worker.model.name, worker.model.revision) == (model, revision)]
 
     def missing(self, stages: Sequence[str]) -> list[str]:
-        """The stages without a live copy; a worker is a copy of infer."""
-        live = {card.stage for card in self.stages} | ({"infer"} if self.workers else set())
+        """The stages without a live copy; a worker is a copy of infer, and an agent starts one when it is asked for."""
+        live = {card.stage for card in self.stages} | ({"infer"} if self.workers or self.agents else set())
         return [stage for stage in stages if stage not in live]
 
     async def claim(self, card: WorkerCard) -> None:
@@ -117,6 +134,11 @@ class Registry:
                 )
             await asyncio.sleep(self._interval / 2)
 
+    async def refuse_model(self, model: str, revision: int, refusal: ModelRefusal | None) -> None:
+        """Refuse the requests of a model, or no longer."""
+        state, key = await self._broker.bucket("state"), REFUSED + lanes_of(model, revision)
+        await (state.delete(key) if refusal is None else state.put(key, _encoded(refusal)))
+
     async def announce_model(self, card: ModelCard) -> None:
         await (await self._broker.bucket("models")).put(_key(card), _encoded(card))
 
@@ -124,8 +146,25 @@ class Registry:
         await (await self._broker.bucket("models")).delete(_key(card))
 
     async def announce_worker(self, card: WorkerCard) -> None:
-        await self.announce_model(card.model)
+        if not card.model.catalogued:
+            await self.announce_model(card.model)
         await (await self._broker.bucket("workers")).put(f"worker.{card.id}", _encoded(card))
+
+    async def announce_agent(self, name: str) -> None:
+        await (await self._broker.bucket("workers")).put(AGENT + name, b"")
+
+    async def leave_word(self, worker: str, reason: str) -> None:
+        """Say why this worker cannot run; its agent reads it."""
+        await (await self._broker.bucket("workers")).put(LAST_WORD + worker, reason.encode())
+
+    async def last_word(self, worker: str) -> str | None:
+        """What a worker said last, if it has ended just now; it is forgotten."""
+        bucket = await self._broker.bucket("workers")
+        entry = await bucket.get(LAST_WORD + worker)
+        if entry is None:
+            return None
+        await bucket.delete(entry.key)
+        return entry.value.decode()
 
     async def announce_stage(self, card: StageCard) -> None:
         await (await self._broker.bucket("workers")).put(f"stage.{card.stage}.{card.id}", _encoded(card))

@@ -1,0 +1,216 @@
+"""The models on offer: OpenAI's list, and what llama.cpp's router adds to it: states, loading, unloading, and news.
+
+A model that is "unloaded" can be asked for all the same: it is loaded for the first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from ...schemas.catalogue import RevisionKey
+from ...schemas.errors import Conflict, Forbidden, InvalidRequest
+from ...schemas.model_state import IllegalTransition, ModelState, ModelStatus, enqueue, start_draining, unload
+from ...schemas.openai.chat import Body
+from ...schemas.registry import ModelCard
+from ...streams.outages import outage_logged
+from ...streams.stores.catalogue import CatalogueStore
+from ...streams.stores.registry import Registry
+from ...streams.topology import PRIORITIES, batch_stream, lanes_of
+from .openapi import STREAMED, body_of, refusals
+from .preparers import Preparers
+from .requests import Gateway, read_parsed
+
+LOOK = 0.5  # seconds between two looks at the states, for those who listen
+_WIRE: Mapping[ModelStatus, str] = {  # our words and those of llama.cpp's router
+    "unloaded": "unloaded",
+    "queued": "loading",
+    "loading": "loading",
+    "ready": "loaded",
+    "draining": "loaded",
+    "failed": "unloaded",
+}
+
+
+class ModelRequest(Body):
+    """Names a model, or one of its aliases."""
+
+    model: str = Field(min_length=1)
+
+
+class ModelRoutes:
+    def __init__(self, gateway: Gateway, registry: Registry, preparers: Preparers) -> None:
+        self._gateway = gateway
+        self._registry = registry
+        self._preparers = preparers
+        self._kept: CatalogueStore | None = None  # opened when it is first needed
+
+    def add_to(self, app: FastAPI) -> None:
+        errors = refusals(400, 403, 404, 408, 409, 413, 500, 503)
+        for path in ("/models", "/v1/models"):
+            app.get(path, tags=["openai"])(self.models)
+        app.get("/models/sse", tags=["models"], response_class=StreamingResponse, responses=STREAMED)(self.news)
+        app.get("/v1/models/status", tags=["models"])(self.status)
+        app.get("/v1/models/{name:path}", tags=["openai"], responses=refusals(404))(self.model)
+        for path, route in (("/models/load", self.load), ("/models/unload", self.unload)):
+            app.post(path, tags=["models"], responses=errors, openapi_extra=body_of(ModelRequest))(route)
+
+    async def models(self) -> Any:
+        """Every model that can be asked for, loaded or not."""
+        states = await self._states()
+        return {"object": "list", "data": [self._described(card, states) for card in self._registry.models.values()]}
+
+    async def model(self, name: str) -> Any:
+        """One model, by its name or an alias."""
+        return self._described(await self._preparers.card(name), await self._states())
+
+    async def status(self) -> Any:
+        """What the models are doing: the whole, and by model its state, what waits for it and its last error."""
+        states = await self._states()
+        models: list[dict[str, Any]] = []
+        reached: list[ModelStatus] = []
+        for card in self._registry.models.values():
+            state = states.get(RevisionKey(card.name, card.revision))
+            token = lanes_of(card.name, card.revision)
+            waiting = 0
+            if token in self._registry.lanes:
+                lanes = [await self._gateway.broker.held(batch_stream(token, priority)) for priority in PRIORITIES]
+                waiting = sum(lane.messages for lane in lanes)
+            reached.append(self._state(card, state))
+            models.append(
+                {
+                    "id": card.name,
+                    "revision": card.revision,
+                    "state": reached[-1],
+                    "progress": state.progress if state and state.status == "loading" else None,
+                    "queue_length": waiting,
+                    "loads": state.loads if state else 0,
+                    "last_error": state.reason if state and state.status == "failed" else None,
+                }
+            )
+        return {"state": _overall(reached), "models": models}
+
+    async def load(self, request: Request) -> Any:
+        """Load a model before it is asked for."""
+        key = await self._key(request)
+        await self._change(key, partial(_requested, now=time.time()))
+        return {"success": True}
+
+    async def unload(self, request: Request) -> Any:
+        """Unload a model once it has finished what it runs; what waits for it then loads it again."""
+        key = await self._key(request)
+        await self._change(key, partial(_unwanted, now=time.time()))
+        return {"success": True}
+
+    async def news(self, request: Request) -> StreamingResponse:
+        """The state of each model as SSE, and then every change."""
+        return StreamingResponse(self._news(request), media_type="text/event-stream")
+
+    async def _news(self, request: Request) -> AsyncIterator[bytes]:
+        told: dict[str, Any] = {}
+        clock = asyncio.get_running_loop().time
+        heard = clock()
+        while not await request.is_disconnected() and not self._gateway.bridge.draining:
+            with outage_logged("the states of models cannot be read"):
+                states = await self._states()
+                for card in list(self._registry.models.values()):
+                    news = {"model": card.name, "status": self._wire(card, states)}
+                    if told.get(card.name) != news:
+                        told[card.name] = news
+                        heard = clock()
+                        yield b"event: model_status\ndata: " + orjson.dumps(news) + b"\n\n"
+            if clock() - heard >= self._gateway.settings.keepalive_interval:
+                heard = clock()
+                yield b": ping\n\n"
+            await asyncio.sleep(LOOK)
+
+    async def _states(self) -> Mapping[RevisionKey, ModelState]:
+        if not any(card.catalogued for card in self._registry.models.values()):
+            return {}
+        return await (await self._store()).states()
+
+    async def _store(self) -> CatalogueStore:
+        if self._kept is None:
+            self._kept = await CatalogueStore.of(self._gateway.broker)
+        return self._kept
+
+    def _described(self, card: ModelCard, states: Mapping[RevisionKey, ModelState]) -> dict[str, Any]:
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": card.created,
+            "owned_by": "penstock",
+            "max_model_len": card.context_length,
+            "aliases": card.aliases,
+            "status": self._wire(card, states),
+            "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        }
+
+    def _wire(self, card: ModelCard, states: Mapping[RevisionKey, ModelState]) -> dict[str, Any]:
+        state = states.get(RevisionKey(card.name, card.revision))
+        found: dict[str, Any] = {"value": _WIRE[self._state(card, state)]}
+        if state is not None and state.status == "loading":
+            found["progress"] = state.progress
+        if state is not None and state.status == "failed":
+            found |= {"failed": True, "error": state.reason}
+        return found
+
+    def _state(self, card: ModelCard, state: ModelState | None) -> ModelStatus:
+        """A model that no agent places is what its workers say of it."""
+        if card.catalogued:
+            return state.status if state else "unloaded"
+        return "ready" if self._registry.workers_for(card.name, card.revision) else "loading"
+
+    async def _key(self, request: Request) -> RevisionKey:
+        """The model that an operator's request names. Raises `Forbidden`, and `InvalidRequest` or `ModelNotFound`."""
+        if not getattr(request.state, "admin", True):
+            raise Forbidden("This key may not load or unload models; use one with the word admin.", code="not_admin")
+        asked = await read_parsed(ModelRequest, request, self._gateway.settings)
+        card = await self._preparers.card(asked.model)
+        if not card.catalogued:
+            raise InvalidRequest(
+                f"{card.name!r} is served by workers of its own, and stays loaded while they run; models that are "
+                "loaded on demand come from --models or --model-dir.",
+                param="model",
+            )
+        return RevisionKey(card.name, card.revision)
+
+    async def _change(self, key: RevisionKey, change: Callable[[ModelState], ModelState]) -> None:
+        try:
+            await (await self._store()).change_state(key, change)
+        except IllegalTransition as error:
+            raise Conflict(f"{error}.", code="model_state") from None
+
+
+def _requested(state: ModelState, *, now: float) -> ModelState:
+    if state.status in ("queued", "loading", "ready"):
+        return state
+    return enqueue(state, now, requested=True)
+
+
+def _unwanted(state: ModelState, *, now: float) -> ModelState:
+    reason = "an operator has unloaded it"
+    match state.status:
+        case "ready":
+            return start_draining(state, now, reason)
+        case "queued" | "failed" | "loading":
+            return unload(state, now, reason)
+        case _:
+            return state
+
+
+def _overall(states: list[ModelStatus]) -> str:
+    """The word of the specification for all models together."""
+    if {"queued", "loading"} & {*states}:
+        return "switching" if {"ready", "draining"} & {*states} else "loading"
+    if "ready" in states or "draining" in states:
+        return "ready"
+    return "error" if "failed" in states else "idle"
