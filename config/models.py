@@ -30,3 +30,10 @@ class ModelsSettings(BaseSettings):
     longest_wait: float = Field(
         15.0, ge=0, description="How long requests wait for memory before models that are busy drain for theirs."
     )
+    max_models: int = Field(
+        16,
+        ge=1,
+        le=500,
+        description="Models for which requests may wait, each in lanes of its own; together they have a quarter of "
+        "store_limit. One that has had no worker for ten minutes, and nothing waiting, gives its lanes up to another.",
+    )

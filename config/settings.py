@@ -129,13 +129,6 @@ class Settings(ModelsSettings):
     nats_server: Path | None = Field(None, description="Binary for the embedded server; the bundled one by default.")
     nats_timeout: float = Field(5.0, gt=0, description="How long one broker operation may take.")
     nats_replicas: int = Field(1, ge=1, le=5, description="Copies that a NATS cluster keeps of each stream.")
-    max_models: int = Field(
-        16,
-        ge=1,
-        le=500,
-        description="Models for which requests may wait, each in lanes of its own; together they have a quarter of "
-        "store_limit. One that has had no worker for ten minutes, and nothing waiting, gives its lanes up to another.",
-    )
     store_limit: ByteSize = Field(
         ByteSize(16 << 30),
         ge=64 << 20,
