@@ -37,3 +37,11 @@ class ModelsSettings(BaseSettings):
         description="Models for which requests may wait, each in lanes of its own; together they have a quarter of "
         "store_limit. One that has had no worker for ten minutes, and nothing waiting, gives its lanes up to another.",
     )
+    tool_format: str = Field(
+        "auto", min_length=1, description="How the model writes tool calls; auto: as its chat template suggests."
+    )
+    reasoning_format: str = Field(
+        "auto",
+        min_length=1,
+        description="How the model writes thoughts; auto: as its chat template suggests; none: all is content.",
+    )

@@ -273,14 +273,6 @@ class Settings(ModelsSettings):
         None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."
     )
     echo_rate: float = Field(0.0, ge=0, description="Tokens a second and request of the echo backend; 0: no limit.")
-    tool_format: str = Field(
-        "auto", min_length=1, description="How the model writes tool calls; auto: as its chat template suggests."
-    )
-    reasoning_format: str = Field(
-        "auto",
-        min_length=1,
-        description="How the model writes thoughts; auto: as its chat template suggests; none: all is content.",
-    )
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
 
     @field_validator("nats_url")
