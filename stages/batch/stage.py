@@ -16,15 +16,16 @@ from itertools import islice
 import structlog
 
 from ...schemas import codec
-from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, StartupError, Transient
+from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ...schemas.events import Queued
-from ...schemas.jobs import InferenceBatch, Priority, ValidatedJob, most_together
+from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
 from ...schemas.registry import WorkerCard
 from ...streams.outages import outage_logged
-from ...streams.port import SCHEMA, Consumer, Delivery, Message
-from ...streams.topology import PRIORITIES, batch_stream, lanes_of
+from ...streams.port import SCHEMA, Delivery, Message
+from ...streams.topology import lanes_of
 from .. import endings
 from ..contract import Intake, JobStage, Pipe
+from .consuming import consume_lanes
 from .dead_workers import Reclaimer
 from .lanes import MOST_TENANTS, Lanes, Waiting
 from .scheduling import STRATEGIES, Strategy, most_tokens
@@ -72,7 +73,7 @@ class Batch(JobStage):
 
         await self.pipe.broker.listen(subjects.room_all(), hear)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._consume_lanes(intake))
+            group.create_task(consume_lanes(self.pipe, intake))
             group.create_task(self._meet())
             group.create_task(Reclaimer(self.pipe, intake).run())
             group.create_task(self._tick())
@@ -84,28 +85,6 @@ class Batch(JobStage):
                 for key, lanes in list(self._lanes.items()):  # more may come meanwhile
                     while found := self._gather(key, lanes):
                         await self._send(*found)
-
-    async def _consume_lanes(self, intake: Intake) -> None:
-        """Take from the lanes of every model, from when it has some until they are removed."""
-        registry = self.pipe.registry
-        opened: dict[tuple[str, Priority], Consumer] = {}
-        while True:
-            changed = asyncio.create_task(registry.lanes_changed())
-            await asyncio.sleep(0)  # it listens from here on
-            wanted = {(lanes, priority) for lanes in registry.lanes for priority in PRIORITIES}
-            for lane in opened.keys() - wanted:
-                await opened.pop(lane).close()
-            for lane in sorted(wanted - opened.keys()):
-                try:
-                    opened[lane] = await self._consume(intake, *lane)
-                except (Transient, StartupError) as error:  # it has just been removed, or the broker is away
-                    log.warning("a lane cannot be consumed yet", model=registry.lanes[lane[0]].model, reason=str(error))
-            await asyncio.wait({changed}, timeout=None if opened.keys() == wanted else TICK)
-            changed.cancel()
-
-    async def _consume(self, intake: Intake, lanes: str, priority: Priority) -> Consumer:
-        subject = self.pipe.subjects.batch_of(lanes, priority)
-        return await intake.consume(batch_stream(lanes, priority), f"batch-{priority}", subject)
 
     async def _meet(self) -> None:
         """Look for the card of a worker as soon as it reports its room: requests may be waiting for it."""
