@@ -22,7 +22,7 @@ from penstock.engine.paged.runner import Runner
 pytestmark = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
 
 CPU = torch.device("cpu")
-# Heads of 24 numbers, so that keys and values begin inside a vector and inside a block of outputs.
+# Heads of 22 numbers, so that keys and values begin inside a vector and inside a block of outputs.
 SHAPE = LlamaConfig(
     vocab_size=300,
     hidden_size=104,
@@ -30,7 +30,7 @@ SHAPE = LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=24,
+    head_dim=22,
     max_position_embeddings=256,
     initializer_range=0.2,
 )
