@@ -18,7 +18,7 @@ from penstock.streams.port import Broker
 from penstock.streams.stores.catalogue import CatalogueStore
 from penstock.streams.topology import CATALOGUE, topology
 
-KEY = RevisionKey("org/qwen>*.3", 1)
+KEY = RevisionKey("org/qwen..>", 1)
 
 
 @pytest_asyncio.fixture
