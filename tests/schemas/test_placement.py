@@ -14,7 +14,7 @@ from model_host import RETRIES, RULES, Host
 
 from penstock.schemas.catalogue import RevisionKey
 from penstock.schemas.jobs import Priority
-from penstock.schemas.model_state import RESIDENT, become_ready, enqueue, fail, start_draining
+from penstock.schemas.model_state import RESIDENT, ModelState, become_ready, enqueue, fail, start_draining
 from penstock.schemas.placement import Device, Load, plan
 
 SIZES = {"a": ("cpu", 4), "b": ("cpu", 4), "c": ("cpu", 5), "d": ("cpu", 2), "huge": ("cpu", 11), "g": ("gpu", 3)}
@@ -380,6 +380,18 @@ def test_an_idle_model_is_unloaded_after_its_keep_alive(keep_alive: float, idle:
     host.settle()
     assert waiter.status == "served" and not host.having(*RESIDENT)
     assert host.states[RevisionKey("a", 1)].reason == "it was idle for longer than its keep_alive"
+
+
+def test_a_model_loaded_for_an_operator_stays_a_while() -> None:
+    host = host_of(8, a={"keep_alive": 0.0})
+    key = RevisionKey("a", 1)
+    host.states[key] = enqueue(ModelState(name="a"), host.now, requested=True)
+    host.settle()
+    host.end_load(key, ok=True)
+    assert host.having("ready") == [key]
+    host.now += RULES.least_residency
+    host.settle()
+    assert not host.having(*RESIDENT)
 
 
 def test_a_high_priority_comes_first_until_others_are_overdue() -> None:
