@@ -75,6 +75,10 @@ def serve(
         raise ConfigurationError(["give a model, or models by --models or --model-dir, and not both"])
     else:
         entries = read_models(settings.models, settings.model_dir)
+        if len(entries) > settings.max_models:
+            raise ConfigurationError(
+                [f"{len(entries)} models are offered, and max_models is {settings.max_models}: raise --max-models"]
+            )
     sealed = {"secret_key": settings.secret_key or secrets.token_hex(32)}
     _run(Supervisor(replace(loaded, settings=settings.model_copy(update=sealed)), entries).run())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -97,9 +96,13 @@ class ModelLanes(Record):
     revision: Annotated[int, Field(ge=1)] = 1
 
 
+_POINTLESS = 10.0  # seconds for which new requests are refused without another look
+
+
 class ModelRefusal(Record):
     """Why a model's requests are refused: those that came until `at` (Unix seconds), and those that come within
-    `retry_after` seconds of it; None: for as long as the record is there. Kept under the key `refused.<lanes>`."""
+    `retry_after` seconds of it, or a few if it is None: then it is pointless to try again. Kept under the key
+    `refused.<lanes>`."""
 
     reason: str
     at: float
@@ -107,11 +110,11 @@ class ModelRefusal(Record):
 
     def left(self, now: float) -> float:
         """Seconds for which new requests are still refused."""
-        return inf if self.retry_after is None else max(0.0, self.at + self.retry_after - now)
+        return max(0.0, self.at + (_POINTLESS if self.retry_after is None else self.retry_after) - now)
 
     def error(self, now: float) -> Overloaded:
-        left = self.left(now)
-        return Overloaded(self.reason, code="model_unavailable", retry_after=max(1.0, left) if left < inf else None)
+        wait = None if self.retry_after is None else max(1.0, self.left(now))
+        return Overloaded(self.reason, code="model_unavailable", retry_after=wait)
 
 
 class Admission(Record):

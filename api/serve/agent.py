@@ -18,7 +18,7 @@ import structlog
 
 from ...config.settings import Settings
 from ...schemas.catalogue import Catalogue, RevisionKey
-from ...schemas.errors import Fatal
+from ...schemas.errors import Fatal, StartupError
 from ...schemas.model_state import (
     RESIDENT,
     IllegalTransition,
@@ -51,13 +51,13 @@ from ...streams.outages import outage_logged
 from ...streams.port import Broker
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
-from ...streams.topology import INFER, PRIORITIES, batch_stream, lanes_of
+from ...streams.topology import INFER, PRIORITIES, Subjects, batch_stream, lanes_of
 from .hosting import Host
 from .processes import FATAL_EXIT, Part, ProcessKeeper
 
 log = structlog.get_logger(__name__)
 
-PAUSE = 0.25  # seconds between two plans
+PAUSE, IDLE_PAUSE = 0.25, 1.0  # seconds between two plans; while nothing loads, runs or waits
 ANNOUNCED = 60.0  # seconds between two announcements of a model; one that nobody announces is forgotten in ten minutes
 MOST_DEATHS = 3  # of a model's workers in a row, while they load or soon after, before its requests are refused
 USED = 1.0  # seconds; a busy model's last use is noted no more often
@@ -102,13 +102,16 @@ class ModelAgent:
 
     async def run(self, until: asyncio.Event) -> None:
         """Place models until `until` is set, then end the workers."""
+        subjects = Subjects(self._settings.namespace)
+        await self._broker.listen(subjects.admission(), lambda _: self._due.set())  # something waits, for some model
         try:
             while not until.is_set():
-                with outage_logged("models cannot be placed"):
-                    await self._step()
                 self._due.clear()
+                pause = PAUSE
+                with outage_logged("models cannot be placed"):
+                    pause = PAUSE if await self._step() else IDLE_PAUSE
                 waits = [asyncio.create_task(each.wait()) for each in (until, self._due)]
-                await asyncio.wait(waits, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 for wait in waits:
                     wait.cancel()
         finally:
@@ -116,7 +119,8 @@ class ModelAgent:
                 hosted.ending.set()
             await asyncio.gather(*(hosted.task for hosted in self._hosted.values() if hosted.task))
 
-    async def _step(self) -> None:
+    async def _step(self) -> bool:
+        """Plan, and do it; returns whether the next plan is due soon."""
         now = time.time()
         await self._tell()
         catalogue = await self._store.read()
@@ -138,8 +142,10 @@ class ModelAgent:
             busy=[key for key, hosted in self._hosted.items() if at_workers.get(hosted.worker)],
         )
         await self._refuse_unusable(demand, now)
-        for action in plan(view, self._rules, now):
+        actions = plan(view, self._rules, now)
+        for action in actions:
             await self._do(action, now)
+        return bool(actions or demand or view.busy or any(state.status == "loading" for state in states.values()))
 
     async def _tell(self) -> None:
         """Let others know that this agent lives."""
@@ -156,10 +162,21 @@ class ModelAgent:
                 key = RevisionKey(entry.name, number)
                 if key not in self._host.needs or clock - self._announced.get(key, -ANNOUNCED) < ANNOUNCED:
                     continue
-                await open_lanes(self._broker, self._settings, key.name, key.revision)
+                try:
+                    await open_lanes(self._broker, self._settings, key.name, key.revision)
+                except StartupError as error:
+                    log.error("model cannot be offered", model=key.name, reason=str(error))
+                    self._announced[key] = clock
+                    continue
+                if key not in self._announced:  # what a former agent said of it is out of date
+                    await self._registry.refuse_model(key.name, key.revision, None)
                 if number == entry.revision:
                     await self._registry.announce_model(self._host.card(key))
                 self._announced[key] = clock
+        offered = {entry.name for entry in catalogue.entries}
+        for card in list(self._registry.models.values()):
+            if card.catalogued and card.name not in offered:
+                await self._registry.withdraw_model(card)
 
     async def _watch(
         self, states: Mapping[RevisionKey, ModelState], at_workers: Mapping[str, int], now: float
@@ -195,8 +212,12 @@ class ModelAgent:
     ) -> dict[RevisionKey, Demand]:
         """What waits for each revision: in its lanes, and with a worker of it that is gone."""
         demand: dict[RevisionKey, Demand] = {}
+        offered = {RevisionKey(entry.name, number) for entry in catalogue.entries for number in entry.sources}
         for token, lanes in self._registry.lanes.items():
             key = RevisionKey(lanes.model, lanes.revision)
+            card = self._registry.models.get(lanes.model)
+            if key not in offered and (key not in states or (card is not None and not card.catalogued)):
+                continue  # workers of their own serve it
             depth = {
                 priority: (await self._broker.held(batch_stream(token, priority))).messages for priority in PRIORITIES
             }
@@ -252,6 +273,8 @@ class ModelAgent:
         part = Part(f"worker {hosted.worker}", ("worker", "--id", hosted.worker, "--revision", str(key.revision)))
         status = await self._keeper.run(part, self._environment(self._host.settings_of(key)), hosted.ending)
         reason = None if hosted.ending.is_set() else await self._reason(hosted, status)
+        if reason is not None:
+            self._host.forget(key)  # its files may have changed
         while True:
             with outage_logged("the end of a worker cannot be noted", worker=hosted.worker):
                 await self._change(key, partial(self._ended, reason=reason, is_final=status == FATAL_EXIT))
@@ -271,7 +294,7 @@ class ModelAgent:
         failed = fail(state, now, reason, self._retry)
         if is_final or failed.attempts > MOST_DEATHS:
             return failed
-        return failed.model_copy(update={"retry_at": now})  # who waits for it goes on waiting
+        return failed.model_copy(update={"retry_at": None})  # at once: who waits for it goes on waiting
 
     async def _reason(self, hosted: _Hosted, status: int) -> str:
         """Why a worker ended without being asked to: its own word, if it left one."""

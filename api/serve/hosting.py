@@ -18,6 +18,7 @@ from ...schemas.placement import Device, Need
 from ...schemas.registry import ModelCard
 
 SHARE = 0.9  # of the memory that is free at the start: models may take that together
+AGAIN = 10.0  # seconds until the files of a model with a fault are read again
 TOGETHER = 4  # models of open size that are to fit beside each other
 _ECHO_CONTEXT = 131_072  # tokens; the echo backend without a model's files has this many
 
@@ -32,6 +33,7 @@ class Host:
         self._gpus = _gpus()
         self._machine = memory_of_machine()
         self._examined: dict[RevisionKey, CatalogueEntry] = {}
+        self._found: dict[RevisionKey, float] = {}  # when each fault was found, by the monotonic clock
         self._chosen: dict[RevisionKey, Settings] = {}
         self._cards: dict[RevisionKey, ModelCard] = {}
 
@@ -41,15 +43,22 @@ class Host:
         for known in (self._examined, self.needs, self.faults, self._chosen, self._cards):
             for key in [key for key in known if key not in live]:
                 del known[key]
+        now = time.monotonic()
         for key, entry in live.items():
-            if self._examined.get(key) != entry:
+            again = key in self.faults and now - self._found.get(key, 0.0) >= AGAIN
+            if self._examined.get(key) != entry or again:
                 self.needs.pop(key, None)
                 self.faults.pop(key, None)
                 try:
                     await asyncio.to_thread(self._examine, key, entry, len(live))
                 except Fatal as error:
                     self.faults[key] = f"The model {key.name!r} cannot be served here: {error}"
+                    self._found[key] = now
                 self._examined[key] = entry
+
+    def forget(self, key: RevisionKey) -> None:
+        """Have its files read again."""
+        self._examined.pop(key, None)
 
     def card(self, key: RevisionKey) -> ModelCard:
         """What others need to know to prepare requests for it."""

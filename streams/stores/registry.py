@@ -51,7 +51,8 @@ class Registry:
         while True:
             with outage_logged("registry is stale"):
                 await self.refresh()
-            await asyncio.sleep(self._interval if self.workers else min(0.1, self._interval))
+            is_served = self.workers or self.agents  # the batch stage looks for workers that report themselves
+            await asyncio.sleep(self._interval if is_served else min(0.1, self._interval))
 
     async def find(self, model: str) -> ModelCard | None:
         """The model of this name; one that is not known is looked for, as it may just have been announced."""
