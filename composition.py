@@ -26,7 +26,7 @@ from .api.http.keys import Keys
 from .api.http.server import serve_http
 from .api.serve.supervisor import Supervisor, announce, base_url, connected, listen
 from .api.terminal.options import with_settings
-from .config.catalogue import read_models
+from .config.catalogue import offered_models
 from .config.logging import configure_logging
 from .config.process import host, keep_loaded
 from .config.settings import Settings
@@ -68,17 +68,9 @@ def serve(
     """
     configure_logging(loaded.settings)
     _check(loaded.settings)
-    settings, entries = loaded.settings, None
-    if settings.models is None and settings.model_dir is None:
+    settings, entries = loaded.settings, offered_models(loaded)
+    if entries is None:
         settings = _with_model(settings)
-    elif settings.model is not None:
-        raise ConfigurationError(["give a model, or models by --models or --model-dir, and not both"])
-    else:
-        entries = read_models(settings.models, settings.model_dir)
-        if len(entries) > settings.max_models:
-            raise ConfigurationError(
-                [f"{len(entries)} models are offered, and max_models is {settings.max_models}: raise --max-models"]
-            )
     sealed = {"secret_key": settings.secret_key or secrets.token_hex(32)}
     _run(Supervisor(replace(loaded, settings=settings.model_copy(update=sealed)), entries).run())
 

@@ -21,6 +21,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..schemas.catalogue import GGUF, CatalogueEntry, check_source, looks_like_path, parse_keep_alive
 from ..schemas.errors import ConfigurationError
+from .sources import Loaded
 
 _KEPT = ("version", "name", "revision", "others")  # not the file's to set
 KEYS = tuple(key for key in CatalogueEntry.model_fields if key not in _KEPT)
@@ -35,6 +36,32 @@ class _Found(NamedTuple):
     aliases: tuple[str, ...]
     where: str
     entry: CatalogueEntry | None
+
+
+def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:
+    """The models that `serve` is to offer by name; None if it serves one.
+
+    A setting that was given counts for each model that does not set it itself. Raises `ConfigurationError` with every
+    fault.
+    """
+    settings = loaded.settings
+    if settings.models is None and settings.model_dir is None:
+        return None
+    alone = ("model", "workers", "served_model_name")
+    if wrong := [name for name in alone if loaded.origins[name] != "default"]:
+        raise ConfigurationError(
+            [f"{name} is for a server of one model: leave it out with --models and --model-dir" for name in wrong]
+        )
+    given = [name for name in CatalogueEntry.model_fields if loaded.origins.get(name, "default") != "default"]
+    entries = read_models(settings.models, settings.model_dir)
+    if len(entries) > settings.max_models:
+        raise ConfigurationError(
+            [f"{len(entries)} models are offered, and max_models is {settings.max_models}: raise --max-models"]
+        )
+    return tuple(
+        entry.model_copy(update={name: getattr(settings, name) for name in given if name not in entry.model_fields_set})
+        for entry in entries
+    )
 
 
 def read_models(file: Path | None = None, directory: Path | None = None) -> tuple[CatalogueEntry, ...]:

@@ -264,14 +264,14 @@ class ModelAgent:
 
     def _start(self, key: RevisionKey) -> None:
         hosted = self._hosted[key] = _Hosted(key, self._worker(key))
-        hosted.task = asyncio.create_task(self._run(hosted))
+        hosted.task = asyncio.create_task(self._run(hosted, self._environment(self._host.settings_of(key))))
 
-    async def _run(self, hosted: _Hosted) -> None:
+    async def _run(self, hosted: _Hosted, environment: dict[str, str]) -> None:
         """Run a worker process to its end, and note that."""
         key = hosted.key
         log.info("model loads", model=key.name, revision=key.revision, worker=hosted.worker)
         part = Part(f"worker {hosted.worker}", ("worker", "--id", hosted.worker, "--revision", str(key.revision)))
-        status = await self._keeper.run(part, self._environment(self._host.settings_of(key)), hosted.ending)
+        status = await self._keeper.run(part, environment, hosted.ending)
         reason = None if hosted.ending.is_set() else await self._reason(hosted, status)
         if reason is not None:
             self._host.forget(key)  # its files may have changed

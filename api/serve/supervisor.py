@@ -24,13 +24,14 @@ from rich.console import Console
 from ...config.deployment import explicit
 from ...config.settings import Settings
 from ...config.sources import Loaded
-from ...schemas.catalogue import CatalogueEntry
+from ...schemas.catalogue import Catalogue, CatalogueEntry
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.deployment import joined, owned
 from ...streams.nats.server import EmbeddedServer
 from ...streams.stores.catalogue import CatalogueStore
+from ...streams.stores.registry import Registry
 from .agent import ModelAgent
 from .processes import LEAST_DELAY, Part, ProcessKeeper, child_environment, keep_broker
 
@@ -104,8 +105,16 @@ class Supervisor:
         own = self._settings.model_copy(update={"nats_url": url})
         async with connected(own, "agent", patient=True) as broker:
             settings = await joined(broker, replace(self._loaded, settings=own))
-            store = await CatalogueStore.of(broker)
-            await store.change(lambda known: known.offer(entries))
+            store, registry = await CatalogueStore.of(broker), Registry(broker, interval=settings.heartbeat_interval)
+            await registry.refresh()
+            names = {entry.name for entry in entries}
+
+            def offered(known: Catalogue) -> Catalogue:
+                """Our models alone, or beside those that other hosts offer."""
+                others = [entry for entry in known.entries if entry.name not in names]
+                return known.offer([*entries, *(others if registry.agents and self._settings.nats_url else ())])
+
+            await store.change(offered)
 
             def environment(chosen: Settings) -> dict[str, str]:
                 hidden = [name for name in SHARED if name not in given or not self._settings.nats_url]

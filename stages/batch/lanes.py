@@ -30,9 +30,9 @@ class Waiting:
     told: int | None = None  # the position that its client heard last; set by the batch stage
 
     @property
-    def streams(self) -> bool:
-        """Whether the client reads the answer as it comes."""
-        return self.job.body.get("stream") is True
+    def may_wait(self) -> bool:
+        """Whether it may wait however long its model takes: its client reads a stream, or it has run already."""
+        return self.sequence < 0 or self.job.body.get("stream") is True
 
     @property
     def rank(self) -> int:

@@ -281,7 +281,7 @@ class Batch(JobStage):
             for waiting in [waiting for waiting in lanes if not waiting.sent.done()]:
                 if refusal is not None and waiting.job.created <= refusal.at:
                     waiting.sent.set_exception(refusal.error(now))
-                elif limit is not None and not waiting.streams and waiting.job.created + limit <= now:
+                elif limit is not None and not waiting.may_wait and waiting.job.created + limit <= now:
                     waiting.sent.set_exception(
                         Overloaded(
                             f"The model {model!r} was not loaded within {limit:g} s; try again later, or stream the "

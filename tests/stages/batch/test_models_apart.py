@@ -13,7 +13,7 @@ from penstock.api.bridge.reading import Reading
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Cancelled, Done, Event, Failed
 from penstock.schemas.jobs import Job
-from penstock.schemas.registry import ModelCard
+from penstock.schemas.registry import ModelCard, ModelRefusal
 from penstock.stages.batch.stage import Batch
 from penstock.streams.lanes import open_lanes, remove_lanes
 from penstock.streams.topology import batch_stream, lanes_of
@@ -22,20 +22,20 @@ PATIENCE = 20.0  # seconds until a wait counts as endless
 ABSENT = "absent"
 
 
-async def with_absent(**values: Any) -> Pipeline:
+async def with_absent(card_fields: dict[str, Any] | None = None, **values: Any) -> Pipeline:
     """A pipeline in which requests may also wait for a model that has no worker."""
     pipeline = await Pipeline.start(**values)
     pipe = pipeline.pipe
     await open_lanes(pipe.broker, pipe.settings, ABSENT)
     (known,) = pipe.registry.models.values()
-    card = ModelCard.model_validate(known.model_dump() | {"name": ABSENT})
+    card = ModelCard.model_validate(known.model_dump() | {"name": ABSENT} | (card_fields or {}))
     await (await pipe.broker.bucket("models")).put("absent", card.model_dump_json().encode())
     await pipe.registry.refresh()
     return pipeline
 
 
-async def asked(pipeline: Pipeline, model: str) -> Reading:
-    body = {"model": model, "prompt": "hello", "max_tokens": 4}
+async def asked(pipeline: Pipeline, model: str, **fields: Any) -> Reading:
+    body = {"model": model, "prompt": "hello", "max_tokens": 4} | fields
     job = Job(id=f"t-{uuid.uuid4().hex}", endpoint="/v1/completions", bridge="test", body=body)
     return await pipeline.bridge.open(job, priority="normal", tenant="default")
 
@@ -107,4 +107,52 @@ async def test_lanes_may_be_removed_and_come_back_while_all_runs() -> None:
         await waiting(pipeline, 1)
         await reading.ask_to_stop()
         assert isinstance(await end_of(reading), Cancelled)
+    await pipeline.stop()
+
+
+async def refusal_of(reading: Reading) -> tuple[str | None, str]:
+    end = await end_of(reading)
+    assert isinstance(end, Failed) and end.error.status == 503
+    return end.error.code, end.error.message
+
+
+async def test_few_wait_for_a_model_that_is_not_loaded() -> None:
+    pipeline = await with_absent({"queue_limit": 2})
+    held = [await asked(pipeline, ABSENT) for _ in range(2)]
+    await waiting(pipeline, 2)
+    code, message = await refusal_of(await asked(pipeline, ABSENT))
+    assert code == "server_busy" and "2 requests wait for the model 'absent' to be loaded" in message
+    for reading in held:
+        await reading.ask_to_stop()
+        await end_of(reading)
+    await pipeline.stop()
+
+
+async def test_only_streams_wait_long_for_a_model() -> None:
+    pipeline = await with_absent({"wait_limit": 0.1})
+    stream, whole = await asked(pipeline, ABSENT, stream=True), await asked(pipeline, ABSENT)
+    code, message = await refusal_of(whole)
+    assert code == "server_busy" and "was not loaded within 0.1 s" in message
+    assert not stream.ended
+    await stream.ask_to_stop()
+    assert isinstance(await end_of(stream), Cancelled)
+    await pipeline.stop()
+
+
+async def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason_until_it_can() -> None:
+    pipeline = await with_absent()
+    registry = pipeline.pipe.registry
+    before = await asked(pipeline, ABSENT)
+    await waiting(pipeline, 1)
+    now = pipeline.pipe.now()
+    await registry.refuse_model(ABSENT, 1, ModelRefusal(reason="it is too large", at=now + 1.0, retry_after=60.0))
+    await registry.refresh()
+    assert await refusal_of(before) == ("model_unavailable", "it is too large")
+    assert await refusal_of(await asked(pipeline, ABSENT)) == ("model_unavailable", "it is too large")
+    await registry.refuse_model(ABSENT, 1, None)
+    await registry.refresh()
+    after = await asked(pipeline, ABSENT)
+    await waiting(pipeline, 1)
+    await after.ask_to_stop()
+    assert isinstance(await end_of(after), Cancelled)
     await pipeline.stop()
