@@ -302,7 +302,7 @@ def test_the_ceiling_of_a_key_is_in_its_line(file: Path) -> None:
 @pytest.mark.parametrize("option", ["max_priority=urgent", "max_priority", "max=low", "max_priority=low x=y"])
 def test_what_stands_behind_a_key_is_checked(file: Path, option: str) -> None:
     file.write_text(f"ada={ADA} {option}")
-    with pytest.raises(ConfigurationError, match="line 1: only max_priority= may follow a key"):
+    with pytest.raises(ConfigurationError, match="line 1: only admin and max_priority= may follow a key"):
         Keys((), file)
 
 

@@ -172,8 +172,8 @@ def test_a_tool_that_is_gone_when_its_call_is_approved(office: Office) -> None:
     answer = {"type": "mcp_approval_response", "approval_request_id": id, "approve": True}
     fewer = functions(allowed_tools=["look"])
     more = office.create("A pity.", input=[answer], previous_response_id=made["id"], tools=fewer, stream=True)
-    assert results(more) == [(None, "There is no tool add of functions any more.")]
-    assert office.done == [] and "no tool add" in office.model.asked[-1]
+    assert results(more) == [(None, "The tool add of functions is no longer available.")]
+    assert office.done == [] and "no longer available" in office.model.asked[-1]
 
 
 def test_the_last_turn_may_call_nothing(office: Office) -> None:
