@@ -24,6 +24,7 @@ FEW = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+ENDLESS = "/models/sse"  # it answers for as long as the client reads
 NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance", "not_a_server_error"]
 
 
@@ -49,6 +50,8 @@ def test_every_answer_is_documented(applications: Applications) -> None:
     for result in openapi.from_dict(applications.run(page(applications.apps[0]))).get_all_operations():
         assert isinstance(result, Ok)
         operation = result.ok()
+        if operation.path == ENDLESS:
+            continue
 
         @FEW
         @given(st.one_of(*map(operation.as_strategy, GenerationMode)), st.booleans())
