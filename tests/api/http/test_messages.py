@@ -421,7 +421,7 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
             "messages[0].content[0].content[0]: Input should be a block of type text or tool_reference",
         ),
         (content({"type": "tool_result", "tool_use_id": "t9"}), "no tool_use before it has the id 't9'"),
-        (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "the role user cannot have a block of type tool_use"),
+        (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "cannot have a block of type tool_use"),
         (content("Hello"), "messages[0].content[0]"),
         (content(role="tool"), "messages[0].role"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
