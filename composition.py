@@ -32,6 +32,7 @@ from .config.process import host, keep_loaded
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
+from .engine.backend import ProgressCallback
 from .engine.cpu.process import lower_priority, prepare_process, worker_threads
 from .engine.models import BUNDLED, read_model_info
 from .engine.text.forms import choose_form
@@ -218,9 +219,11 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
         kv_cache_memory=config.kv_cache_memory and human(config.kv_cache_memory),
     )
     async with contextlib.AsyncExitStack() as loading:
+        report: ProgressCallback | None = None
         if early := early_card(settings, revision):
-            await loading.enter_async_context(announced(lambda: _pipe(loaded, f"loading-{name}"), early, name))
-        engine = await asyncio.to_thread(InferenceEngine, config)
+            connect = partial(_pipe, loaded, f"loading-{name}")
+            report = await loading.enter_async_context(announced(connect, early, name))
+        engine = await asyncio.to_thread(partial(InferenceEngine, config, progress=report))
     try:
         card = WorkerCard(
             id=name,

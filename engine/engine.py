@@ -63,17 +63,15 @@ class InferenceEngine:
     ) -> None:
         """Load the model that `config` names, which may take minutes.
 
-        `progress` is called as the weights load; by default a terminal shows a bar. `backend` replaces the configured
+        `progress` is called as the weights load, and a terminal shows a bar. `backend` replaces the configured
         one. Raises `ConfigurationError` and `ModelLoadError`.
         """
         self.config = config
         if backend is not None:
             self._driver = Driver(lambda: backend, config.stall_timeout)
-        elif progress is not None:
-            self._driver = Driver(partial(load_backend, config, progress), config.stall_timeout)
         else:
-            with loading_bar(f"loading {config.model}") as bar:
-                self._driver = Driver(partial(load_backend, config, bar), config.stall_timeout)
+            with loading_bar(f"loading {config.model}", progress) as report:
+                self._driver = Driver(partial(load_backend, config, report), config.stall_timeout)
         self._backend = self._driver.backend
         self._clock = clock
         self._grammars = GrammarCompiler(self._backend.tokenizer)

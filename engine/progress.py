@@ -10,10 +10,11 @@ from .backend import ProgressCallback
 
 
 @contextmanager
-def loading_bar(title: str) -> Iterator[ProgressCallback | None]:
-    """Yield a callback that draws a bar titled `title`, or None if standard error is not a terminal."""
+def loading_bar(title: str, also: ProgressCallback | None = None) -> Iterator[ProgressCallback | None]:
+    """Yield a callback that draws a bar titled `title` and calls `also`; without a terminal as standard error it is
+    `also` itself."""
     if not sys.stderr.isatty():
-        yield None
+        yield also
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -23,5 +24,7 @@ def loading_bar(title: str) -> Iterator[ProgressCallback | None]:
 
         def report(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
+            if also is not None:
+                also(done, total)
 
         yield report

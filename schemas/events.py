@@ -130,10 +130,15 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """`position` counts from 1."""
+    """`position` counts from 1, and `wait` estimates the seconds until the request's turn. A request whose model has no
+    worker waits for one (`model` is "waiting"), or for one that loads ("loading"), of whose weights `progress` per cent
+    are there."""
 
     request: str
     position: int
+    model: Literal["waiting", "loading"] | None = None
+    progress: int | None = None
+    wait: float | None = None
     type: Literal["queued"] = "queued"
 
 

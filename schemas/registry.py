@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -87,6 +87,22 @@ class InFlight(Record):
 
     sender: SubjectToken
     seats: dict[str, int]
+
+
+class LoadProgress(Record):
+    """How far a worker has come with loading its model, in per cent of the weights, after `elapsed` seconds: published
+    at least once a second until it is done."""
+
+    worker: SubjectToken | Literal[""]
+    model: str
+    revision: Annotated[int, Field(ge=1)] = 1
+    percent: Annotated[int, Field(ge=0, le=100)]
+    elapsed: Annotated[float, Field(ge=0)]
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until it is done, if it goes on at the same rate; None: nothing says yet."""
+        return self.elapsed * (100 - self.percent) / self.percent if self.percent else None
 
 
 class ModelLanes(Record):

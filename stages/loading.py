@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from ..config.settings import Settings
+from ..engine.backend import ProgressCallback
 from ..engine.models import read_model_info
 from ..engine.sizing import CACHING
 from ..schemas.errors import PenstockError
-from ..schemas.registry import ModelCard
+from ..schemas.registry import LoadProgress, ModelCard
 from ..streams.lanes import open_lanes
 from ..streams.outages import outage_logged
 from .contract import Pipe
 
+TOLD = 0.5  # seconds between two reports of progress
 AGAIN = 60.0  # seconds between two announcements; a model that nobody announces is forgotten after some minutes
 
 
@@ -48,15 +50,21 @@ def model_card(settings: Settings, context_length: int, revision: int | None = N
 @contextlib.asynccontextmanager
 async def announced(
     connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard, worker: str = ""
-) -> AsyncIterator[None]:
+) -> AsyncIterator[ProgressCallback]:
     """Announce a model that `worker` is loading; if that fails, say why, and withdraw the model unless others serve it.
 
-    `connect` opens a connection for that alone, as loading does not wait for the broker.
+    `connect` opens a connection for that alone, as loading does not wait for the broker. Yields a callback for the
+    weights that have been loaded, which any thread may call.
     """
     failure: list[BaseException] = []
-    announcing = asyncio.create_task(_announce(connect, card, worker, failure))
+    loaded = [0, 1]
+    announcing = asyncio.create_task(_announce(connect, card, worker, failure, loaded))
+
+    def report(done: int, total: int) -> None:
+        loaded[:] = done, max(1, total)
+
     try:
-        yield
+        yield report
     except BaseException as error:
         failure.append(error)
         raise
@@ -66,16 +74,33 @@ async def announced(
 
 
 async def _announce(
-    connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard, worker: str, failure: list[BaseException]
+    connect: Callable[[], AbstractAsyncContextManager[Pipe]],
+    card: ModelCard,
+    worker: str,
+    failure: list[BaseException],
+    loaded: Sequence[int],
 ) -> None:
+    clock = asyncio.get_running_loop().time
+    begun = clock()
     async with connect() as pipe:
         await open_lanes(pipe.broker, pipe.settings, card.name, card.revision)
         try:
+            again = begun
             while True:
-                if not card.catalogued:
-                    with outage_logged("a model that is being loaded cannot be announced", model=card.name):
+                with outage_logged("a model that is being loaded cannot be announced", model=card.name):
+                    if clock() >= again and not card.catalogued:
                         await pipe.registry.announce_model(card)
-                await asyncio.sleep(AGAIN)
+                        again = clock() + AGAIN
+                    done, total = loaded
+                    progress = LoadProgress(
+                        worker=worker,
+                        model=card.name,
+                        revision=card.revision,
+                        percent=100 * done // total,
+                        elapsed=clock() - begun,
+                    )
+                    await pipe.broker.notify(pipe.subjects.loading(), progress.model_dump_json().encode())
+                await asyncio.sleep(TOLD)
         finally:
             if failure:
                 reason = str(failure[0]) if isinstance(failure[0], PenstockError) else type(failure[0]).__name__

@@ -44,9 +44,7 @@ DEAD_DATA = "dead-data"  # large bodies of dead letters
 OBJECT_DATA = "object-data"  # the bytes of objects that other buckets describe
 
 RELAY_GRACE = 180.0  # seconds that outputs and events outlive the longest request, until its last worker counts as dead
-
 GRACE = 2 * 86400.0  # seconds: two of a batch's windows
-
 CONSUMER_IDLE = 3600.0  # seconds after which the server deletes the consumer of a process that is gone
 
 _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
@@ -172,6 +170,10 @@ class Subjects:
     def in_flight_all(self) -> str:
         return f"{self.root}.control.in-flight.*"
 
+    def loading(self) -> str:
+        """Where workers that load a model publish their `LoadProgress`."""
+        return f"{self.root}.control.loading"
+
     def admission(self) -> str:
         """Where the queue publishes which priorities it accepts."""
         return f"{self.root}.control.admission"
@@ -258,10 +260,8 @@ def model_lanes(
     max_models: int = 16,
     store_limit: int = 1 << 30,
 ) -> list[StreamSpec]:
-    """The streams in which requests wait for one model, whose `lanes_of` these are: one of each priority.
-
-    `queue_limit` messages may wait in each, `tenant_limit` of one tenant; `max_models` share a quarter of the store.
-    """
+    """The streams in which requests wait for one model, whose `lanes_of` these are: one of each priority. In each may
+    wait `queue_limit` messages, `tenant_limit` of one tenant; `max_models` share a quarter of the store."""
     size = _for_models(store_limit) // max_models // len(PRIORITIES)
     specs = _lanes(
         f"{BATCH}_{_token(lanes).upper()}",

@@ -153,8 +153,8 @@ class Answer(EventStream):
         match event:
             case Accepted():
                 renderer.begin(event)
-            case Queued(position=position) if self._status:
-                return [b"event: status\ndata: " + orjson.dumps({"type": "queued", "position": position}) + b"\n\n"]
+            case Queued() if self._status:
+                return [b"event: status\ndata: " + orjson.dumps(_status(event)) + b"\n\n"]
             case Token():
                 if progress is None:
                     return list(renderer.chunks(event))
@@ -189,6 +189,16 @@ class Answer(EventStream):
                     await send(self._opening("application/json", {"content-length": str(len(body))}))
                     await send({"type": "http.response.body", "body": body})
                     return
+
+
+_WAITING = {None: "queued", "waiting": "waiting_for_model", "loading": "loading"}
+
+
+def _status(event: Queued) -> dict[str, Any]:
+    """What a client hears of its place in the queue and of its model."""
+    known = {"progress": event.progress, "estimated_seconds": event.wait}
+    said = {"type": _WAITING[event.model], "position": event.position}
+    return said | {name: value for name, value in known.items() if value is not None}
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
+from pydantic import ValidationError
 
 from ...config.settings import Settings
 from ...schemas.catalogue import Catalogue, RevisionKey
@@ -28,6 +29,7 @@ from ...schemas.model_state import (
     become_ready,
     enqueue,
     fail,
+    report_progress,
     start_draining,
     start_loading,
     touch,
@@ -45,10 +47,10 @@ from ...schemas.placement import (
     View,
     plan,
 )
-from ...schemas.registry import ModelRefusal, WorkerCard
+from ...schemas.registry import LoadProgress, ModelRefusal, WorkerCard
 from ...streams.lanes import open_lanes
 from ...streams.outages import outage_logged
-from ...streams.port import Broker
+from ...streams.port import Broker, Message
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
 from ...streams.topology import INFER, PRIORITIES, Subjects, batch_stream, lanes_of
@@ -69,6 +71,7 @@ class _Hosted:
 
     key: RevisionKey
     worker: str
+    percent: int = 0  # of its weights that are loaded
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -104,6 +107,7 @@ class ModelAgent:
         """Place models until `until` is set, then end the workers."""
         subjects = Subjects(self._settings.namespace)
         await self._broker.listen(subjects.admission(), lambda _: self._due.set())  # something waits, for some model
+        await self._broker.listen(subjects.loading(), self._hear)
         try:
             while not until.is_set():
                 self._due.clear()
@@ -118,6 +122,14 @@ class ModelAgent:
             for hosted in self._hosted.values():
                 hosted.ending.set()
             await asyncio.gather(*(hosted.task for hosted in self._hosted.values() if hosted.task))
+
+    def _hear(self, message: Message) -> None:
+        """Note how far a worker of ours has loaded its model."""
+        with contextlib.suppress(ValidationError):  # of another release
+            load = LoadProgress.model_validate_json(message.data)
+            hosted = self._hosted.get(RevisionKey(load.model, load.revision))
+            if hosted is not None and hosted.worker == load.worker:
+                hosted.percent = load.percent
 
     async def _step(self) -> bool:
         """Plan, and do it; returns whether the next plan is due soon."""
@@ -199,6 +211,8 @@ class ModelAgent:
                 ready = await self._change(key, partial(become_ready, now=now, incarnations=(card.incarnation,)))
                 await self._registry.refuse_model(key.name, key.revision, None)
                 found[key] = ready or state
+            elif state.status == "loading" and hosted.percent > state.progress:
+                found[key] = await self._change(key, partial(report_progress, percent=hosted.percent)) or state
             elif state.status == "ready" and at_workers.get(hosted.worker) and now - (state.last_used or 0.0) >= USED:
                 found[key] = await self._change(key, partial(touch, now=now)) or state
         return found

@@ -71,7 +71,7 @@ def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any]
                         found = orjson.loads(event.data)
                         if "error" in found:
                             raise ChatError(str(found["error"].get("message")))
-                        yield f"queued {found.get('position')}" if event.event == "status" else found
+                        yield _waiting(found) if event.event == "status" else found
                 raise httpx2.RemoteProtocolError("the answer ended early")
             except httpx2.HTTPError as error:
                 breaks += 1
@@ -84,6 +84,18 @@ def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any]
             with contextlib.suppress(httpx2.HTTPError):
                 server.delete(f"streams/{request}", timeout=5.0)
         raise
+
+
+def _waiting(status: dict[str, Any]) -> str:
+    """Why there is no answer yet, for a person."""
+    position = status.get("position")
+    match status.get("type"):
+        case "loading":
+            return f"the model loads, {status.get('progress', 0)} %; queued {position}"
+        case "waiting_for_model":
+            return f"waiting for the model; queued {position}"
+        case _:
+            return f"queued {position}"
 
 
 def _refused(response: httpx2.Response) -> ChatError:

@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from ...schemas.events import Queued
 from ...schemas.jobs import ValidatedJob
 from ...streams.topology import PRIORITIES
 
@@ -27,7 +28,7 @@ class Waiting:
     epoch: int = 0  # the newest that a worker may have given it
     sent: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     number: int = 0  # of the message to its worker; set by the batch stage
-    told: int | None = None  # the position that its client heard last; set by the batch stage
+    told: Queued | None = None  # what its client heard last; set by WaitingNews
 
     @property
     def may_wait(self) -> bool:
@@ -48,7 +49,7 @@ class Lanes:
     def __init__(self, ageing: float | None) -> None:
         self._ageing = ageing
         self._lanes: tuple[dict[str, list[Waiting]], ...] = tuple({} for _ in PRIORITIES)  # heaps, by tenant
-        self._turn = 0
+        self.taken = 0  # jobs that have been popped; set by pop
         self._turns: dict[str, int] = {}  # the newest of each tenant; set by pop
 
     def push(self, waiting: Waiting) -> None:
@@ -65,9 +66,9 @@ class Lanes:
         """Take away the first job of its tenant, whose turn this was."""
         tenant = waiting.job.tenant
         assert heapq.heappop(self._lanes[waiting.rank][tenant]) is waiting
-        self._turn += 1
+        self.taken += 1
         self._turns.pop(tenant, None)
-        self._turns[tenant] = self._turn
+        self._turns[tenant] = self.taken
         if len(self._turns) > MOST_TENANTS:
             del self._turns[next(iter(self._turns))]  # who had none for the longest goes first anyway
 

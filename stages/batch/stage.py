@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 
 import structlog
 
 from ...schemas import codec
 from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
-from ...schemas.events import Queued
 from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
 from ...schemas.registry import WorkerCard
 from ...streams.outages import outage_logged
@@ -28,6 +27,7 @@ from ..contract import Intake, JobStage, Pipe
 from .consuming import consume_lanes
 from .dead_workers import Reclaimer
 from .lanes import MOST_TENANTS, Lanes, Waiting
+from .news import WaitingNews
 from .scheduling import STRATEGIES, Strategy, most_tokens
 from .workers import Seats, Workers
 
@@ -58,6 +58,7 @@ class Batch(JobStage):
         # By model and revision.
         self._lanes: dict[tuple[str, int], Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))
         self._tenants: OrderedDict[str, float] = OrderedDict()  # when each came last, that of the newest last
+        self._news = WaitingNews(pipe)
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
         self._changed = asyncio.Event()  # a job has come, or room
         self._unknown = asyncio.Event()  # a worker that the registry does not know has reported its room
@@ -72,6 +73,7 @@ class Batch(JobStage):
             self._changed.set()
 
         await self.pipe.broker.listen(subjects.room_all(), hear)
+        await self.pipe.broker.listen(subjects.loading(), self._news.hear)
         async with asyncio.TaskGroup() as group:
             group.create_task(consume_lanes(self.pipe, intake))
             group.create_task(self._meet())
@@ -268,8 +270,8 @@ class Batch(JobStage):
                 await self._choose_strategy()
                 await self._account()
                 self._refuse()
-                for lanes in list(self._lanes.values()):
-                    await self._tell(lanes)
+                for key, lanes in list(self._lanes.items()):
+                    await self._news.tell(*key, lanes)
 
     def _refuse(self) -> None:
         """End the jobs of models that cannot be loaded, and those that have waited for their model long enough."""
@@ -310,16 +312,6 @@ class Batch(JobStage):
         if wanted is not None and not isinstance(self._strategy, wanted):
             self._strategy = wanted()
             log.info("scheduling strategy changed", strategy=wanted.__name__)
-
-    async def _tell(self, lanes: Iterable[Waiting]) -> None:
-        """Tell clients their positions, those far behind less often: each when it is a tenth nearer."""
-        queued = [waiting for waiting in lanes if not waiting.sent.done()]
-        for position, waiting in enumerate(queued, 1):
-            job = waiting.job
-            if waiting.told is None or position < 0.9 * waiting.told:
-                waiting.told = position
-                event = Queued(job.id, position)
-                await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key=f"queued.{position}")
 
 
 def _leaving() -> Transient:

@@ -54,6 +54,24 @@ async def test_queue_news_are_events_for_those_who_asked_and_nothing_to_others()
 
 
 @pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (Queued("", 4, wait=1.5), b'{"type":"queued","position":4,"estimated_seconds":1.5}'),
+        (Queued("", 1, "waiting"), b'{"type":"waiting_for_model","position":1}'),
+        (Queued("", 2, "loading", 0), b'{"type":"loading","position":2,"progress":0}'),
+        (
+            Queued("", 2, "loading", 40, 4.5),
+            b'{"type":"loading","position":2,"progress":40,"estimated_seconds":4.5}',
+        ),
+    ],
+)
+async def test_news_of_the_model(event: Queued, said: bytes) -> None:
+    script = await Script.start()
+    response = await script.answer([event, *WAITING[1:]], "POST", COMPLETIONS, BODY, {"Penstock-Events": "true"})
+    assert response.body.startswith(b"event: status\ndata: " + said + b"\n\n")
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         (COMPLETIONS, BODY),
