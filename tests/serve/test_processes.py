@@ -26,9 +26,9 @@ async def nats_url(tmp_path: Path) -> AsyncIterator[str]:
 
 
 PARTS = {
-    ("stage", "validate"): "running",
+    ("stage", "validate"): r"running.*stages=",
     ("worker", "--backend", "echo"): "worker ready",
-    ("bridge", "--port", "0"): "running",
+    ("bridge", "--port", "0"): r"running.*stages=",
     ("serve", "--backend", "echo", "--port", "0"): "penstock ready",
 }
 
