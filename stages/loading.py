@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from ..config.settings import Settings
-from ..engine.backend import ProgressCallback
 from ..engine.models import read_model_info
 from ..engine.sizing import CACHING
 from ..schemas.errors import PenstockError
@@ -50,7 +49,7 @@ def model_card(settings: Settings, context_length: int, revision: int | None = N
 @contextlib.asynccontextmanager
 async def announced(
     connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard, worker: str = ""
-) -> AsyncIterator[ProgressCallback]:
+) -> AsyncIterator[Callable[[int, int], None]]:
     """Announce a model that `worker` is loading; if that fails, say why, and withdraw the model unless others serve it.
 
     `connect` opens a connection for that alone, as loading does not wait for the broker. Yields a callback for the
