@@ -23,7 +23,7 @@ from ..schemas.catalogue import GGUF, CatalogueEntry, check_source, looks_like_p
 from ..schemas.errors import ConfigurationError
 from .sources import Loaded
 
-_KEPT = ("version", "name", "revision", "others")  # not the file's to set
+_KEPT = ("version", "name", "revision", "others", "failed_swap")  # not the file's to set
 KEYS = tuple(key for key in CatalogueEntry.model_fields if key not in _KEPT)
 
 _bytes = TypeAdapter(ByteSize).validate_python

@@ -30,6 +30,13 @@ class ModelsSettings(BaseSettings):
     longest_wait: float = Field(
         15.0, ge=0, description="How long requests wait for memory before models that are busy drain for theirs."
     )
+    probe_timeout: float = Field(
+        60.0,
+        gt=0,
+        le=600,
+        description="How long a model that is to replace another by a hot swap may take to answer a test request; "
+        "past it, the swap fails and the other one serves on.",
+    )
     max_models: int = Field(
         16,
         ge=1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Self
 
 from ..schemas.registry import ModelCard
@@ -11,16 +11,20 @@ from .prepare import Preparer, load_preparer
 
 
 class PreparerKey(NamedTuple):
-    """What decides how a model's requests are prepared; models with equal keys share a preparer."""
+    """What decides how a model's requests are prepared; models with equal keys share a preparer.
+
+    A swap may be to the same directory, in which other files lie now: `revision` tells them apart.
+    """
 
     source: str
     backend: str
     tool_format: str
     reasoning_format: str
+    revision: int = 1
 
     @classmethod
     def of(cls, card: ModelCard) -> Self:
-        return cls(card.source, card.backend, card.tool_format, card.reasoning_format)
+        return cls(card.source, card.backend, card.tool_format, card.reasoning_format, card.revision)
 
 
 class PreparerCache:
@@ -51,7 +55,13 @@ class PreparerCache:
             self._loads[key] = asyncio.create_task(self._load(key))
         return self._loads[key]
 
+    def keep(self, cards: Collection[ModelCard], *more: PreparerKey) -> None:
+        """Forget the preparers of models other than these, such as those of former revisions."""
+        if len(self._loads) > len(cards):
+            kept = {*map(PreparerKey.of, cards), *more}
+            self._loads = {key: load for key, load in self._loads.items() if key in kept or not load.done()}
+
     async def _load(self, key: PreparerKey) -> Preparer:
-        preparer = await asyncio.to_thread(load_preparer, *key)
+        preparer = await asyncio.to_thread(load_preparer, *key[:4])
         self._on_load()
         return preparer

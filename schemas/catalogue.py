@@ -98,15 +98,23 @@ class Revision(Record):
     source: Source
 
 
+class FailedSwap(Record):
+    """A swap that left the former revision serving: the revision that was tried, and why it does not serve."""
+
+    revision: int
+    source: str
+    reason: str
+
+
 class CatalogueEntry(Record):
     """One model of the catalogue: where it comes from, and how it is served.
 
     `source` is that of `revision`, the current one; `others` are the further live ones: older ones finish the requests
-    that were bound to them, and a newer one is being tried by a swap. The engine's settings mean what those of the
-    command line mean. A model with `pin` is never unloaded to make room, one with `preload` is loaded before the first
-    request. An idle model is unloaded after `keep_alive` seconds (None: only when another one needs its memory). While
-    the model is not loaded, at most `queue_limit` requests wait for it, each at most `wait_limit` seconds. `defaults`
-    are the sampling parameters of requests that leave them out.
+    that were bound to them, and a newer one is being tried by a swap; `failed_swap` is the last one if it has failed.
+    The engine's settings mean what those of the command line mean. A model with `pin` is never unloaded to make room,
+    one with `preload` is loaded before the first request. An idle model is unloaded after `keep_alive` seconds (None:
+    only when another one needs its memory). While the model is not loaded, at most `queue_limit` requests wait for it,
+    each at most `wait_limit` seconds. `defaults` are the sampling parameters of requests that leave them out.
     """
 
     version: Literal[1] = 1
@@ -114,6 +122,7 @@ class CatalogueEntry(Record):
     source: Source
     revision: Annotated[int, Field(ge=1)] = 1
     others: Annotated[tuple[Revision, ...], Field(strict=False)] = ()
+    failed_swap: FailedSwap | None = None
     aliases: Annotated[tuple[ModelName, ...], Field(strict=False)] = ()
     backend: Annotated[str, Field(min_length=1)] = "paged"
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = "bfloat16"
@@ -211,17 +220,21 @@ class Catalogue(Record):
     def offer(self, entries: Sequence[CatalogueEntry]) -> Self:
         """Make `entries` all that there is. A model whose source is the same keeps its revision.
 
+        One whose source has changed gets a new revision, which counts at once; its former ones finish their requests.
         Raises `InvalidRequest` if a name is given twice.
         """
         known = {entry.name: entry for entry in self.entries}
         changed = self._with(())
         for entry in entries:
             former = known.get(entry.name)
-            if former is None or former.source != entry.source:
-                changed = changed.add(entry)
-            else:
-                same = entry.model_copy(update={"revision": former.revision, "others": former.others})
-                changed = changed._with((*changed.entries, same))
+            if former is not None and former.source == entry.source:
+                kept = {name: getattr(former, name) for name in ("revision", "others", "failed_swap")}
+                changed = changed._with((*changed.entries, entry.model_copy(update=kept)))
+                continue
+            changed = changed.add(entry)
+            if former is not None:
+                others = tuple(Revision(number=number, source=each) for number, each in former.sources.items())
+                changed = changed._with(changed._changed(changed.entries[-1], others=others))
         return changed
 
     def remove(self, name: str) -> Self:
@@ -243,7 +256,8 @@ class Catalogue(Record):
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
             raise InvalidRequest(f"{source!r}: {reason}", param="source") from None
-        return self._with(self._changed(found, others=(*found.others, candidate)), {found.name: candidate.number})
+        others = (*found.others, candidate)
+        return self._with(self._changed(found, others=others, failed_swap=None), {found.name: candidate.number})
 
     def promote(self, key: RevisionKey) -> Self:
         """Make the revision of a swap the current one; the former stays live for its requests.
@@ -261,17 +275,19 @@ class Catalogue(Record):
             self._changed(found, source=found.sources[key.revision], revision=key.revision, others=(former, *others))
         )
 
-    def retire(self, key: RevisionKey) -> Self:
-        """Drop a revision that is not the current one: its requests have ended, or its swap has failed.
+    def retire(self, key: RevisionKey, failure: str | None = None) -> Self:
+        """Drop a revision that is not the current one: its requests have ended, or its swap has failed for a reason.
 
         Raises `ModelNotFound`, and `ValueError` for the current revision.
         """
         found = self._holder(key)
         if key.revision == found.revision:
             raise ValueError(f"revision {key.revision} of {key.name} is the current one: remove the model instead")
-        return self._with(
-            self._changed(found, others=tuple(each for each in found.others if each.number != key.revision))
-        )
+        changes: dict[str, object] = {"others": tuple(each for each in found.others if each.number != key.revision)}
+        if failure is not None:
+            source = found.sources[key.revision]
+            changes["failed_swap"] = FailedSwap(revision=key.revision, source=source, reason=failure)
+        return self._with(self._changed(found, **changes))
 
     def _holder(self, key: RevisionKey) -> CatalogueEntry:
         found = self.find(key.name)

@@ -7,6 +7,8 @@
   collect meanwhile; one that has waited `longest_wait` is overdue: it comes before all that are not, and busy ones
   drain for it, so that none starves.
 - A failed load fails those who wait, and is tried again after a wait that doubles. It changes nothing else.
+- A swap loads the new revision beside the old one. Where both cannot be there together, the old one is drained for it
+  once it is idle, or the swap is overdue; it is loaded again for the requests that are bound to it.
 """
 
 from __future__ import annotations
@@ -105,6 +107,11 @@ class Refuse(NamedTuple):
 Action = Enqueue | Load | Drain | Unload | Refuse
 
 
+def displacing(model: str) -> str:
+    """Why a revision is drained that makes room for this model."""
+    return f"{model} needs its memory"
+
+
 def plan(view: View, rules: PlacementRules, now: float) -> list[Action]:
     """What to do next. Plan again after it is done, and at least once a second, until nothing is left to do."""
     planner = _Planner(view, rules, now)
@@ -154,7 +161,7 @@ class _Planner:
                     reason = f"{key.name} could not be loaded: {state.reason}"
                     yield Refuse(key, reason, state.retry_at - self._now)
             elif refusal := self._impossible(key):
-                if waiting:
+                if waiting or self._is_candidate(key):
                     yield refusal
             elif not (state.status == "failed" and self._is_candidate(key)):  # the old revision goes on serving
                 yield Enqueue(key)
@@ -179,7 +186,7 @@ class _Planner:
             if missing <= 0:
                 return
             if victims := self._victims(key, device, missing):
-                yield from (Drain(victim, f"{key.name} needs its memory", key) for victim in victims)
+                yield from (Drain(victim, displacing(key.name), key) for victim in victims)
                 return
             if self._is_overdue(key):  # a smaller one that fits beside would only delay it further
                 return
@@ -193,11 +200,12 @@ class _Planner:
         ]
 
     def _rank(self, key: RevisionKey) -> tuple[object, ...]:
-        """What is overdue comes first, longest wait first; then by priority; last what nothing waits for."""
+        """What is overdue comes first, longest wait first; then swaps; then by priority; last what none waits for."""
         if self._is_overdue(key):
             return (0, 0, -self._waited(key), key)
         demand = self._view.demand.get(key)
         rank = _RANKS[demand.priority] if demand else len(_RANKS)
+        rank = -1 if self._is_candidate(key) else rank  # else the revision that made room for it might come first
         return (1, rank, -self._waited(key), key)
 
     def _waited(self, key: RevisionKey) -> float:
@@ -254,19 +262,25 @@ class _Planner:
         )
 
     def _is_kept(self, other: RevisionKey, key: RevisionKey) -> bool:
-        """Whether `other` stays, though `key` needs its memory: it is pinned, or `key` is to be swapped for it."""
-        entry = self._entries.get(other)
-        if entry is None or other.revision != entry.revision:
+        """Whether `other` stays, though `key` needs its memory: a pinned model, or what `key` is to replace."""
+        if not self._is_current(other):
             return False
-        return entry.pin or (other.name == key.name and self._is_candidate(key))
+        if other.name != key.name:
+            return self._entries[other].pin
+        if not self._is_candidate(key):  # a former revision, whose requests must end
+            return False
+        device, need = self._view.needs[key]
+        pinned = sum(self._memory(each) for each in self._on(device) if each != other and self._is_kept(each, key))
+        return need + self._memory(other) + pinned <= self._view.devices[device].capacity
 
     def _needless(self, key: RevisionKey, state: ModelState) -> str:
         """Why an idle revision need not stay loaded; empty if it may."""
         entry = self._entries.get(key)
         if entry is None:
             return "it was removed from the models that are served"
-        if key.revision < entry.revision:
-            return "a newer revision serves instead"
+        if key.revision < entry.revision:  # those who validate requests learn of a newer one a little later
+            is_over = self._now - self._used(key) >= self._rules.least_residency
+            return "a newer revision serves instead" if is_over else ""
         if entry.pin or entry.keep_alive is None or self._is_candidate(key):
             return ""
         limit = entry.keep_alive if state.last_used is not None else max(entry.keep_alive, self._rules.least_residency)
@@ -282,6 +296,9 @@ class _Planner:
 
     def _is_candidate(self, key: RevisionKey) -> bool:
         return key in self._entries and key.revision == self._entries[key].candidate
+
+    def _is_current(self, key: RevisionKey) -> bool:
+        return key in self._entries and key.revision == self._entries[key].revision
 
     def _waiting(self, key: RevisionKey) -> bool:
         demand = self._view.demand.get(key)

@@ -70,16 +70,18 @@ class Validate(Stage):
         """Consume jobs, and load the tokenizer of every model that appears before its first request comes."""
         await intake.consume_lanes(JOBS, self.name, self.pipe.subjects.jobs_of)
         await self.pipe.broker.refuse(self.pipe.subjects.jobs_all(), self.name, self._why_misaddressed)
-        settings = self.pipe.settings
+        settings, own = self.pipe.settings, []
         if settings.model:
-            own = PreparerKey(settings.model, settings.backend, settings.tool_format, settings.reasoning_format)
-            self._preparers.start(own)
+            own = [PreparerKey(settings.model, settings.backend, settings.tool_format, settings.reasoning_format)]
+            self._preparers.start(own[0])
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._refuse_misaddressed())
                 while True:
-                    for card in self.pipe.registry.models.values():
+                    cards = self.pipe.registry.models.values()
+                    for card in cards:
                         self._preparers.start(PreparerKey.of(card))
+                    self._preparers.keep(cards, *own)
                     await asyncio.sleep(settings.heartbeat_interval)
         finally:
             await self._grammars.close()

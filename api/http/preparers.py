@@ -42,6 +42,7 @@ class Preparers:
 
     async def of(self, card: ModelCard) -> Preparer:
         """The preparer of a model. Raises `Overloaded` if this machine cannot load its tokenizer."""
+        self._cache.keep(self._registry.models.values())
         try:
             return await self._cache.get(card)
         except Fatal as error:

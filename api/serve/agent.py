@@ -56,6 +56,7 @@ from ...streams.stores.registry import Registry
 from ...streams.topology import INFER, PRIORITIES, Subjects, batch_stream, lanes_of
 from .hosting import Host
 from .processes import FATAL_EXIT, Part, ProcessKeeper
+from .swapping import Swaps
 
 log = structlog.get_logger(__name__)
 
@@ -96,6 +97,7 @@ class ModelAgent:
         self._environment = environment
         self._registry = Registry(broker, interval=settings.heartbeat_interval)
         self._host = Host(settings)
+        self._swaps = Swaps(broker, store, self._registry, self._host, settings, name, self._end)
         self._hosted: dict[RevisionKey, _Hosted] = {}
         self._announced: dict[RevisionKey, float] = {}  # loop time
         self._retry = RetryRules()
@@ -119,6 +121,7 @@ class ModelAgent:
                 for wait in waits:
                     wait.cancel()
         finally:
+            self._swaps.close()
             for hosted in self._hosted.values():
                 hosted.ending.set()
             await asyncio.gather(*(hosted.task for hosted in self._hosted.values() if hosted.task))
@@ -143,6 +146,9 @@ class ModelAgent:
         at_workers = {subject.rpartition(".")[2]: count for subject, count in held.items()}
         states = await self._watch(await self._store.states(), at_workers, now)
         demand = await self._demand(catalogue, states, at_workers)
+        if await self._swaps.step(catalogue, states, demand):
+            self._due.set()
+            return True
         needs = self._host.needs
         view = View(
             agent=self._name,
@@ -172,11 +178,18 @@ class ModelAgent:
         for entry in catalogue.entries:
             for number in entry.sources:
                 key = RevisionKey(entry.name, number)
-                if key not in self._host.needs or clock - self._announced.get(key, -ANNOUNCED) < ANNOUNCED:
+                if key not in self._host.needs:
+                    continue
+                known = self._registry.models.get(key.name)
+                is_swapped = number == entry.revision and known is not None and known.revision != number
+                if clock - self._announced.get(key, -ANNOUNCED) < ANNOUNCED and not is_swapped:
                     continue
                 try:
                     await open_lanes(self._broker, self._settings, key.name, key.revision)
                 except StartupError as error:
+                    if number == entry.candidate:
+                        await self._swaps.fail(key, str(error))
+                        continue
                     log.error("model cannot be offered", model=key.name, reason=str(error))
                     self._announced[key] = clock
                     continue
@@ -262,15 +275,19 @@ class ModelAgent:
                     log.info("model drains", model=key.name, revision=key.revision, reason=reason)
                     self._hosted[key].ending.set()
             case Unload():
-                if hosted := self._hosted.get(key):
-                    hosted.ending.set()
-                else:
+                self._end(key)
+                if key not in self._hosted:
                     await self._change(key, lambda state: unload(state, now))
             case Refuse(reason=reason, retry_after=retry_after):
+                await self._swaps.fail(key, reason)  # if it is being tried
                 refusal = ModelRefusal(reason=reason, at=now, retry_after=retry_after)
                 await self._registry.refuse_model(key.name, key.revision, refusal)
                 await self._change(key, lambda state: unload(state, now, reason) if state.status == "queued" else state)
         self._due.set()
+
+    def _end(self, key: RevisionKey) -> None:
+        if hosted := self._hosted.get(key):
+            hosted.ending.set()
 
     def _worker(self, key: RevisionKey) -> str:
         """The name of the worker of a revision on this host: the same for the next agent of the same name."""

@@ -39,7 +39,11 @@ class Host:
 
     async def examine(self, catalogue: Catalogue) -> None:
         """Read the files of what has come to the catalogue or changed in it, and forget what has left it."""
-        live = {RevisionKey(entry.name, number): entry for entry in catalogue.entries for number in entry.sources}
+        live = {
+            RevisionKey(entry.name, number): _served(entry, number)
+            for entry in catalogue.entries
+            for number in entry.sources
+        }
         for known in (self._examined, self.needs, self.faults, self._chosen, self._cards):
             for key in [key for key in known if key not in live]:
                 del known[key]
@@ -85,7 +89,7 @@ class Host:
 
     def _examine(self, key: RevisionKey, entry: CatalogueEntry, models: int) -> None:
         """Raises `Fatal` where the model cannot be served on this host."""
-        source = entry.sources[key.revision]
+        source = entry.source
         if entry.backend not in BACKENDS:
             raise ConfigurationError([f"unknown backend {entry.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
         own = {name: getattr(entry, name) for name in _OWN}
@@ -125,6 +129,12 @@ class Host:
             wait_limit=entry.wait_limit,
             catalogued=True,
         )
+
+
+def _served(entry: CatalogueEntry, revision: int) -> CatalogueEntry:
+    """What decides how one revision is served: it stays the same as others come and go."""
+    changes = {"source": entry.sources[revision], "revision": revision, "others": (), "failed_swap": None}
+    return entry.model_copy(update=changes)
 
 
 _OWN = (

@@ -241,4 +241,4 @@ def test_what_a_directory_cannot_serve_is_named(models: Path) -> None:
 
 
 def test_every_key_of_an_entry_can_be_set() -> None:
-    assert set(KEYS) | {"version", "name", "revision", "others"} == set(CatalogueEntry.model_fields)
+    assert set(KEYS) | {"version", "name", "revision", "others", "failed_swap"} == set(CatalogueEntry.model_fields)

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, Revision, RevisionKey, parse_keep_alive
+from penstock.schemas.catalogue import (
+    Catalogue,
+    CatalogueEntry,
+    FailedSwap,
+    Revision,
+    RevisionKey,
+    parse_keep_alive,
+)
 from penstock.schemas.errors import InvalidRequest, ModelNotFound
 
 
@@ -123,8 +130,11 @@ def test_a_swap_tries_the_new_revision_before_requests_get_it() -> None:
 
 def test_a_failed_swap_leaves_the_model_as_it_was() -> None:
     before = Catalogue().add(entry())
-    after = before.swap("qwen", "/models/new").retire(RevisionKey("qwen", 2))
-    assert after.entries == before.entries
+    after = before.swap("qwen", "/models/new").retire(RevisionKey("qwen", 2), "no weights")
+    failed = after.find("qwen").failed_swap
+    assert failed == FailedSwap(revision=2, source="/models/new", reason="no weights")
+    assert after.find("qwen").model_copy(update={"failed_swap": None}) == before.find("qwen")
+    assert after.swap("qwen", "/models/newer").find("qwen").failed_swap is None, "the next one begins anew"
     assert after.swap("qwen", "/models/newer").find("qwen").candidate == 3, "its number is not used again"
     with pytest.raises(ModelNotFound, match="no revision 2 of the model 'qwen'"):
         after.promote(RevisionKey("qwen", 2))
@@ -134,9 +144,21 @@ def test_a_failed_swap_leaves_the_model_as_it_was() -> None:
         before.swap("qwen", "")
 
 
+def test_what_is_offered_again_counts_and_former_revisions_finish_their_requests() -> None:
+    swapped = Catalogue().add(entry()).swap("qwen", "/models/new").promote(RevisionKey("qwen", 2))
+    assert swapped.offer([entry(source="/models/new", pin=True)]).find("qwen").sources == swapped.find("qwen").sources
+    again = swapped.offer([entry()]).find("qwen")
+    assert (again.revision, again.source, again.candidate) == (3, "/models/qwen", None)
+    assert again.sources == {1: "/models/qwen", 2: "/models/new", 3: "/models/qwen"}
+    trying = Catalogue().add(entry()).swap("qwen", "/models/new")
+    assert trying.offer([entry()]).find("qwen").candidate == 2, "a swap goes on after a restart"
+
+
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "remove", "swap", "promote", "retire"]), st.sampled_from("ab"), st.integers(1, 4)
+        st.sampled_from(["add", "offer", "remove", "swap", "promote", "retire"]),
+        st.sampled_from("ab"),
+        st.integers(1, 4),
     ),
     max_size=30,
 )
@@ -151,6 +173,8 @@ def test_a_revision_is_one_source_for_ever(steps: list[tuple[str, str, int]]) ->
             match step:
                 case "add":
                     catalogue = catalogue.add(entry(name, source=f"/models/{count}"))
+                case "offer":
+                    catalogue = catalogue.offer([entry(name, source=f"/models/{count % 3}")])
                 case "swap":
                     catalogue = catalogue.swap(name, f"/models/{count}")
                 case "remove":

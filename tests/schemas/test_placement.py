@@ -14,7 +14,7 @@ from model_host import RETRIES, RULES, Host
 
 from penstock.schemas.catalogue import RevisionKey
 from penstock.schemas.jobs import Priority
-from penstock.schemas.model_state import RESIDENT, ModelState, become_ready, enqueue, fail, start_draining
+from penstock.schemas.model_state import RESIDENT, ModelState, become_ready, enqueue, fail, start_draining, touch
 from penstock.schemas.placement import Device, Load, plan
 
 SIZES = {"a": ("cpu", 4), "b": ("cpu", 4), "c": ("cpu", 5), "d": ("cpu", 2), "huge": ("cpu", 11), "g": ("gpu", 3)}
@@ -412,3 +412,58 @@ def test_a_high_priority_comes_first_until_others_are_overdue() -> None:
 
     run(host, seen)
     assert order == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_swap_without_room_beside_the_old_revision_takes_turns_with_it(ok: bool) -> None:
+    host = host_of(4, a={"pin": True})
+    old, new = RevisionKey("a", 1), RevisionKey("a", 2)
+    host.ask("a")
+    host.settle()
+    run(host, lambda: host.waiters[-1].status == "served")
+    host.catalogue = host.catalogue.swap("a", "/models/new")
+    host.settle()
+    while host.having("ready"):
+        assert host.now - host.states[old].since <= RULES.least_residency
+        host.now += 1.0
+        host.settle()
+    assert host.having("loading") == [new]
+    waiter = host.ask("a")  # of the old one, which still is the current one
+    host.settle()
+    host.end_load(new, ok=ok)
+    run(host, lambda: waiter.status == "served")
+    assert waiter.key == old
+    later = host.ask("a")
+    host.settle()
+    run(host, lambda: later.status == "served")
+    assert later.key == (new if ok else old)
+
+
+def test_a_swap_that_cannot_fit_at_all_leaves_the_old_revision_loaded() -> None:
+    host = Host({"a": ("cpu", 4), "b": ("cpu", 5)}, {"cpu": 9})
+    for name in "ab":
+        host.add(name, pin=True)
+        host.ask(name)
+        host.settle()
+        run(host, lambda: host.waiters[-1].status == "served")
+    host.sizes["a"] = ("cpu", 6)  # of what it is to be swapped to
+    host.catalogue = host.catalogue.swap("a", "/models/larger")
+    host.settle()
+    assert host.having("ready") == [RevisionKey("a", 1), RevisionKey("b", 1)]
+    failed = host.catalogue.find("a").failed_swap
+    assert failed is not None and failed.reason.startswith("a needs 6 bytes of memory on cpu")
+
+
+def test_a_former_revision_stays_until_all_know_the_newer_one() -> None:
+    host = host_of(8, a={})
+    host.ask("a")
+    host.settle()
+    run(host, lambda: host.waiters[-1].status == "served")
+    host.catalogue = host.catalogue.swap("a", "/models/new")
+    host.settle()
+    host.states[RevisionKey("a", 1)] = touch(host.states[RevisionKey("a", 1)], host.now)  # as it is replaced
+    host.end_load(RevisionKey("a", 2), ok=True)
+    assert host.having("ready") == [RevisionKey("a", 1), RevisionKey("a", 2)]
+    host.now += RULES.least_residency
+    host.settle()
+    assert host.having("ready") == [RevisionKey("a", 2)]

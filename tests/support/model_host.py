@@ -164,6 +164,15 @@ class Host:
         entry = self.entry(key)
         return entry is not None and entry.candidate == key.revision
 
+    def _has_room_beside(self, key: RevisionKey, other: RevisionKey) -> bool:
+        """Whether `key` is tried by a swap, and fits beside `other`, which it is to replace."""
+        entry = self.entry(key)
+        if entry is None or not self._is_candidate(key) or other != RevisionKey(key.name, entry.revision):
+            return False
+        device, need = self.sizes[key.name]
+        pinned = [each for each in self.having(*RESIDENT, device=device) if self.is_pinned(each) and each != other]
+        return need + sum(self.sizes[each.name][1] for each in (other, *pinned)) <= self.capacities[device]
+
     def view(self) -> View:
         keys = {RevisionKey(entry.name, number) for entry in self.catalogue.entries for number in entry.sources}
         asked = {waiter.key for waiter in self.waiters if waiter.status == "waiting"}
@@ -214,6 +223,8 @@ class Host:
                 self._check_refusal(key, state, action)
                 for waiter in self.waiting(key):
                     waiter.status, waiter.reason = "refused", reason
+                if self._is_candidate(key):
+                    self.catalogue = self.catalogue.retire(key, reason)
                 if state.status == "queued":
                     self.states[key] = unload(state, self.now, reason)
 
@@ -228,7 +239,7 @@ class Host:
 
     def _check_drain(self, key: RevisionKey, state: ModelState, wanted: RevisionKey | None) -> None:
         assert not (state.last_used is None and self.waiting(key)), "none goes between ready and the first dispatch"
-        assert not self.is_pinned(key), "pinned stays"
+        assert not self.is_pinned(key) or (wanted and wanted.name == key.name), "pinned stays, for other models"
         if wanted is None:
             assert not self.waiting(key) and not self.active(key), "what is needed stays"
             entry = self.entry(key)
@@ -240,9 +251,7 @@ class Host:
         assert self.states[wanted].status == "queued" and self.sizes[wanted.name][0] == self.sizes[key.name][0]
         entry = self.entry(wanted)
         assert entry is not None
-        assert not (self._is_candidate(wanted) and key == RevisionKey(wanted.name, entry.revision)), (
-            "a swap keeps the old revision"
-        )
+        assert not self._has_room_beside(wanted, key), "a swap keeps the old revision where it can"
         device, need = self.sizes[wanted.name]
         leaving = sum(self.sizes[other.name][1] for other in self.having("draining", device=device))
         assert self.capacities[device] - self.held(device) + leaving < need, "none goes in vain"
@@ -261,10 +270,7 @@ class Host:
             assert f"needs {need:,} bytes" in action.reason and f"may take {self.capacities[device]:,}" in action.reason
             resident = self.having(*RESIDENT, device=device)
             kept = [other for other in resident if self.is_pinned(other) and not self._is_candidate(other)]
-            entry = self.entry(key)
-            if entry is not None and self._is_candidate(key):
-                old = RevisionKey(key.name, entry.revision)
-                kept += [old] if old in resident and old not in kept else []
+            kept = [other for other in kept if other.name != key.name]
             held = sum(self.sizes[other.name][1] for other in kept)
             assert need + held > self.capacities[device], "only what cannot fit is refused"
 
@@ -293,9 +299,9 @@ class Host:
             evictable = sum(
                 self.sizes[other.name][1]
                 for other in self.having("ready", device=device)
-                if not self.is_pinned(other)
+                if (not self.is_pinned(other) or other.name == key.name)
                 and not self._is_candidate(other)
-                and not (self._is_candidate(key) and other.name == key.name)
+                and not self._has_room_beside(key, other)
                 and self.now - self.states[other].since >= RULES.least_residency
                 and not (self.states[other].last_used is None and self.waiting(other))
                 and (is_overdue or not (self.waiting(other) or self.active(other)))

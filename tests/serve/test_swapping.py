@@ -1,0 +1,144 @@
+"""Hot swaps over the in-memory pipeline: every answer is one revision's, and a failed swap changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from in_process import BROKEN, MODEL, TOKENS, Hosting
+
+from penstock.api.serve import swapping
+from penstock.schemas.catalogue import RevisionKey
+from penstock.schemas.errors import InvalidRequest
+from penstock.streams.topology import lanes_of
+
+ASK = st.just("ask")
+PAUSES = st.sampled_from(["moment", "settle"])  # from one step to the next
+
+
+async def play(hosting: Hosting, steps: list[str]) -> dict[int, str]:
+    """Ask, swap and restart as the steps say, one after another, while the answers run; returns all revisions."""
+    sources = {1: "a"}
+    for step in steps:
+        match step:
+            case "ask":
+                await hosting.ask()
+            case "moment":
+                await asyncio.sleep(0.05)
+            case "settle":
+                await hosting.settled()
+            case "restart":
+                await hosting.stop_agent()
+                hosting.start_agent()
+            case source:
+                try:
+                    sources[await hosting.swap(source)] = source
+                except InvalidRequest as error:
+                    assert error.code == "swap_in_progress"
+    await hosting.settled()
+    return sources
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(ASK | PAUSES | st.sampled_from("bcd") | st.just("restart"), max_size=10))
+@example(["ask", "b", "ask", "moment", "ask", "settle", "ask", "a", "ask", "settle", "ask"])
+@example(["ask", "b", "moment", "restart", "ask", "settle", "ask"])
+def test_requests_keep_the_revision_that_was_current_when_they_came(steps: list[str]) -> None:
+    """P28: during a model swap, earlier requests get the old model, later ones the new: each answer is one's, whole."""
+
+    async def run() -> None:
+        hosting = await Hosting.start()
+        sources = await play(hosting, steps)
+        await hosting.ask()
+        served = []
+        for asked in hosting.asked:
+            text = await asked.answer()
+            possible = {number: sources[number] * TOKENS for number in range(asked.oldest, asked.newest + 1)}
+            assert text in possible.values(), f"{text} is none of {possible}"
+            served.append(max(number for number, each in possible.items() if each == text))
+        assert served == sorted(served), "nobody gets the old one after somebody has got the new one"
+        assert served[-1] == max(sources), "every swap to a good one succeeds"
+        await hosting.stop()
+
+    asyncio.run(run())
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.lists(ASK | PAUSES | st.sampled_from(BROKEN), max_size=8))
+@example(["ask", *(step for source in BROKEN for step in (source, "ask", "settle", "ask"))])
+def test_a_failed_swap_interrupts_nothing(steps: list[str]) -> None:
+    """P29: a failed swap leaves the old model serving without interruption, and says why it has failed."""
+
+    async def run() -> None:
+        hosting = await Hosting.start()
+        await (await hosting.ask()).answer()  # it is loaded
+        sources = await play(hosting, steps)
+        await hosting.ask()
+        assert {await asked.answer() for asked in hosting.asked} == {"a" * TOKENS}
+        entry, state = await hosting.entry(), await hosting.state(1)
+        assert (entry.revision, entry.source) == (1, "a")
+        assert state is not None and (state.status, state.loads) == ("ready", 1), "it was loaded all the time"
+        assert (entry.failed_swap.revision if entry.failed_swap else 1) == max(sources)
+        await hosting.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("dead", "it could not be loaded: its worker ended with status 1"),
+        ("fatal", "it could not be loaded: its weights are broken"),
+        ("faulty", "it failed a test request: "),
+        ("mute", "it did not answer a test request "),
+    ],
+)
+async def test_a_failed_swap_says_why_and_ends_its_worker(source: str, reason: str) -> None:
+    hosting = await Hosting.start()
+    await hosting.swap(source)
+    failed = (await hosting.settled()).failed_swap
+    assert failed is not None and failed.source == source and failed.reason.startswith(reason)
+    await hosting.until(lambda: not hosting.pipeline.pipe.registry.workers_for(MODEL, 2))
+    state = await hosting.state(2)
+    assert state is not None and state.status in ("failed", "draining", "unloaded")
+    await hosting.stop()
+
+
+async def test_a_former_revision_goes_when_nothing_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "LEFT", 0.2)
+    hosting = await Hosting.start()
+    before = await hosting.ask()
+    await hosting.swap("b")
+    await hosting.settled()
+    assert await before.answer() == "a" * TOKENS
+    registry = hosting.pipeline.pipe.registry
+    await hosting.until(lambda: lanes_of(MODEL, 1) not in registry.lanes)
+    assert set((await hosting.entry()).sources) == {2}
+    assert RevisionKey(MODEL, 1) not in await hosting.store.states()
+    assert await (await hosting.ask()).answer() == "b" * TOKENS
+    await hosting.stop()
+
+
+async def test_requests_that_wait_for_a_former_revision_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "LEFT", 0.0)
+    hosting = await Hosting.start()
+    await hosting.stop_agent()
+    waiting = await hosting.ask()
+    await hosting.swap("b")
+    await hosting.change(lambda catalogue: catalogue.promote(RevisionKey(MODEL, 2)))
+    hosting.start_agent()
+    assert await waiting.answer() == "a" * TOKENS
+    await hosting.stop()
+
+
+async def test_a_swap_goes_on_with_the_next_agent() -> None:
+    hosting = await Hosting.start()
+    before = await hosting.ask()
+    await hosting.stop_agent()
+    await hosting.swap("b")
+    hosting.start_agent()
+    assert (await hosting.settled()).revision == 2
+    assert (await before.answer(), await (await hosting.ask()).answer()) == ("a" * TOKENS, "b" * TOKENS)
+    await hosting.stop()
