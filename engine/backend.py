@@ -10,7 +10,8 @@ from typing import Protocol
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
-from .adapters import Adapter, AdapterFiles, Targets
+from .adapter_files import AdapterFiles
+from .adapters import Adapter, Targets
 from .choice import Choice
 from .models import ModelInfo
 from .output import CacheStats

@@ -16,7 +16,8 @@ from typing import Any, Self, TypeVar, cast, overload
 from ..schemas.errors import GenerationFailed
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
-from .adapters import Adapter, AdapterInfo, LoadedAdapters, Targets, read_adapter
+from .adapter_files import read_adapter
+from .adapters import Adapter, AdapterInfo, LoadedAdapters, Targets
 from .backend import Backend, Capabilities, ProgressCallback
 from .backends.registry import load_backend
 from .checks import check_parameters, check_supported

@@ -16,7 +16,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from ..schemas.errors import InvalidRequest
-from .adapters import Adapter, AdapterFiles, AdapterInfo, LowRank, Target, Targets, check_room
+from .adapter_files import AdapterFiles, check_room
+from .adapters import Adapter, AdapterInfo, LowRank, Target, Targets
 from .sizing import memory_of_machine
 from .transfer import upload
 

@@ -117,7 +117,7 @@ def count_parameters(directory: Path) -> int:
 
 def read_shapes(directory: Path) -> dict[str, list[int]]:
     """The shapes of all weights by name, from the headers of the files, which are checked as by `count_parameters`."""
-    return {name: shape for path in weight_files(directory) for name, shape in _read_header(path).items()}
+    return {name: shape for path in weight_files(directory) for name, shape in read_header(path).items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -139,7 +139,8 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _read_header(path: Path) -> dict[str, list[int]]:
+def read_header(path: Path) -> dict[str, list[int]]:
+    """The shapes of all tensors in a safetensors file by name. Raises `ModelLoadError` unless the file is whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

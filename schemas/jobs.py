@@ -62,11 +62,21 @@ def most_together(capacity: int) -> int:
     return capacity - capacity // 4
 
 
+class AdapterSource(Record):
+    """A LoRA adapter, a model name of its own: `path` is a directory in PEFT's format, and `digest` identifies what its
+    files held when it was offered, so that every worker applies the same. It is empty if they could not be read."""
+
+    name: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1)]
+    digest: str = ""
+
+
 class ValidatedJob(Record):
     """A validated job, its prompt rendered and tokenised. Custom stages read and may change it.
 
     `prompts` holds token ids: one list for chat, one or several for completions; choice `c` belongs to prompt
-    `c // params.n`. Only workers of the model's `revision` take the job. `deadline` and `created` are Unix seconds.
+    `c // params.n`. Only workers of the model's `revision` take the job. They apply its `adapter`, if there is one,
+    which they load first unless they have. `deadline` and `created` are Unix seconds.
     `body` is the client's original request; changing it has no effect. `form` tells how to parse the answer. For
     `/v1/embeddings` every prompt is one input, whose vector has `dimensions` numbers (if None, as many as the model
     gives).
@@ -86,6 +96,12 @@ class ValidatedJob(Record):
     revision: Annotated[int, Field(ge=1)] = 1
     form: Form | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    adapter: AdapterSource | None = None
+
+    @property
+    def served_name(self) -> str:
+        """The name of the model that answers: the adapter's, or that of its base."""
+        return self.adapter.name if self.adapter else self.model
 
     @property
     def choices(self) -> int:

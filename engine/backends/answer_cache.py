@@ -12,7 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ...schemas.events import Delta
-from ..adapters import Adapter, AdapterFiles, Targets
+from ..adapter_files import AdapterFiles
+from ..adapters import Adapter, Targets
 from ..backend import Backend, Capabilities
 from ..choice import Choice
 from ..models import ModelInfo

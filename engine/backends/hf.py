@@ -21,7 +21,8 @@ from transformers import DynamicCache
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
 from ...schemas.params import GenerationParams
-from ..adapters import Adapter, AdapterFiles, Targets
+from ..adapter_files import AdapterFiles
+from ..adapters import Adapter, Targets
 from ..backend import Capabilities, NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig

@@ -23,7 +23,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ...schemas.errors import ModelLoadError
-from ..adapters import Adapter, AdapterFiles
+from ..adapter_files import AdapterFiles
+from ..adapters import Adapter
 from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
 from ..low_rank import Adaptation, place

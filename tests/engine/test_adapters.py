@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lora import config, make_adapter, matrices, write_adapter
+from safetensors.torch import save_file
 
-from penstock.engine.adapters import AdapterFiles, Target, Targets, check_room, read_adapter
+from penstock.engine.adapter_files import AdapterFiles, adapter_source, check_adapter, check_room, read_adapter
+from penstock.engine.adapters import Target, Targets
 from penstock.schemas.errors import InvalidRequest
 
 SIZES = {
@@ -166,3 +168,57 @@ class TestRefusals:
         with pytest.raises(InvalidRequest, match=r"takes 2\.0 GiB, and cuda:0 has 1\.0 GiB left") as caught:
             check_room(2 << 30, 1 << 30, "cuda:0")
         assert caught.value.code == "insufficient_memory"
+
+
+class TestChecking:
+    """What a process without torch finds out from the files: the same digest, and the same faults as far as it can."""
+
+    @pytest.fixture
+    def base(self, tmp_path: Path) -> Path:
+        """A model with these weights, of which one lies the other way round, as in GPT-2."""
+        sizes = SIZES | {"lm_head": (8, 64)}
+        shapes = {name: (outputs, inputs) for name, (inputs, outputs) in sizes.items()} | {DOWN: SIZES[DOWN]}
+        path = tmp_path / "base"
+        path.mkdir()
+        save_file({f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}, path / "model.safetensors")
+        (path / "config.json").write_text('{"vocab_size": 64, "max_position_embeddings": 128}')
+        return path
+
+    def test_the_digest_is_that_of_who_loads_it(self, tmp_path: Path, base: Path) -> None:
+        adapter = make_adapter(tmp_path / "mine", SIZES, lora_alpha=3)
+        digest = read(adapter).digest
+        assert check_adapter(adapter) == check_adapter(adapter, base) == digest
+        found = adapter_source("mine", adapter)
+        assert (found.name, found.path, found.digest) == ("mine", str(adapter), digest)
+
+    def test_an_adapter_that_cannot_be_read_has_no_digest(self, tmp_path: Path) -> None:
+        assert adapter_source("mine", tmp_path / "gone").digest == ""
+
+    @pytest.mark.parametrize(
+        ("sizes", "words"),
+        [
+            (SIZES | {FIRST: (8, 24)}, f"for another model: its {FIRST} has 8 inputs and 24"),
+            (SIZES | {DOWN: (10, 8)}, f"for another model: its {DOWN} has 10 inputs"),
+            (SIZES | {"lm_head": (8, 64)}, "changes lm_head: only linear layers between"),
+        ],
+    )
+    def test_sizes(self, tmp_path: Path, base: Path, sizes: dict[str, tuple[int, int]], words: str) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            check_adapter(make_adapter(tmp_path / "mine", sizes), base)
+        assert words in str(refused.value)
+
+    def test_what_the_files_of_the_model_do_not_tell_is_left_to_its_worker(self, tmp_path: Path, base: Path) -> None:
+        elsewhere = make_adapter(tmp_path / "mine", {"by.another.name": (3, 5)})
+        assert check_adapter(elsewhere, base) == check_adapter(elsewhere)
+        (base / "model.safetensors").write_bytes(b"broken")
+        assert check_adapter(elsewhere, base) == check_adapter(elsewhere)
+
+    def test_broken_files(self, tmp_path: Path) -> None:
+        adapter = make_adapter(tmp_path, SIZES)
+        weights = adapter / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        with pytest.raises(InvalidRequest, match="is not a complete safetensors file"):
+            check_adapter(adapter)
+        (adapter / "adapter_config.json").write_text("{")
+        with pytest.raises(InvalidRequest, match="cannot be read"):
+            check_adapter(adapter)

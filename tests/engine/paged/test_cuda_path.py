@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
-from penstock.engine.adapters import read_adapter
+from penstock.engine.adapter_files import read_adapter
 from penstock.engine.choice import Choice
 from penstock.engine.paged import backend as paged
 from penstock.engine.paged import triton_attention as paged_attention

@@ -12,7 +12,8 @@ from lora import config, linear_sizes, matrices, merged, write_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from penstock.engine.adapters import Adapter, read_adapter
+from penstock.engine.adapter_files import read_adapter
+from penstock.engine.adapters import Adapter
 from penstock.engine.cpu.library import _NEEDED, Kernels, _cpu_flags, load_kernels
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.packing import Segment
