@@ -24,6 +24,7 @@ import typer
 
 from .api.http.keys import Keys
 from .api.http.server import serve_http
+from .api.serve.adapters import check_adapters
 from .api.serve.supervisor import Supervisor, announce, base_url, connected, listen
 from .api.terminal.options import with_settings
 from .config.catalogue import offered_models
@@ -72,6 +73,7 @@ def serve(
     settings, entries = loaded.settings, offered_models(loaded)
     if entries is None:
         settings = _with_model(settings)
+    check_adapters(settings, entries)
     sealed = {"secret_key": settings.secret_key or secrets.token_hex(32)}
     _run(Supervisor(replace(loaded, settings=settings.model_copy(update=sealed)), entries).run())
 

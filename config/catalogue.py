@@ -5,6 +5,7 @@
     aliases = ["fast"]
     keep_alive = "10m"
     defaults = { temperature = 0.7 }
+    adapters = { support = "adapters/support" }     # LoRA adapters, each a model name of its own
 
 The other keys are the fields of `schemas.catalogue.CatalogueEntry`.
 """
@@ -34,6 +35,7 @@ class _Found(NamedTuple):
 
     name: str
     aliases: tuple[str, ...]
+    adapters: tuple[str, ...]
     where: str
     entry: CatalogueEntry | None
 
@@ -47,7 +49,7 @@ def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:
     settings = loaded.settings
     if settings.models is None and settings.model_dir is None:
         return None
-    alone = ("model", "workers", "served_model_name")
+    alone = ("model", "workers", "served_model_name", "lora_modules")
     if wrong := [name for name in alone if loaded.origins[name] != "default"]:
         raise ConfigurationError(
             [f"{name} is for a server of one model: leave it out with --models and --model-dir" for name in wrong]
@@ -101,7 +103,7 @@ def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Fo
     where = f"{path} [models.{name}]"
     if not isinstance(values, dict):
         faults.append(f"{where}: must be a table, got {values!r}; write [models.{name}] above its source")
-        return _Found(name, (), where, None)
+        return _Found(name, (), (), where, None)
     before = len(faults)
     given = {key: value for key, value in values.items() if key in KEYS}
     for key in (key for key in values if key not in KEYS):
@@ -120,6 +122,12 @@ def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Fo
         except ValueError as error:
             faults.append(f"{where} source: {error}")
             given["source"] = "-"  # anything valid: the other keys are to be checked, too
+    adapters = given.get("adapters")
+    if isinstance(adapters, dict):
+        given["adapters"] = {
+            own: str((path.parent / Path(at).expanduser()).resolve()) if isinstance(at, str) and at else at
+            for own, at in adapters.items()
+        }
     entry = None
     try:
         entry = CatalogueEntry.model_validate({**given, "name": name})
@@ -127,7 +135,8 @@ def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Fo
         faults += [f"{where} {_explain(each)}" for each in error.errors(include_url=False, include_context=False)]
     aliases = given.get("aliases")
     texts = tuple(each for each in aliases if isinstance(each, str)) if isinstance(aliases, list) else ()
-    return _Found(name, texts, where, entry if len(faults) == before else None)
+    names = tuple(adapters) if isinstance(adapters, dict) else ()
+    return _Found(name, texts, names, where, entry if len(faults) == before else None)
 
 
 def _to_bytes(value: object) -> int:
@@ -178,7 +187,7 @@ def _from_directory(directory: Path, faults: list[str]) -> list[_Found]:
                     "rename the folder"
                 )
                 continue
-            found.append(_Found(path.name, (), str(path), entry))
+            found.append(_Found(path.name, (), (), str(path), entry))
     if not found and not faults:
         faults.append(f"{directory}: holds no model; put a folder with config.json and safetensors there for each")
     return found
@@ -205,6 +214,15 @@ def _check_names(found: list[_Found], faults: list[str]) -> None:
                 )
             else:
                 by_alias[alias] = model
+    by_adapter: dict[str, _Found] = {}
+    for model in found:
+        for adapter in model.adapters:
+            if taken := by_name.get(adapter) or by_alias.get(adapter) or by_adapter.get(adapter):
+                faults.append(
+                    f"{model.where} adapters: {adapter!r} is a name of {taken.where}; choose another name for the "
+                    "adapter"
+                )
+            by_adapter.setdefault(adapter, model)
 
 
 def _circles(by_name: Mapping[str, _Found], faults: list[str]) -> set[tuple[str, str]]:

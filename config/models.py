@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ByteSize, Field
-from pydantic_settings import BaseSettings
+from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode
+
+
+def split_commas(value: object) -> object:
+    """The parts of a text with commas between them; anything else as it is."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _pairs(value: object) -> object:
+    return [f"{name}={path}" for name, path in value.items()] if isinstance(value, dict) else split_commas(value)
+
+
+def parse_adapters(modules: tuple[str, ...]) -> dict[str, str]:
+    """The paths of adapters by name, from the setting `lora_modules`."""
+    return {name: path for name, _, path in (module.partition("=") for module in modules)}
 
 
 class ModelsSettings(BaseSettings):
@@ -18,6 +33,16 @@ class ModelsSettings(BaseSettings):
     )
     model_dir: Path | None = Field(
         None, description="Directory whose folders are models that `serve` offers, each under its folder's name."
+    )
+    lora_modules: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_pairs)] = Field(
+        (),
+        description="LoRA adapters of the model, NAME=DIRECTORY each: clients ask for them by these names. In TOML a "
+        "table, too.",
+    )
+    allow_runtime_lora_updating: bool = Field(
+        False,
+        description="Let /v1/load_lora_adapter and /v1/unload_lora_adapter add and remove adapters while serving; with "
+        "API keys only for those with the word admin.",
     )
     models_memory: ByteSize | None = Field(
         None,
@@ -52,3 +77,12 @@ class ModelsSettings(BaseSettings):
         min_length=1,
         description="How the model writes thoughts; auto: as its chat template suggests; none: all is content.",
     )
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _are_adapters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if bad := [module for module in value if not all(module.partition("=")) or "," in module or "\0" in module]:
+            raise ValueError(f"{', '.join(map(repr, bad))}: write NAME=DIRECTORY, without commas in either")
+        if len(parse_adapters(value)) < len(value):
+            raise ValueError("a name is given twice; give each adapter its own")
+        return value

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from ..schemas.jobs import TOKEN_PATTERN, Priority, SubjectToken
 from .api_keys import ApiKey
-from .models import ModelsSettings
+from .models import ModelsSettings, split_commas
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
@@ -26,12 +26,8 @@ _is_server = re.compile(r"((nats|tls)://)?(.*@)?([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d
 RESERVED = ("jobs", "events", "tools", "batches", "dead", "control")  # what else stands in a stage's place in subjects
 
 
-def _split(value: object) -> object:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
 def _hashed(value: object) -> object:
-    entries = _split(value)
+    entries = split_commas(value)
     return [str(ApiKey.parse(entry)) for entry in entries] if isinstance(entries, list) else entries
 
 
@@ -87,7 +83,7 @@ class Settings(ModelsSettings):
     max_priority: Priority = Field(
         "high", description="Highest priority of HTTP requests whose API key has no max_priority of its own."
     )
-    cors_origins: Annotated[tuple[WebOrigin, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+    cors_origins: Annotated[tuple[WebOrigin, ...] | None, NoDecode, BeforeValidator(split_commas)] = Field(
         None,
         description="Web pages that may call the API from a browser, such as https://chat.example.org, or * for all. A "
         "server on a loopback address also answers to their hosts.",
@@ -143,7 +139,7 @@ class Settings(ModelsSettings):
     namespace: SubjectToken = Field("penstock", description="First token of every subject.")
 
     # Pipeline
-    pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         BUILT_IN_STAGES,
         description="Order of the stages; custom ones stand between validate and batch, filters of answers between "
         "infer and stream.",
@@ -214,18 +210,18 @@ class Settings(ModelsSettings):
     mcp_config: Path | None = Field(
         None, description='MCP servers by name, in the JSON that MCP clients share: {"mcpServers": {…}}.'
     )
-    mcp_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    mcp_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (), description="Prefixes of the URLs of MCP servers that requests may name; none by default."
     )
-    tool_functions: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    tool_functions: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (), description="Python functions that models may call, as module:name or file.py:name."
     )
-    tool_grants: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+    tool_grants: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(split_commas)] = Field(
         None,
         description="Which tenant may use which tools, as TENANT=SERVER, TENANT=SERVER/TOOL or TENANT=https://…, with "
         "* for all of either; without it every tenant may use all.",
     )
-    tools_without_approval: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+    tools_without_approval: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(split_commas)] = Field(
         None,
         description="Tools that may run without approval, as SERVER, SERVER/TOOL, https://… or *; any other needs one, "
         "whatever a request says. Without it requests decide.",

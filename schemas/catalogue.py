@@ -80,7 +80,15 @@ def _parse_duration(text: str) -> float | None:
     return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text))
 
 
+def _check_path(path: str) -> str:
+    if "," in path:
+        raise ValueError("must have no comma in its path; rename the directory")
+    return path
+
+
 ModelName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f\x7f]+$")]
+AdapterName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f\x7f,=]+$")]
+AdapterPath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
 Source = Annotated[str, Field(min_length=1), AfterValidator(check_source)]
 
 
@@ -115,6 +123,7 @@ class CatalogueEntry(Record):
     one with `preload` is loaded before the first request. An idle model is unloaded after `keep_alive` seconds (None:
     only when another one needs its memory). While the model is not loaded, at most `queue_limit` requests wait for it,
     each at most `wait_limit` seconds. `defaults` are the sampling parameters of requests that leave them out.
+    `adapters` are the directories of LoRA adapters, each by a model name of its own.
     """
 
     version: Literal[1] = 1
@@ -139,6 +148,7 @@ class CatalogueEntry(Record):
     queue_limit: Annotated[int, Field(ge=0)] = 10
     wait_limit: Annotated[float, Field(gt=0)] = 30.0
     defaults: dict[str, Any] = Field(default_factory=dict)
+    adapters: dict[AdapterName, AdapterPath] = Field(default_factory=dict)
 
     @field_validator("keep_alive")
     @classmethod
@@ -167,7 +177,7 @@ class CatalogueEntry(Record):
     @property
     def names(self) -> tuple[str, ...]:
         """All names that clients may use."""
-        return (self.name, *self.aliases)
+        return (self.name, *self.aliases, *self.adapters)
 
     @property
     def sources(self) -> dict[int, str]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from .base import Record
 from .errors import Overloaded
-from .jobs import Priority, SubjectToken, ValidatedJob, most_together
+from .jobs import AdapterSource, Priority, SubjectToken, ValidatedJob, most_together
 
 
 class ModelCard(Record):
@@ -17,7 +17,7 @@ class ModelCard(Record):
     another gets the next `revision`. `aliases` are its further names, `defaults` the sampling parameters of requests
     that leave them out. While it has no worker, at most `queue_limit` requests wait for it, and those that do not
     stream wait at most `wait_limit` seconds (None: no limit of its own). A `catalogued` model is announced by the agent
-    of its host, and not by its workers."""
+    of its host, and not by its workers. `adapters` are asked for by their own names, and run on this model."""
 
     name: Annotated[str, Field(min_length=1)]
     source: str
@@ -32,6 +32,27 @@ class ModelCard(Record):
     queue_limit: int | None = None
     wait_limit: float | None = None
     catalogued: bool = False
+    adapters: Annotated[tuple[AdapterSource, ...], Field(strict=False)] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may use."""
+        return (self.name, *self.aliases, *(adapter.name for adapter in self.adapters))
+
+    def adapter(self, name: str) -> AdapterSource | None:
+        """The adapter that a request for `name` gets; None if that is the model itself."""
+        return next((each for each in self.adapters if each.name == name), None)
+
+
+class AddedAdapter(AdapterSource):
+    """An adapter that an operator has added to the model `model` at run time, at `created` (Unix seconds)."""
+
+    model: Annotated[str, Field(min_length=1)]
+    created: int
+
+    @property
+    def source(self) -> AdapterSource:
+        return AdapterSource(name=self.name, path=self.path, digest=self.digest)
 
 
 def reserve_of(capacity: int) -> int:

@@ -24,6 +24,7 @@ from ..streams.outages import outage_logged, through_outages
 from ..streams.port import SCHEMA, Delivery
 from ..streams.topology import CONSUMER_IDLE, EVENTS, INFER
 from . import endings
+from .adapters import WorkerAdapters
 from .arrivals import Arrivals
 from .contract import Intake, Pipe, Stage
 from .degradation import slots
@@ -53,6 +54,7 @@ class Infer(Stage):
         self._leaving = False  # set by leave
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
+        self._adapters = WorkerAdapters(engine)
         self._arrivals = Arrivals()  # set by handle
         self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
         self._free_reported = 0  # seats last reported free that no job has taken yet; set by _report_room
@@ -66,6 +68,7 @@ class Infer(Stage):
         await intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._report_room())
+            group.create_task(self._keep_adapters())
             await self._heartbeats()
 
     async def leave(self) -> None:
@@ -82,6 +85,16 @@ class Infer(Stage):
             await asyncio.sleep(self.pipe.settings.heartbeat_interval)
             self._watch()
         raise RuntimeError("the engine has died") from self._engine.error
+
+    async def _keep_adapters(self) -> None:
+        """Have every adapter ready that requests may name: those of the settings, and those added at run time."""
+        model = self._card.model
+        while True:
+            with outage_logged("adapters cannot be looked up"):
+                added = await self.pipe.registry.added_adapters()
+                own = [each.source for each in added if each.model == model.name]
+                await self._adapters.keep([*model.adapters, *own])
+            await asyncio.sleep(self.pipe.settings.heartbeat_interval)
 
     async def _report_room(self) -> None:
         """Report free seats when few are left, when idle, and with each heartbeat, since a report can be lost."""
@@ -159,17 +172,18 @@ class Infer(Stage):
         """
         try:
             await self._engine.prepare(job.params)  # before the checks below, which must not be followed by a wait
-            if running := self._publishers.get((job.tenant, job.id)):
-                # Redelivered after a lost lease, or dispatched twice: this delivery ends when the running request does.
-                await running.ended.wait()
-                if not self._engine.healthy:
-                    raise RuntimeError("the engine has died") from self._engine.error
-                return
-            if (job.model, job.revision) != (self._card.model.name, self._card.model.revision):
-                raise Overloaded(f"The worker no longer serves {job.model}.", retry_after=1.0)
-            if job.deadline <= self.pipe.now():
-                raise DeadlineExceeded("No worker began the request before its deadline.")
-            await self._publish_outputs(job, newest)
+            async with self._adapters.using(job.adapter) as adapter:  # as well
+                if running := self._publishers.get((job.tenant, job.id)):
+                    # Redelivered after a lost lease, or dispatched twice: this delivery ends when the running one does.
+                    await running.ended.wait()
+                    if not self._engine.healthy:
+                        raise RuntimeError("the engine has died") from self._engine.error
+                    return
+                if (job.model, job.revision) != (self._card.model.name, self._card.model.revision):
+                    raise Overloaded(f"The worker no longer serves {job.model}.", retry_after=1.0)
+                if job.deadline <= self.pipe.now():
+                    raise DeadlineExceeded("No worker began the request before its deadline.")
+                await self._publish_outputs(job, newest, adapter)
         except Exception as error:
             if not self._engine.healthy:
                 raise
@@ -185,8 +199,9 @@ class Infer(Stage):
         """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""
         return max(self.pipe.settings.relay_interval, len(self._publishers) / _MESSAGES)
 
-    async def _publish_outputs(self, job: ValidatedJob, newest: int) -> None:
-        publisher = self._publishers[job.tenant, job.id] = OutputPublisher(self.pipe, job, self._interval)
+    async def _publish_outputs(self, job: ValidatedJob, newest: int, adapter: str | None) -> None:
+        publisher = OutputPublisher(self.pipe, job, self._interval, adapter)
+        self._publishers[job.tenant, job.id] = publisher
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), publisher.expire)
         try:
             if newest == 0:
@@ -249,9 +264,7 @@ class Infer(Stage):
         publisher.finished = frozenset(
             choice for choice, reason in enumerate(transcript.finish_reasons) if reason is not None
         )
-        publisher.handles += [
-            self._engine.open(request) for request in _requests(publisher.job, publisher.epoch, transcript)
-        ]
+        publisher.handles += [self._engine.open(request) for request in _requests(publisher, transcript)]
         if publisher.expired:  # meanwhile
             publisher.cancel()
         with self.pipe.cancellations.calling(publisher.job.tenant, publisher.job.id, publisher.cancel):
@@ -260,8 +273,9 @@ class Infer(Stage):
             raise DeadlineExceeded("The deadline passed before every input was embedded.")
 
 
-def _requests(job: ValidatedJob, epoch: int, transcript: Transcript) -> list[EngineRequest]:
+def _requests(publisher: OutputPublisher, transcript: Transcript) -> list[EngineRequest]:
     """One engine request for each prompt that is not finished yet."""
+    job = publisher.job
     requests = []
     n, seed = job.params.n, job.params.seed
     embeds = job.endpoint == "/v1/embeddings"
@@ -271,15 +285,16 @@ def _requests(job: ValidatedJob, epoch: int, transcript: Transcript) -> list[Eng
         if transcript.finish_reasons and None not in transcript.finish_reasons[choices]:
             continue
         request = kind(
-            id=f"{job.tenant}.{job.id}.{epoch}",
+            id=f"{job.tenant}.{job.id}.{publisher.epoch}",
             prompt=prompt,
             params=job.params,
             seed=seed if seed is not None else 0,
-            epoch=epoch,
+            epoch=publisher.epoch,
             first_choice=choices.start,
             generated=tuple(map(tuple, transcript.token_ids[choices])),
             cache_salt=job.tenant,
             priority=_RANKS[job.priority],
+            adapter=publisher.adapter,
         )
         requests.append(request)
     return requests

@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from ..config.models import parse_adapters
 from ..config.settings import Settings
+from ..engine.adapter_files import adapter_source
 from ..engine.models import read_model_info
 from ..engine.sizing import CACHING
 from ..schemas.errors import PenstockError
@@ -43,6 +45,7 @@ def model_card(settings: Settings, context_length: int, revision: int | None = N
         reasoning_format=settings.reasoning_format,
         revision=revision or 1,
         catalogued=revision is not None,
+        adapters=tuple(adapter_source(*each) for each in parse_adapters(settings.lora_modules).items()),
     )
 
 

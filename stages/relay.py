@@ -29,8 +29,12 @@ class OutputPublisher:
     publisher stops.
     """
 
-    def __init__(self, pipe: Pipe, job: ValidatedJob, interval: Callable[[], float]) -> None:
+    def __init__(
+        self, pipe: Pipe, job: ValidatedJob, interval: Callable[[], float], adapter: str | None = None
+    ) -> None:
+        """`adapter` is the engine's name for the adapter of the job."""
         self.job = job
+        self.adapter = adapter
         self.epoch = 1  # set by Infer
         self.last = 0  # sequence of the newest output stored; set by Infer and _store
         self.handles: list[RequestHandle] = []  # set by Infer
@@ -76,7 +80,7 @@ class OutputPublisher:
             form,
             job.priority,
             job.endpoint,
-            job.model,
+            job.served_name,
         )
         self._ours = await self._store((started, *first), f"started.{holder}")
         return self._ours

@@ -190,6 +190,7 @@ class Validate(Stage):
             body=job.body,
             form=prepared.form,
             dimensions=prepared.dimensions,
+            adapter=model.adapter(request.model),
         )
 
     async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:
@@ -226,7 +227,7 @@ class Validate(Stage):
     async def _model(self, name: str) -> ModelCard:
         model = await self.pipe.registry.find(name)
         if model is None:
-            known = [each for card in self.pipe.registry.models.values() for each in (card.name, *card.aliases)]
+            known = [each for card in self.pipe.registry.models.values() for each in card.names]
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"Did you mean {' or '.join(near)}?" if near else f"Served: {', '.join(known) or 'none yet'}."
             raise ModelNotFound(f"The model {name!r} is not served here. {hint}", param="model")

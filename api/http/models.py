@@ -66,11 +66,17 @@ class ModelRoutes:
     async def models(self) -> Any:
         """Every model that can be asked for, loaded or not."""
         states = await self._states()
-        return {"object": "list", "data": [self._described(card, states) for card in self._registry.models.values()]}
+        cards = self._registry.models.values()
+        return {
+            "object": "list",
+            "data": [each for card in cards for each in (self._described(card, states), *self._adapted(card, states))],
+        }
 
     async def model(self, name: str) -> Any:
-        """One model, by its name or an alias."""
-        return self._described(await self._preparers.card(name), await self._states())
+        """One model, by its name or an alias, or one adapter."""
+        card, states = await self._preparers.card(name), await self._states()
+        found = [each for each in self._adapted(card, states) if each["id"] == name]
+        return found[0] if found else self._described(card, states)
 
     async def status(self) -> Any:
         """What the models are doing: the whole, and by model its state, what waits for it and its last error."""
@@ -148,11 +154,21 @@ class ModelRoutes:
             "object": "model",
             "created": card.created,
             "owned_by": "penstock",
+            "root": card.source,
+            "parent": None,
             "max_model_len": card.context_length,
             "aliases": card.aliases,
             "status": self._wire(card, states),
             "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         }
+
+    def _adapted(self, card: ModelCard, states: Mapping[RevisionKey, ModelState]) -> list[dict[str, Any]]:
+        """The adapters of a model: models that name it as their parent, and share its state."""
+        base = self._described(card, states)
+        return [
+            base | {"id": adapter.name, "root": adapter.path, "parent": card.name, "aliases": ()}
+            for adapter in card.adapters
+        ]
 
     def _wire(self, card: ModelCard, states: Mapping[RevisionKey, ModelState]) -> dict[str, Any]:
         state = states.get(RevisionKey(card.name, card.revision))

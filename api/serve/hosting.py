@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...config.settings import Settings
 from ...engine import BACKENDS, EngineConfig, resolve_model
+from ...engine.adapter_files import adapter_source
 from ...engine.models import read_model_info
 from ...engine.sizing import Memory, footprint, memory_of_machine
 from ...schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
@@ -110,6 +111,8 @@ class Host:
         takes = footprint(config, max(1, min(TOGETHER, models)), Memory(capacity, capacity))
         memory = takes.total
         chosen: dict[str, object] = {"device": device, "served_model_name": key.name}
+        if entry.adapters:
+            chosen["lora_modules"] = tuple(f"{own}={path}" for own, path in entry.adapters.items())
         if takes.cache:
             chosen["kv_cache_memory"] = takes.cache
         self._chosen[key] = settings.model_copy(update=chosen)
@@ -128,6 +131,7 @@ class Host:
             queue_limit=entry.queue_limit,
             wait_limit=entry.wait_limit,
             catalogued=True,
+            adapters=tuple(adapter_source(*each) for each in entry.adapters.items()),
         )
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -46,9 +46,12 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         if arguments.get("model") is not None:
             given["model"] = arguments["model"]
         with fatal_errors():
-            loaded = load(
-                {name: value for name, value in given.items() if value is not None}, config=arguments.pop("config")
-            )
+            texts = {
+                name: ",".join(value) if isinstance(value, list) else value
+                for name, value in given.items()
+                if value not in (None, [])
+            }
+            loaded = load(texts, config=arguments.pop("config"))
             arguments.pop("model", None)
             command(loaded, **arguments)
 
@@ -90,7 +93,10 @@ def fatal_errors(exit_code: int = 2) -> Iterator[None]:
 
 @functools.cache
 def _flags() -> dict[str, inspect.Parameter]:
-    """A keyword parameter for each setting. Values stay text: pydantic parses them and reports all faults at once."""
+    """A keyword parameter for each setting; those of several values may be repeated.
+
+    Values stay text: pydantic parses them and reports all faults at once.
+    """
     flags = {}
     panel = ""
     for name, field in Settings.model_fields.items():
@@ -107,9 +113,9 @@ def _flags() -> dict[str, inspect.Parameter]:
             show_default=False,
             rich_help_panel=f"{panel} (also {variable('name').replace('NAME', '…')} and TOML)",
         )
-        flags[name] = inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
-        )
+        is_repeated = tuple in {get_origin(kind) for kind in (field.annotation, *get_args(field.annotation))}
+        annotation: Any = Annotated[list[str] | None, option] if is_repeated else Annotated[str | None, option]
+        flags[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     return flags
 
 

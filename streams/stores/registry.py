@@ -16,16 +16,17 @@ from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
 from ...schemas.errors import StartupError
-from ...schemas.registry import ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
+from ...schemas.registry import AddedAdapter, ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
 from ..lanes import present_lanes
 from ..outages import outage_logged
 from ..port import Broker, Entry
-from ..topology import lanes_of
+from ..topology import CATALOGUE, lanes_of
 
 log = structlog.get_logger(__name__)
 
 Card = TypeVar("Card", bound=BaseModel)
 AGENT, LAST_WORD = "agent.", "last-word."  # begin keys in the bucket `workers`
+ADAPTER = "adapter."  # begins the keys of adapters that were added at run time, in the bucket `catalogue`
 REFUSED = "refused."  # begins the keys of refusals in the bucket `state`
 
 
@@ -62,7 +63,7 @@ class Registry:
         return found
 
     def _named(self, name: str) -> ModelCard | None:
-        return self.models.get(name) or next((card for card in self.models.values() if name in card.aliases), None)
+        return self.models.get(name) or next((card for card in self.models.values() if name in card.names), None)
 
     async def look(self) -> None:
         """Refresh the cards now; all that ask while another looks share the next look."""
@@ -80,9 +81,8 @@ class Registry:
         self.ended = {}
         self.drop_ended()
         self.stages = tuple(_cards(StageCard, live, "stage."))
-        self.models = {
-            card.name: card for card in sorted(_cards(ModelCard, known), key=lambda card: (card.created, card.name))
-        }
+        cards = sorted(_cards(ModelCard, known), key=lambda card: (card.created, card.name))
+        self.models = {card.name: card for card in _with_added(cards, await self.added_adapters())}
         state = await self._broker.bucket("state")
         refused = await state.entries(REFUSED)
         self.refusals = {
@@ -140,6 +140,19 @@ class Registry:
         state, key = await self._broker.bucket("state"), REFUSED + lanes_of(model, revision)
         await (state.delete(key) if refusal is None else state.put(key, _encoded(refusal)))
 
+    async def added_adapters(self) -> list[AddedAdapter]:
+        """The adapters that operators have added at run time, the first one first."""
+        bucket = await self._broker.bucket(CATALOGUE)
+        return sorted(_cards(AddedAdapter, await bucket.entries(ADAPTER)), key=lambda each: (each.created, each.name))
+
+    async def add_adapter(self, adapter: AddedAdapter) -> bool:
+        """Offer an adapter from now on, also after a restart; False if there is one of its name."""
+        bucket = await self._broker.bucket(CATALOGUE)
+        return await bucket.create(ADAPTER + _key(adapter), _encoded(adapter)) is not None
+
+    async def remove_adapter(self, adapter: AddedAdapter) -> None:
+        await (await self._broker.bucket(CATALOGUE)).delete(ADAPTER + _key(adapter))
+
     async def announce_model(self, card: ModelCard) -> None:
         await (await self._broker.bucket("models")).put(_key(card), _encoded(card))
 
@@ -187,8 +200,18 @@ def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Car
     return cards
 
 
-def _key(card: ModelCard) -> str:
-    return hashlib.sha256(card.name.encode()).hexdigest()[:32]  # keys do not allow every character of a name
+def _with_added(cards: Sequence[ModelCard], added: Sequence[AddedAdapter]) -> list[ModelCard]:
+    """The models with the adapters that were added to them, but those whose names are taken."""
+    taken = {name for card in cards for name in card.names}
+    return [
+        card.model_copy(update={"adapters": (*card.adapters, *(each.source for each in mine))}) if mine else card
+        for card in cards
+        for mine in [[each for each in added if each.model == card.name and each.name not in taken]]
+    ]
+
+
+def _key(named: ModelCard | AddedAdapter) -> str:
+    return hashlib.sha256(named.name.encode()).hexdigest()[:32]  # keys do not allow every character of a name
 
 
 def _encoded(card: BaseModel) -> bytes:

@@ -242,3 +242,33 @@ def test_what_a_directory_cannot_serve_is_named(models: Path) -> None:
 
 def test_every_key_of_an_entry_can_be_set() -> None:
     assert set(KEYS) | {"version", "name", "revision", "others", "failed_swap"} == set(CatalogueEntry.model_fields)
+
+
+def test_adapters_are_directories_relative_to_the_file(models: Path) -> None:
+    file = models.parent / "models.toml"
+    file.write_text(
+        '[models.llama]\nsource = "models/llama"\nadapters = { support = "adapters/support", other = "/elsewhere" }\n'
+    )
+    (llama,) = read_models(file)
+    assert llama.adapters == {"support": str(models.parent / "adapters" / "support"), "other": "/elsewhere"}
+    assert llama.names == ("llama", "support", "other")
+
+
+def test_names_of_adapters_must_be_free(models: Path) -> None:
+    table = '[models.{name}]\nsource = "models/{name}"\naliases = ["{alias}"]\nadapters = {adapters}\n'
+    first = table.format(name="llama", alias="fast", adapters='{ mine = "x", qwen = "x" }')
+    second = table.format(name="qwen", alias="small", adapters='{ mine = "x", fast = "x", small = "x", "a=b" = 3 }')
+    assert faults_of(first + second, models.parent) == [
+        "[models.qwen] adapters.a=b.[key]: String should match pattern '^[^\\s\\x00-\\x1f\\x7f,=]+$', got 'a=b'",
+        "[models.qwen] adapters.a=b: Input should be a valid string, got 3",
+        *(
+            f"[models.{model}] adapters: {name!r} is a name of {models.parent / 'models.toml'} [models.{other}]; "
+            "choose another name for the adapter"
+            for model, name, other in (
+                ("llama", "qwen", "qwen"),
+                ("qwen", "mine", "llama"),
+                ("qwen", "fast", "llama"),
+                ("qwen", "small", "qwen"),
+            )
+        ),
+    ]

@@ -71,6 +71,8 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         return st.lists(servers.map("".join), min_size=1, max_size=3).map(",".join)
     if name in ("mcp_allowed_urls", "tool_functions", "tool_grants", "tools_without_approval"):
         return st.lists(TOKENS, max_size=3).map(tuple)
+    if name == "lora_modules":
+        return st.dictionaries(TOKENS, TOKENS, max_size=3).map(lambda pairs: tuple(map("=".join, pairs.items())))
     if name == "secret_key":
         return st.from_regex(r"[a-z]{16,20}", fullmatch=True)
     if get_origin(kind) is Literal:
@@ -99,6 +101,8 @@ def _faults(name: str) -> list[str]:
         return ["short"]
     if name == "cors_origins":
         return ["short", "https://a/b"]
+    if name == "lora_modules":
+        return ["a", "a=", "=a", "a=b,a=c", "a=b,c"]
     if name == "nats_url":
         return ["", "http://a:1", "ws://a", "nats://", "nats://a:b", "a,,b", "nats://[::1", "a b"]
     if get_origin(kind) is Literal:
@@ -227,6 +231,17 @@ def test_command_line_beats_environment_beats_file(file: Path, given: Given) -> 
     for name, (value, origin) in expected.items():
         text = "" if value is None else _text(value)
         assert re.fullmatch(rf"{name} +{re.escape(text)} +{re.escape(origin)}", lines[name]), lines[name]
+
+
+def test_a_flag_of_several_values_may_be_repeated_and_adapters_may_be_a_table(file: Path) -> None:
+    given: Given = {"file": {}, "variable": {}, "flag": {"lora_modules": "a=b,c=d"}}
+    for arguments in (["--lora-modules=a=b", "--lora-modules", "c=d"], []):
+        _loaded.clear()
+        result = _invoke(_probe, file, given | {"flag": {}} if arguments else given, *arguments)
+        assert result.exit_code == 0, result.output
+        assert _loaded[0].settings.lora_modules == ("a=b", "c=d")
+    file.write_text('[lora_modules]\na = "b"\n')
+    assert load(config=file).settings.lora_modules == ("a=b",)
 
 
 @settings(max_examples=100, deadline=None)

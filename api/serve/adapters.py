@@ -1,0 +1,41 @@
+"""Checks the adapters that a server is to offer, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...config.models import parse_adapters
+from ...config.settings import Settings
+from ...engine.adapter_files import check_adapter
+from ...engine.adapters import ADAPTING
+from ...schemas.catalogue import CatalogueEntry
+from ...schemas.errors import ConfigurationError, InvalidRequest
+
+
+def check_adapters(settings: Settings, entries: Sequence[CatalogueEntry] | None) -> None:
+    """Check the adapters of `entries`, or of the one model of `settings`.
+
+    Raises `ConfigurationError` with every fault: of names, of files, and of sizes as far as the files of the models
+    tell them.
+    """
+    faults: list[str] = []
+    if entries is None:
+        name, source = settings.served_model_name or "", settings.model or ""
+        served = [(name, source, settings.backend, parse_adapters(settings.lora_modules))]
+    else:
+        served = [(entry.name, entry.source, entry.backend, entry.adapters) for entry in entries]
+    for model, source, backend, adapters in served:
+        if adapters and backend not in ADAPTING:
+            faults.append(f"adapters of {model}: the backend {backend} runs none; use one of {', '.join(ADAPTING)}")
+            continue
+        base = Path(source).expanduser()
+        for name, path in adapters.items():
+            if name == model:
+                faults.append(f"adapter {name!r}: the model has the same name; choose another")
+            try:
+                check_adapter(Path(path).expanduser().resolve(), base if base.is_dir() else None)
+            except InvalidRequest as error:
+                faults.append(f"adapter {name!r} of {model}: {error}")
+    if faults:
+        raise ConfigurationError(faults)
