@@ -22,6 +22,7 @@ from ...streams.port import Broker
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
+from .adapters import add_adapters
 from .answers import error_response
 from .batches import add_batches
 from .browsers import Browsers, is_loopback
@@ -67,6 +68,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     add_messages(app, gateway)
 
     ModelRoutes(gateway, registry, preparers).add_to(app)
+    add_adapters(app, gateway)
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:

@@ -1,0 +1,229 @@
+"""LoRA adapters as model names of real servers: the merged models' answers, whatever dies, added while it serves.
+
+The oracle is transformers' own model with W + scale · B A in place of W, one prompt at a time, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+import torch
+from lora import config, linear_sizes, make_adapter, matrices, merged, write_adapter
+from serving import START_TIMEOUT, Process, Serve, Served, Start
+from transformers import AutoModelForCausalLM
+
+TOKENS = 24
+LONG = 1_200  # tokens, so many that a worker dies before the last
+PROMPTS = [[3 + (7 * length + index * index) % 500 for index in range(length)] for length in (2, 17, 40)]
+ADMIN = {"Authorization": "Bearer sk-admin-of-adapters"}
+USER = {"Authorization": "Bearer sk-user-of-adapters"}
+
+
+class World:
+    """Adapters of the tiny model on disk, and what transformers makes of them."""
+
+    def __init__(self, model: Path, root: Path) -> None:
+        self.base: Any = AutoModelForCausalLM.from_pretrained(model, dtype="float32", attn_implementation="eager")
+        self.base.generation_config.eos_token_id = None
+        self.sizes = linear_sizes(self.base)
+        self.paths = {name: make_adapter(root / name, self.sizes, seed=seed) for seed, name in enumerate("abc", 1)}
+        self._models = {name: merged(self.base, path) for name, path in self.paths.items()} | {"tiny": self.base}
+
+    def answer(self, name: str, prompt: list[int], count: int = TOKENS) -> list[int]:
+        ids = torch.tensor([prompt])
+        kept = self._models[name].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+        )
+        return [int(token) for token in kept[0, len(prompt) :]]
+
+
+@pytest.fixture(scope="module")
+def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tiny_model, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def served(world: World, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two workers with two adapters, and the right to add more."""
+    state = tmp_path_factory.mktemp("serve") / "state"
+    process = Process(
+        *("serve", str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--workers", "2"),
+        *("--lora-modules", f"a={world.paths['a']}", "--lora-modules", f"b={world.paths['b']}"),
+        *("--allow-runtime-lora-updating", "true", "--heartbeat-interval", "0.3"),
+        *("--api-keys", "one=sk-user-of-adapters,two=sk-admin-of-adapters admin"),
+        *("--port", "0", "--state-dir", str(state)),
+    )
+    try:
+        yield Served(process, state)
+    finally:
+        process.end()
+
+
+def body(model: str, prompt: list[int], count: int = TOKENS) -> dict[str, Any]:
+    settings = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": model, "prompt": prompt} | settings
+
+
+def ask(served: Served, model: str, prompt: list[int]) -> httpx2.Response:
+    url = f"{served.url}/v1/completions"
+    return httpx2.post(url, json=body(model, prompt), headers=USER, timeout=START_TIMEOUT)
+
+
+def tokens_of(answer: httpx2.Response, model: str) -> list[int]:
+    found = answer.json()
+    assert answer.status_code == 200, found
+    assert (found["model"], found["usage"]["completion_tokens"]) == (model, TOKENS)
+    tokens: list[int] = found["choices"][0]["token_ids"]
+    return tokens
+
+
+def change(served: Served, verb: str, key: Mapping[str, str] = ADMIN, **asked: Any) -> httpx2.Response:
+    url = f"{served.url}/v1/{verb}_lora_adapter"
+    return httpx2.post(url, json=asked, headers={**key}, timeout=START_TIMEOUT)
+
+
+def listed(served: Served) -> dict[str, dict[str, Any]]:
+    return {model["id"]: model for model in httpx2.get(f"{served.url}/v1/models", headers=USER).json()["data"]}
+
+
+def test_answers_are_the_merged_models_alone_and_mixed(served: Served, world: World) -> None:
+    asked = [(name, prompt) for name in ("a", "tiny", "b") for prompt in PROMPTS]
+    wanted = [world.answer(*each) for each in asked]
+    assert len({*map(tuple, wanted)}) == len(wanted)
+    assert [tokens_of(ask(served, *each), each[0]) for each in asked[::4]] == wanted[::4]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = pool.map(lambda each: ask(served, *each), asked)
+        assert [tokens_of(answer, name) for answer, (name, _) in zip(answers, asked, strict=True)] == wanted
+
+
+def test_they_are_models_whose_parent_is_the_base(served: Served, world: World) -> None:
+    models = listed(served)
+    assert [*models][:3] == ["tiny", "a", "b"]
+    assert (models["a"]["parent"], models["a"]["root"]) == ("tiny", str(world.paths["a"]))
+    assert models["tiny"]["parent"] is None and models["b"]["status"] == models["tiny"]["status"]
+    assert httpx2.get(f"{served.url}/v1/models/a", headers=USER).json() == models["a"]
+
+
+def test_a_stream_goes_on_with_its_adapter_when_its_worker_is_killed(served: Served, world: World) -> None:
+    told: list[int] = []
+    killed = False
+    asked = body("b", PROMPTS[0], LONG) | {"stream": True}
+    url = f"{served.url}/v1/completions"
+    with httpx2.stream("POST", url, json=asked, headers=USER, timeout=START_TIMEOUT) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert chunk["model"] == "b" and "error" not in chunk
+                told += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            if told and not killed:
+                killed = True
+                busiest(served).kill()
+    assert len(told) == LONG and killed
+    assert told == world.answer("b", PROMPTS[0], LONG)
+
+
+def busiest(served: Served) -> psutil.Process:
+    """The worker that has the only request."""
+    found = [
+        child for child in psutil.Process(served.process.pid).children(recursive=True) if "worker" in child.cmdline()
+    ]
+    return max(found, key=lambda child: child.cpu_percent(0.2))
+
+
+def test_added_and_removed_while_it_serves(served: Served, world: World) -> None:
+    asked: dict[str, Any] = {"lora_name": "c", "lora_path": str(world.paths["c"])}
+    assert ask(served, "c", PROMPTS[0]).status_code == 404
+    assert change(served, "load", USER, **asked).json()["error"]["code"] == "not_admin"
+    answer = change(served, "load", **asked)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'c' added successfully.")
+    assert listed(served)["c"]["parent"] == "tiny"
+    with ThreadPoolExecutor(6) as pool:  # on both workers
+        for tokens in pool.map(lambda _: tokens_of(ask(served, "c", PROMPTS[1]), "c"), range(6)):
+            assert tokens == world.answer("c", PROMPTS[1])
+    assert "already been loaded" in change(served, "load", **asked).json()["error"]["message"]
+    assert (
+        change(served, "load", **asked | {"lora_path": str(world.paths["a"]), "load_inplace": True}).status_code == 200
+    )
+    assert tokens_of(ask(served, "c", PROMPTS[1]), "c") == world.answer("a", PROMPTS[1])
+    answer = change(served, "unload", lora_name="c")
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'c' removed successfully.")
+    assert "c" not in listed(served)
+    assert change(served, "unload", lora_name="c").status_code == 404
+    assert "comes from the settings" in change(served, "unload", lora_name="a").json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("tiny", "is the name of a model"),
+        ("vanished", "no such directory"),
+        ("wrong", "for another model: its model.layers.0.mlp.up_proj has 7 inputs"),
+        ("deep", "for another model: this one has no model.layers.9.mlp.up_proj"),
+        ("head", "changes lm_head"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_disturbs_nothing(
+    served: Served, world: World, tmp_path: Path, name: str, reason: str
+) -> None:
+    """Some faults show in the files, and others only to a worker."""
+    own, (inputs, outputs) = "model.layers.0.mlp.up_proj", world.sizes["model.layers.0.mlp.up_proj"]
+    shapes = {
+        "wrong": {own: (7, outputs)},
+        "deep": {"model.layers.9.mlp.up_proj": (inputs, outputs)},
+        "head": {"lm_head": (inputs, 512)},
+        "tiny": {own: (inputs, outputs)},
+    }
+    if name in shapes:
+        write_adapter(tmp_path, matrices(shapes[name]), config())
+    before = {id: model["root"] for id, model in listed(served).items()}
+    answer = change(served, "load", lora_name=name, lora_path=str(tmp_path if name in shapes else tmp_path / name))
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+    assert {id: model["root"] for id, model in listed(served).items()} == before
+    assert tokens_of(ask(served, "a", PROMPTS[0]), "a") == world.answer("a", PROMPTS[0])
+
+
+def test_every_fault_of_the_files_is_named_before_anything_starts(
+    start: Start, world: World, tiny_model: Path, tmp_path: Path
+) -> None:
+    wrong = make_adapter(tmp_path / "wrong", {"model.layers.0.mlp.up_proj": (7, 9)})
+    table = {"gone": tmp_path / "gone", "wrong": wrong, "tiny": world.paths["a"]}
+    modules = [part for name, path in table.items() for part in ("--lora-modules", f"{name}={path}")]
+    process = start("serve", str(tiny_model), "--served-model-name", "tiny", *modules)
+    assert process.wait() == 2
+    for said in ("'gone' of tiny: no such directory", "'wrong' of tiny: .* is for another model", "the same name"):
+        process.wait_for(said)
+    assert "penstock ready" not in process.output
+
+
+def test_adapters_of_a_catalogue_and_those_added_survive_a_restart(
+    serve: Serve, world: World, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The base is loaded for the first request to an adapter; one whose files vanish is refused, and no other."""
+    mine = shutil.copytree(world.paths["b"], tmp_path / "mine")
+    file = tmp_path / "models.toml"
+    file.write_text(
+        f'[models.tiny]\nsource = "{tiny_model}"\ndtype = "float32"\nkv_cache_memory = "64MiB"\nwait_limit = 300\n'
+        f'adapters = {{ a = "{world.paths["a"]}", mine = "mine" }}\n'
+    )
+    settings = ("--models", str(file), "--allow-runtime-lora-updating", "true")
+    served = serve(*settings)
+    assert change(served, "load", lora_name="c", lora_path=str(world.paths["c"])).status_code == 200
+    assert listed(served)["c"]["status"] == {"value": "unloaded"}
+    shutil.rmtree(mine)
+    assert tokens_of(ask(served, "c", PROMPTS[0]), "c") == world.answer("c", PROMPTS[0])
+    refused = ask(served, "mine", PROMPTS[0])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
+    assert "no such directory" in refused.json()["error"]["message"]
+    served.process.end()
+    shutil.copytree(world.paths["b"], mine)
+    served = serve(*settings)
+    for name, oracle in (("a", "a"), ("mine", "b"), ("c", "c")):
+        assert tokens_of(ask(served, name, PROMPTS[1]), name) == world.answer(oracle, PROMPTS[1])
