@@ -5,6 +5,7 @@
     aliases = ["fast"]
     keep_alive = "10m"
     defaults = { temperature = 0.7 }
+    quantizations = ["int8"]        # also offered as qwen:int8
     adapters = { support = "adapters/support" }     # LoRA adapters, each a model name of its own
 
 The other keys are the fields of `schemas.catalogue.CatalogueEntry`.
@@ -25,6 +26,7 @@ from ..schemas.errors import ConfigurationError
 from .sources import Loaded
 
 _KEPT = ("version", "name", "revision", "others", "failed_swap")  # not the file's to set
+VARIANTS = "quantizations"  # the key of a model's table that is no field of its entry
 KEYS = tuple(key for key in CatalogueEntry.model_fields if key not in _KEPT)
 
 _bytes = TypeAdapter(ByteSize).validate_python
@@ -94,7 +96,8 @@ def _from_file(path: Path, faults: list[str]) -> list[_Found]:
             faults.append(f"{path}: [{key}] is unknown; each model needs a table of its own, such as [models.{key}]")
         models = tables.get("models")
         if isinstance(models, dict) and models:
-            return [_from_table(path, name, values, faults) for name, values in models.items()]
+            found = [_from_table(path, name, values, faults) for name, values in models.items()]
+            return [each for model in found for each in (model, *_variants(model, models[model.name], faults))]
         faults.append(f"{path}: names no model; add a table such as [models.qwen] with its source")
     return []
 
@@ -106,9 +109,10 @@ def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Fo
         return _Found(name, (), (), where, None)
     before = len(faults)
     given = {key: value for key, value in values.items() if key in KEYS}
-    for key in (key for key in values if key not in KEYS):
-        near = difflib.get_close_matches(key, KEYS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}"
+    known = (*KEYS, VARIANTS)
+    for key in (key for key in values if key not in known):
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
         faults.append(f"{where} {key}: no such key; {hint}")
     for key, convert in (("keep_alive", parse_keep_alive), ("kv_cache_memory", _to_bytes)):
         if key in given:
@@ -137,6 +141,23 @@ def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Fo
     texts = tuple(each for each in aliases if isinstance(each, str)) if isinstance(aliases, list) else ()
     names = tuple(adapters) if isinstance(adapters, dict) else ()
     return _Found(name, texts, names, where, entry if len(faults) == before else None)
+
+
+def _variants(model: _Found, values: object, faults: list[str]) -> list[_Found]:
+    """The model as `name:quantization`, once for each that its table names: a model of its own otherwise like it."""
+    given = values.get(VARIANTS, []) if isinstance(values, dict) else []
+    if not isinstance(given, list) or not all(isinstance(each, str) and each.split() == [each] for each in given):
+        faults.append(f'{model.where} {VARIANTS}: must be a list such as ["int8", "int4"], got {given!r}')
+        return []
+    if model.entry is None:
+        return []
+    own: dict[str, object] = {"aliases": (), "adapters": {}, "pin": False, "preload": False}
+    found = []
+    for each in given:
+        name = f"{model.name}:{each}"
+        entry = model.entry.model_copy(update=own | {"name": name, "quantization": each})
+        found.append(_Found(name, (), (), f"{model.where} {VARIANTS}", entry))
+    return found
 
 
 def _to_bytes(value: object) -> int:

@@ -254,6 +254,32 @@ def test_adapters_are_directories_relative_to_the_file(models: Path) -> None:
     assert llama.names == ("llama", "support", "other")
 
 
+def test_a_model_may_be_offered_in_several_quantizations(models: Path) -> None:
+    """Each is a model of its own, like the first but for what is the first one's alone."""
+    file = models.parent / "models.toml"
+    file.write_text(
+        '[models.llama]\nsource = "models/llama"\naliases = ["fast"]\npreload = true\nkeep_alive = 60\n'
+        'adapters = { support = "x" }\nquantizations = ["int8", "int4"]\n'
+    )
+    llama, *variants = read_models(file)
+    assert (llama.name, llama.quantization) == ("llama", None)
+    assert variants == [
+        CatalogueEntry(name=f"llama:{each}", source=llama.source, keep_alive=60.0, quantization=each)
+        for each in ("int8", "int4")
+    ]
+
+
+def test_faults_of_quantizations(models: Path) -> None:
+    table = '[models.{}]\nsource = "models/{}"\nquantizations = {}\n'
+    first = table.format("llama", "llama", '["int8", "int8"]') + '[models."llama:int8"]\nsource = "o/m"\n'
+    where = f"{models.parent / 'models.toml'} [models.llama] quantizations"
+    assert faults_of(first + table.format("qwen", "qwen", '["int 8"]'), models.parent) == [
+        '[models.qwen] quantizations: must be a list such as ["int8", "int4"], got [\'int 8\']',
+        f"[models.llama] quantizations: {where} has the same name; rename one of the two",
+        f"[models.llama:int8]: {where} has the same name; rename one of the two",
+    ]
+
+
 def test_names_of_adapters_must_be_free(models: Path) -> None:
     table = '[models.{name}]\nsource = "models/{name}"\naliases = ["{alias}"]\nadapters = {adapters}\n'
     first = table.format(name="llama", alias="fast", adapters='{ mine = "x", qwen = "x" }')
