@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -298,6 +298,14 @@ class Catalogue(Record):
             source = found.sources[key.revision]
             changes["failed_swap"] = FailedSwap(revision=key.revision, source=source, reason=failure)
         return self._with(self._changed(found, **changes))
+
+    def as_asked(self, asked: Mapping[RevisionKey, float | None]) -> Self:
+        """The catalogue with the `keep_alive` that requests have asked for: negative for ever, None for no other."""
+        entries = list(self.entries)
+        for index, entry in enumerate(entries):
+            if (seconds := asked.get(RevisionKey(entry.name, entry.revision))) is not None:
+                entries[index] = entry.model_copy(update={"keep_alive": None if seconds < 0 else seconds})
+        return self._with(tuple(entries))
 
     def _holder(self, key: RevisionKey) -> CatalogueEntry:
         found = self.find(key.name)

@@ -76,7 +76,8 @@ class ValidatedJob(Record):
 
     `prompts` holds token ids: one list for chat, one or several for completions; choice `c` belongs to prompt
     `c // params.n`. Only workers of the model's `revision` take the job. They apply its `adapter`, if there is one,
-    which they load first unless they have. `deadline` and `created` are Unix seconds.
+    which they load first unless they have. `keep_alive`: how many seconds the model is to stay loaded after the request
+    (negative: for ever; None: as the catalogue says). `deadline` and `created` are Unix seconds.
     `body` is the client's original request; changing it has no effect. `form` tells how to parse the answer. For
     `/v1/embeddings` every prompt is one input, whose vector has `dimensions` numbers (if None, as many as the model
     gives).
@@ -97,6 +98,7 @@ class ValidatedJob(Record):
     form: Form | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     adapter: AdapterSource | None = None
+    keep_alive: float | None = None
 
     @property
     def served_name(self) -> str:

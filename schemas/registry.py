@@ -64,7 +64,7 @@ class WorkerCard(Record):
     """A worker process that takes batches for its model now; it runs at most `capacity` requests together.
 
     `incarnation` is a name that no other process has, `host` where `pid` counts. `slow_paths` says of each
-    fast path that the model does not take why.
+    fast path that the model does not take why. `keep_alive` is that of the last request, as in `ValidatedJob`.
     """
 
     id: SubjectToken
@@ -74,6 +74,7 @@ class WorkerCard(Record):
     incarnation: str = ""
     host: str = ""
     slow_paths: tuple[str, ...] = ()
+    keep_alive: float | None = None
 
     def seats_of(self, job: ValidatedJob) -> int:
         """What the job takes of `capacity`; of many answers some take turns."""

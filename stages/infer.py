@@ -171,8 +171,10 @@ class Infer(Stage):
         Raises only if the engine has died: any other failure ends this job alone.
         """
         try:
-            await self._engine.prepare(job.params)  # before the checks below, which must not be followed by a wait
-            async with self._adapters.using(job.adapter) as adapter:  # as well
+            # These wait, and the checks below must not be followed by a wait.
+            await self._note_keep_alive(job)
+            await self._engine.prepare(job.params)
+            async with self._adapters.using(job.adapter) as adapter:
                 if running := self._publishers.get((job.tenant, job.id)):
                     # Redelivered after a lost lease, or dispatched twice: this delivery ends when the running one does.
                     await running.ended.wait()
@@ -194,6 +196,13 @@ class Infer(Stage):
                 error = GenerationFailed("The request failed in the worker.")
             event = endings.ending(job.id, error)
             await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)
+
+    async def _note_keep_alive(self, job: ValidatedJob) -> None:
+        """Tell the agent, before the worker is idle again, how long it is to stay."""
+        if job.keep_alive != self._card.keep_alive and not self._leaving:
+            self._card = self._card.model_copy(update={"keep_alive": job.keep_alive})
+            with outage_logged("keep_alive cannot be announced"):
+                await self.pipe.registry.announce_worker(self._card)
 
     def _interval(self) -> float:
         """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""

@@ -155,6 +155,7 @@ class Validate(Stage):
         self, job: Job, endpoint: Endpoint, message: Message, priority: Priority, tenant: str
     ) -> ValidatedJob:
         created = self.pipe.now()
+        job = await self._named(job)
         request = parse_request(endpoint, job.body)
         deadline = self._deadline(job.timeout or request.timeout, message, created)
         model = await self._model(request.model)
@@ -191,11 +192,13 @@ class Validate(Stage):
             form=prepared.form,
             dimensions=prepared.dimensions,
             adapter=model.adapter(request.model),
+            keep_alive=getattr(request, "keep_alive", None) if model.catalogued else None,
         )
 
     async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:
         """Hand a response to the stage `tools`, which sends each turn of the model through here as a chat request."""
         created = self.pipe.now()
+        job = await self._named(job)
         request = parse_responses(job.body)
         await self._model(request.model)
         name = job.id or endings.request_id(message)
@@ -223,6 +226,15 @@ class Validate(Stage):
             if error.storage:
                 raise StorageFull(STORE_FULL) from None
             raise Overloaded("Too many responses are in progress; try again later.", retry_after=1.0) from None
+
+    async def _named(self, job: Job) -> Job:
+        """The job with the name of the only model where it names none."""
+        if "model" in job.body:
+            return job
+        if not self.pipe.registry.models:
+            await self.pipe.registry.look()
+        names = [*self.pipe.registry.models]
+        return job.model_copy(update={"body": job.body | {"model": names[0]}}) if len(names) == 1 else job
 
     async def _model(self, name: str) -> ModelCard:
         model = await self.pipe.registry.find(name)

@@ -30,7 +30,7 @@ from ..bridge.bridge import Bridge
 from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
-from .ignored import known_fields
+from .ignored import known_fields, name_ignored
 from .preparers import Preparers
 
 TENANT = "default"
@@ -138,11 +138,13 @@ async def open_request(
 ) -> Opened:
     """Publish a job for `body`, or follow the request that the headers name; ids begin with `prefix`.
 
+    `body` gets the name of the only model where it names none, and loses a `keep_alive` that is ignored.
     `kept`: the request continues if its client disconnects.
 
     Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, `InvalidRequest` for a header, and `Forbidden` for
     a priority.
     """
+    await _complete(request, gateway, body)
     headers, bridge, tenant = request.headers, gateway.bridge, tenant_of(request)
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
     streaming = body.get("stream") is True
@@ -172,6 +174,21 @@ async def open_request(
     if resumable and streaming:
         progress = progress or Progress(reading.request)
     return Opened(reading, progress, status)
+
+
+async def _complete(request: Request, gateway: Gateway, body: dict[str, Any]) -> None:
+    registry = gateway.registry
+    if "model" not in body:
+        if not registry.models:
+            await registry.look()
+        if len(registry.models) == 1:
+            body["model"] = next(iter(registry.models))
+    if "keep_alive" in body:
+        model = body.get("model")
+        card = await registry.find(model) if isinstance(model, str) else None
+        if card is None or not card.catalogued or not getattr(request.state, "admin", True):
+            del body["keep_alive"]
+            name_ignored(request, ["keep_alive"])
 
 
 def flag(headers: Headers, name: str) -> bool:

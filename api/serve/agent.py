@@ -150,9 +150,10 @@ class ModelAgent:
             self._due.set()
             return True
         needs = self._host.needs
+        asked = {key: card.keep_alive for key, hosted in self._hosted.items() if (card := self._card_of(hosted))}
         view = View(
             agent=self._name,
-            catalogue=catalogue,
+            catalogue=catalogue.as_asked(asked),
             states=states,
             demand=demand,
             needs=needs,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError
 
 from ..bounds import MOST_LISTED, listed
+from ..catalogue import parse_keep_alive
 from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
 from ..params import GenerationParams
@@ -102,6 +103,16 @@ class StructuredOutputs(Body):
     whitespace_pattern: None = None
 
 
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    seconds = parse_keep_alive(value)
+    return -1.0 if seconds is None else seconds
+
+
+KeepAlive = Annotated[float | None, BeforeValidator(_seconds)]
+
+
 class _Sampling(Body):
     unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
 
@@ -134,6 +145,7 @@ class _Sampling(Body):
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    keep_alive: KeepAlive = None  # how long the model stays loaded after this, in one of Ollama's forms
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

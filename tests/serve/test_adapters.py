@@ -21,7 +21,7 @@ from serving import START_TIMEOUT, Process, Serve, Served, Start
 from transformers import AutoModelForCausalLM
 
 TOKENS = 24
-LONG = 1_200  # tokens, so many that a worker dies before the last
+LONG = 1_200  # tokens: so many that a worker dies before the last
 PROMPTS = [[3 + (7 * length + index * index) % 500 for index in range(length)] for length in (2, 17, 40)]
 ADMIN = {"Authorization": "Bearer sk-admin-of-adapters"}
 USER = {"Authorization": "Bearer sk-user-of-adapters"}
@@ -37,10 +37,10 @@ class World:
         self.paths = {name: make_adapter(root / name, self.sizes, seed=seed) for seed, name in enumerate("abc", 1)}
         self._models = {name: merged(self.base, path) for name, path in self.paths.items()} | {"tiny": self.base}
 
-    def answer(self, name: str, prompt: list[int], count: int = TOKENS) -> list[int]:
+    def answer(self, name: str, prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
         kept = self._models[name].generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False
         )
         return [int(token) for token in kept[0, len(prompt) :]]
 
@@ -72,9 +72,9 @@ def body(model: str, prompt: list[int], count: int = TOKENS) -> dict[str, Any]:
     return {"model": model, "prompt": prompt} | settings
 
 
-def ask(served: Served, model: str, prompt: list[int]) -> httpx2.Response:
+def ask(served: Served, model: str, prompt: list[int], count: int = TOKENS) -> httpx2.Response:
     url = f"{served.url}/v1/completions"
-    return httpx2.post(url, json=body(model, prompt), headers=USER, timeout=START_TIMEOUT)
+    return httpx2.post(url, json=body(model, prompt, count), headers=USER, timeout=START_TIMEOUT)
 
 
 def tokens_of(answer: httpx2.Response, model: str) -> list[int]:
@@ -113,6 +113,8 @@ def test_they_are_models_whose_parent_is_the_base(served: Served, world: World) 
 
 
 def test_a_stream_goes_on_with_its_adapter_when_its_worker_is_killed(served: Served, world: World) -> None:
+    wanted = ask(served, "b", PROMPTS[0], LONG).json()["choices"][0]["token_ids"]
+    assert wanted[:TOKENS] == world.answer("b", PROMPTS[0])
     told: list[int] = []
     killed = False
     asked = body("b", PROMPTS[0], LONG) | {"stream": True}
@@ -127,7 +129,7 @@ def test_a_stream_goes_on_with_its_adapter_when_its_worker_is_killed(served: Ser
                 killed = True
                 busiest(served).kill()
     assert len(told) == LONG and killed
-    assert told == world.answer("b", PROMPTS[0], LONG)
+    assert told == wanted
 
 
 def busiest(served: Served) -> psutil.Process:

@@ -138,6 +138,23 @@ def test_what_is_asked_of_models(offered: Served) -> None:
     assert change("load", "nothing").status_code == 404
 
 
+def test_a_request_says_how_long_its_model_stays(offered: Served) -> None:
+    """A key that may not unload models may not do it like this, either."""
+
+    def ask(key: str, keep_alive: object) -> httpx2.Response:
+        body = {"model": "d", "prompt": "x", "max_tokens": 1, "keep_alive": keep_alive}
+        url = f"{offered.url}/v1/completions"
+        return httpx2.post(url, json=body, headers=headers(key), timeout=START_TIMEOUT)
+
+    answer = ask("sk-user-of-models", 0)
+    assert (answer.status_code, answer.headers["penstock-ignored"]) == (200, "keep_alive")
+    answer = ask("sk-admin-of-models", -1)
+    assert answer.status_code == 200 and "penstock-ignored" not in answer.headers
+    assert models(offered)["d"]["state"] == "ready"
+    assert ask("sk-admin-of-models", "0s").status_code == 200
+    reached(offered, "d", "unloaded")
+
+
 def test_news_of_models_are_told_as_they_come(offered: Served) -> None:
     with httpx2.stream("GET", f"{offered.url}/models/sse", headers=headers(), timeout=START_TIMEOUT) as news:
         seen: list[str] = []

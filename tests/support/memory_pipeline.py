@@ -82,10 +82,11 @@ class Pipeline:
         toolbox: Toolbox | None = None,
         source: str = MODEL,
         filters: Sequence[type[Filter]] = (),
+        catalogued: bool = False,
         **values: Any,
     ) -> Pipeline:
         """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend, and
-        `source` the model whose tokenizer it has."""
+        `source` the model whose tokenizer it has. A `catalogued` model is announced here as if by its agent."""
         own: dict[str, Any] = {"lease": 0.5, "namespace": f"p{uuid.uuid4().hex}"}
         settings = Settings(backend="echo", **own | values)
         broker: Broker = memory()
@@ -112,7 +113,12 @@ class Pipeline:
         backend = kind(config)
         engine = InferenceEngine(config, backend=backend)
         model = ModelCard(
-            name=MODEL, source=source, backend="echo", context_length=context_length, created=int(time.time())
+            name=MODEL,
+            source=source,
+            backend="echo",
+            context_length=context_length,
+            created=int(time.time()),
+            catalogued=catalogued,
         )
         worker = WorkerCard(id="w0", model=model, capacity=capacity, pid=os.getpid(), incarnation=uuid.uuid4().hex)
         pipeline = cls(pipe, engine, backend)
@@ -125,6 +131,7 @@ class Pipeline:
         pipeline._tasks += [asyncio.create_task(registry.run()), asyncio.create_task(pipeline._announce())]
         await pipeline.bridge.start()
         await open_lanes(broker, settings, MODEL)
+        await registry.announce_model(model)
         await registry.announce_worker(worker)
         await registry.announce_stage(TOOLS_CARD)
         await registry.refresh()

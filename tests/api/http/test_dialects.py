@@ -118,6 +118,6 @@ def test_messages_tell_which_stop_sequence_was_met(applications: Applications) -
 @pytest.mark.parametrize("path", PATHS)
 def test_words_that_change_nothing_here_are_named(applications: Applications, path: str) -> None:
     """As Open WebUI's advanced parameters send them."""
-    extra = {"num_ctx": 4096, "mirostat": 1, "mirostat_eta": 0.1, "tfs_z": 1.0, "keep_alive": "5m", "think": False}
+    extra = {"num_ctx": 4096, "mirostat": 1, "mirostat_eta": 0.1, "tfs_z": 1.0, "think": False, "keep_alive": "5m"}
     response = post(applications, path, PATHS[path] | extra | {"repeat_penalty": 1.1, "top_k": -1})
     assert response.headers["penstock-ignored"] == ", ".join(extra)

@@ -102,7 +102,8 @@ BODIES = [
     Row(DETOKENIZE, b'{"tokens": [1,]}', 400, "trailing comma", None, "invalid_json"),
 ]
 PARAMETERS = [
-    Row(CHAT, {}, 400, "model is missing. messages is missing.", "model", "missing_required_parameter"),
+    Row(CHAT, {}, 400, "messages is missing.", "messages", "missing_required_parameter"),
+    Row(CHAT, {"model": 3}, 400, "model: Input should be a valid string.", "model", "invalid_type"),
     Row(CHAT, {"model": "echo"}, 400, "messages is missing", "messages", "missing_required_parameter"),
     Row(TEXT, {"model": "echo"}, 400, "prompt is missing", "prompt", "missing_required_parameter"),
     Row(TEXT, text(messages=MESSAGES), 400, "ask /v1/chat/completions", "messages", "unsupported_parameter"),
