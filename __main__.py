@@ -29,6 +29,12 @@ COMMANDS = (
         help="Run only the named stages, in one process, with the broker of a deployment.",
     ),
     CommandEntry(
+        "agent",
+        "api.terminal.agent:agent",
+        "Run",
+        help="Load and unload models on this host as they are asked for, with the broker of a deployment.",
+    ),
+    CommandEntry(
         "bridge",
         "composition:bridge",
         "Run",

@@ -25,7 +25,8 @@ import typer
 from .api.http.keys import Keys
 from .api.http.server import serve_http
 from .api.serve.adapters import check_adapters
-from .api.serve.supervisor import Supervisor, announce, base_url, connected, listen
+from .api.serve.connecting import connected
+from .api.serve.supervisor import Supervisor, announce, base_url, listen
 from .api.terminal.options import with_settings
 from .config.catalogue import offered_models
 from .config.logging import configure_logging

@@ -42,6 +42,9 @@ class _Found(NamedTuple):
     entry: CatalogueEntry | None
 
 
+OF_ONE = ("model", "workers", "served_model_name", "lora_modules")  # settings that a server of several models cannot have
+
+
 def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:
     """The models that `serve` is to offer by name; None if it serves one.
 
@@ -51,8 +54,7 @@ def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:
     settings = loaded.settings
     if settings.models is None and settings.model_dir is None:
         return None
-    alone = ("model", "workers", "served_model_name", "lora_modules")
-    if wrong := [name for name in alone if loaded.origins[name] != "default"]:
+    if wrong := [name for name in OF_ONE if loaded.origins[name] != "default"]:
         raise ConfigurationError(
             [f"{name} is for a server of one model: leave it out with --models and --model-dir" for name in wrong]
         )

@@ -131,7 +131,8 @@ def unload(state: ModelState, now: float, reason: str | None = None) -> ModelSta
 
 def abandon(state: ModelState, now: float) -> ModelState:
     """The state after its agent, and with it the workers, have died; possible in any state."""
-    return ModelState(name=state.name, revision=state.revision, since=now, reason="its host has stopped")
+    reason = "its host has stopped"
+    return ModelState(name=state.name, revision=state.revision, since=now, reason=reason, loads=state.loads)
 
 
 def may_dispatch(state: ModelState, incarnation: str) -> bool:

@@ -18,15 +18,18 @@ import typer
 from rich.progress import Progress
 from typer import Option
 
+from ...config.catalogue import OF_ONE
 from ...config.settings import Settings
 from ...config.sources import SECRET, Loaded
 from ...schemas.errors import StartupError
 from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
+from ..serve.connecting import connected
 from ..serve.processes import Part, child_environment
-from ..serve.supervisor import connected, listen
+from ..serve.supervisor import listen
 from ..terminal.options import with_settings
 from . import agents as bench_agents
+from . import offered
 from . import report as bench_report
 from .agents import Agent, judge_agents, ledger_of
 from .answers import PATIENCE, ReceivedAnswer, Request, ask, compare, mixed_requests
@@ -35,11 +38,11 @@ from .evidence import Evidence, Rooms
 from .faults import POLL, Faults, Strike, longest_pauses
 from .judge import Broken
 from .load import Client, Ended, clock
-from .report import milliseconds, number
+from .outcome import outcome
 from .server import kept, served_models, workplace
 
 STAGES = ("validate", "queue", "batch", "stream")
-VICTIMS = ("worker", *STAGES, "tools", "bridge", "broker")
+VICTIMS = ("worker", *STAGES, "tools", "bridge", "agent", "broker")
 ECHO_RATE = 25.0  # tokens a second, as of a model, so that there are streams to be cut
 KEPT = 7200.0  # seconds, and bytes, for which events are stored, to be judged at the end
 KEPT_BYTES = 2 << 30
@@ -77,6 +80,12 @@ def bench_chaos(
     tools: Annotated[
         int, Option(min=0, help="Responses with tools that have side effects, besides; not of the echo backend.")
     ] = 0,
+    names: Annotated[
+        int,
+        Option(
+            min=0, max=16, help="Model names under which an agent offers the model, with room for two; 0: no agent."
+        ),
+    ] = 0,
     seed: Annotated[int, Option(help="For the same requests and the same choice of victims.")] = 0,
     json: bench_report.Json = None,
 ) -> None:
@@ -90,6 +99,8 @@ def bench_chaos(
     chosen = [word.strip() for word in victims.split(",") if word.strip()]
     if unknown := [word for word in chosen if word not in VICTIMS]:
         raise typer.BadParameter(f"--victims {','.join(unknown)}: no such part; known: {', '.join(VICTIMS)}")
+    if names and tools:
+        raise typer.BadParameter("--names and --tools do not go together; leave one out")
     if slow and brokers < 3:
         raise typer.BadParameter("--slow needs several brokers, one of which is behind; add --brokers 3")
     seconds = bench_report.whole_numbers(stops, "--stops") if stops else []
@@ -101,7 +112,7 @@ def bench_chaos(
     with bench_report.bars() as bars:
         found = asyncio.run(Chaos(settings, SimpleNamespace(**asked), bars).run())
     options = asked | {"settings": settings.model_dump(mode="json", exclude=set(SECRET))}
-    bench_report.publish(json, "chaos", options, found, *_shown(found))
+    bench_report.publish(json, "chaos", options, found, *outcome(found))
     if found["faults"] or found["raw"]:
         raise typer.Exit(1)
 
@@ -146,19 +157,27 @@ class Chaos:
                 part: child_environment(settings, await self._url(part)) | {bench_agents.LEDGER: str(ledger)}
                 for part in self._parts()
             }
+            if asked.names:
+                chosen, url = offered.offered(settings, asked.names, state), await self._url(offered.AGENT)
+                parts[offered.AGENT] = child_environment(chosen, url, without=OF_ONE)
+                settings = settings.model_copy(update={"workers": 0})  # of our own
             keeper = await stack.enter_async_context(kept(settings, state, parts, urls))
             self._bars.remove_task(starting)
-            bodies = mixed_requests(asked.requests, asked.longest, asked.seed, (await served_models(urls[0]))[0])
+            models = await served_models(urls[0])
+            bodies = mixed_requests(asked.requests, asked.longest, asked.seed, models[0])
+            bodies = offered.spread(bodies, models, asked.seed) if asked.names else bodies
             registry, subjects = Registry(broker, interval=POLL), Subjects(settings.namespace)
             rooms = await stack.enter_async_context(Rooms.heard(broker, subjects, registry))
             expected = await self._load("undisturbed", bodies)
             if failed := [one.error for one in expected if one.error or not one.ends]:
                 raise StartupError(f"{len(failed)} requests failed though nothing was struck, the first: {failed[0]}")
+            loaded_before = await offered.loads(broker)
             faults = Faults(keeper, self._brokers, registry, self._ports, asked)
             began = clock()
             got, agents = await self._disturbed(faults, bodies)
+            loaded_after = await offered.loads(broker)
             room = await rooms.at_rest()
-            probes, leaked = await self._probe(rooms, bodies[0][1]["model"])
+            probes, leaked = await self._probe(rooms, bodies[0][1]["model"]) if not asked.names else ([], 0)
             if too_long := await self._outliving(bodies[0]):
                 room.append(too_long)
             if leaked:
@@ -169,6 +188,7 @@ class Chaos:
             raw |= judge_agents(agents, ledger_of(ledger)) | ({"server": room} if room else {})
         return self._found(expected, got, agents, faults.strikes, began) | {
             "seats_leaked": leaked,
+            "model_loads": [loaded_before, loaded_after - loaded_before],
             "raw": [{"request": name, **one._asdict()} for name, broken in raw.items() for one in broken],
         }
 
@@ -212,9 +232,8 @@ class Chaos:
         parts += [Part(f"{stage} 0", ("stage", stage)) for stage in STAGES]
         if self._asked.tools:  # two, so that one may take over what the other has begun
             parts += [Part(f"tools {index}", ("stage", "tools")) for index in range(2)]
-        return parts + [
-            Part(f"worker {index}", ("worker", "--id", f"w{index}")) for index in range(self._settings.workers)
-        ]
+        workers = 0 if self._asked.names else self._settings.workers
+        return parts + [Part(f"worker {index}", ("worker", "--id", f"w{index}")) for index in range(workers)]
 
     async def _url(self, part: Part) -> str:
         return await self._brokers.linked(part.name) if self._asked.resets else self._brokers.urls
@@ -322,22 +341,3 @@ class Chaos:
         if (sample.error or "").startswith("HTTP 400"):
             return None
         return Broken("a time-out that outlives the events is refused", f"{timeout:g} s: {sample.error or 'taken'}")
-
-
-def _shown(found: dict[str, Any]) -> list[object]:
-    laws = Counter(one["law"] for one in found["raw"])
-    title = "{requests} requests: {lost} lost, {doubled} doubled, {different} different; {seats_leaked} seats leaked; "
-    title = title.format_map(found) + f"{len(found['raw'])} broken laws"
-    clients = ", ".join(f"clients {what} {count}" for what, count in found["detours"].items())
-    columns = ("times", "recovered", "after, ms, p50", "max", "longest pause, ms")
-    recoveries = bench_report.numbers_table(("fault",), columns)
-    for kind in dict.fromkeys(one["kind"] for one in found["strikes"]):
-        those = [one for one in found["strikes"] if one["kind"] == kind]
-        away, pauses = ([one[name] for one in those] for name in ("away", "longest_pause"))
-        back = sum(one is not None for one in away)
-        figures = milliseconds(away, 50), milliseconds(away, 100), milliseconds(pauses, 100)
-        recoveries.add_row(kind, *map(number, (len(those), back, *figures)))
-    faults = [f"request {one['request']} {one['kind']}: {one['detail']}" for one in found["faults"]]
-    raw = [f"{one['request']}: {one['law']}: {one['detail']}" for one in found["raw"]]
-    counts = [f"{count} times broken: {law}" for law, count in laws.most_common()]
-    return [title, *bench_report.shown(found["loads"]), clients, recoveries, *faults, *counts, *raw]

@@ -11,9 +11,10 @@ from ...config.settings import Settings
 from ...schemas.errors import Transient
 from ...schemas.loops import root_of
 from ...schemas.registry import InFlight, Room
+from ...streams.lanes import present_lanes
 from ...streams.port import DEAD_REASON, DEAD_SUBJECT, Broker, Message
 from ...streams.stores.registry import Registry
-from ...streams.topology import DEAD, EVENTS, STREAM, Subjects, topology
+from ...streams.topology import DEAD, EVENTS, PRIORITIES, STREAM, Subjects, batch_stream, topology
 from .judge import Broken, events_of, judge, outputs_of
 from .load import clock
 
@@ -54,6 +55,8 @@ class Evidence:
     async def _idle(self, found: Verdict) -> None:
         """Wait until the work queues are empty, and note which do not become so."""
         queues = [spec.name for spec in self._streams if spec.retention == "work_queue"]
+        for lanes in await present_lanes(self._broker):
+            queues += [batch_stream(lanes, priority) for priority in PRIORITIES]
         left: dict[str, Mapping[str, int]] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(IDLE_LIMIT):

@@ -24,6 +24,7 @@ from ..serve.processes import ProcessKeeper
 from .answers import ReceivedAnswer
 from .brokers import Brokers
 from .load import clock
+from .offered import placed
 from .server import START_LIMIT
 
 POLL = 0.2  # seconds between two checks whether a part is back
@@ -118,6 +119,8 @@ class Faults:
                 group.create_task(strike())
 
     async def _kill_one(self) -> None:
+        with contextlib.suppress(Transient):
+            await self._registry.refresh()  # agents start and end workers at any time
         if part := self._choose():
             await self._kill(part)
 
@@ -218,6 +221,8 @@ class Faults:
         return False
 
     async def _serves(self, part: str, killed: int | None) -> bool:
+        if killed is not None and part.startswith("worker") and self._asked.names:
+            return True  # another is started once its model is asked for
         pid = self._living().get(part)
         if pid in (None, killed):
             return False
@@ -229,11 +234,12 @@ class Faults:
         except (OSError, Transient):
             return False
         serving = {card.pid for card in self._registry.workers + self._registry.stages}
-        return pid in serving or part.startswith("broker") or part in self._ports
+        return pid in serving or part.startswith(("broker", "agent")) or part in self._ports
 
     def _living(self) -> dict[str, int]:
         """The process of each part."""
         found = {name: child.pid for name, child in self._keeper.running.items() if child.returncode is None}
+        found |= {name: card.pid for name, card in placed(self._registry).items()}
         nodes = enumerate(self._brokers.nodes)
         return found | {f"broker {index}": node.pid for index, node in nodes if node.alive}
 

@@ -13,32 +13,25 @@ import secrets
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import httpx2
 import structlog
 from rich.console import Console
 
 from ...config.deployment import explicit
-from ...config.settings import Settings
 from ...config.sources import Loaded
-from ...schemas.catalogue import Catalogue, CatalogueEntry
+from ...schemas.catalogue import CatalogueEntry
 from ...schemas.deployment import SHARED
-from ...schemas.errors import BrokerAway, StartupError
-from ...streams.nats.broker import JetStreamBroker
-from ...streams.nats.deployment import joined, owned
+from ...schemas.errors import StartupError
+from ...streams.nats.deployment import owned
 from ...streams.nats.server import EmbeddedServer
-from ...streams.stores.catalogue import CatalogueStore
-from ...streams.stores.registry import Registry
-from .agent import ModelAgent
-from .processes import LEAST_DELAY, Part, ProcessKeeper, child_environment, keep_broker
+from .connecting import URL_FILE, connected
+from .placing import place_models
+from .processes import Part, ProcessKeeper, child_environment, keep_broker
 
 log = structlog.get_logger(__name__)
-
-BROKER_DELAY = 5.0  # longest delay between two attempts to connect, in seconds
-URL_FILE = "nats-url"  # file in the state directory in which local parts and clients find the broker
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -90,7 +83,8 @@ class Supervisor:
                     for worker in [Part(f"worker {name}", ("worker", "--id", name)) for name in names]:
                         group.create_task(keeper.keep(worker, environment, front_gone))
                 else:
-                    group.create_task(self._place(self._entries, url, own or "serve-", front_gone))
+                    name = f"{own or 'serve-'}host"
+                    group.create_task(place_models(self._loaded, self._entries, url, name, keeper, front_gone))
                 expected = settings.workers if self._entries is None else 0
                 announcing = group.create_task(announce(base_url(listener), expected))
                 await keeper.keep(front, environment, keeper.stopping)
@@ -98,30 +92,6 @@ class Supervisor:
                 announcing.cancel()
         if keeper.fatal is not None:
             raise keeper.fatal
-
-    async def _place(self, entries: Sequence[CatalogueEntry], url: str, prefix: str, until: asyncio.Event) -> None:
-        """Start and end the workers of the models that are asked for."""
-        given = explicit(self._loaded)
-        own = self._settings.model_copy(update={"nats_url": url})
-        async with connected(own, "agent", patient=True) as broker:
-            settings = await joined(broker, replace(self._loaded, settings=own))
-            store, registry = await CatalogueStore.of(broker), Registry(broker, interval=settings.heartbeat_interval)
-            await registry.refresh()
-            names = {entry.name for entry in entries}
-
-            def offered(known: Catalogue) -> Catalogue:
-                """Our models alone, or beside those that other hosts offer."""
-                others = [entry for entry in known.entries if entry.name not in names]
-                return known.offer([*entries, *(others if registry.agents and self._settings.nats_url else ())])
-
-            await store.change(offered)
-
-            def environment(chosen: Settings) -> dict[str, str]:
-                hidden = [name for name in SHARED if name not in given or not self._settings.nats_url]
-                return child_environment(chosen, url, without=[*hidden, "models", "model_dir"])
-
-            agent = ModelAgent(broker, store, settings, f"{prefix}host", self._keeper, environment)
-            await agent.run(until)
 
     def _on_signals(self) -> None:
         def stop() -> None:
@@ -177,49 +147,3 @@ async def announce(url: str, workers: int = 1) -> None:
     """Print one line once the server is ready."""
     await ready(url, workers)
     print(f"penstock ready {url}", flush=True)
-
-
-@contextlib.asynccontextmanager
-async def connected(settings: Settings, name: str, *, patient: bool = False) -> AsyncIterator[JetStreamBroker]:
-    """Connect to the broker at `broker_url(settings)` under the client name `penstock-<name>`.
-
-    Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt.
-    """
-    delay = LEAST_DELAY
-    while True:
-        try:
-            broker = await JetStreamBroker.connect(
-                broker_url(settings),
-                namespace=settings.namespace,
-                timeout=settings.nats_timeout,
-                name=f"penstock-{name}",
-                replicas=settings.nats_replicas,
-            )
-            break
-        except BrokerAway as error:
-            if not patient:
-                raise
-            log.warning("waiting for the broker", reason=str(error), delay=delay)
-        await asyncio.sleep(delay)
-        delay = min(2 * delay, BROKER_DELAY)
-    try:
-        yield broker
-    finally:
-        await broker.close()
-
-
-def broker_url(settings: Settings) -> str:
-    """The URL of the broker: the setting, or that of the `penstock serve` that uses the same state directory.
-
-    Raises `StartupError` if there is neither.
-    """
-    if settings.nats_url is not None:
-        return settings.nats_url
-    path: Path = settings.state_dir / URL_FILE
-    try:
-        return path.read_text()
-    except OSError:
-        raise StartupError(
-            f"no broker: no `penstock serve` is running with the state directory {settings.state_dir}; "
-            "give a NATS server with --nats-url, or the directory of a running one with --state-dir"
-        ) from None

@@ -35,7 +35,7 @@ from ...streams.port import (
 )
 from ...streams.stores.dead_letters import DeadLetters
 from ...streams.topology import Subjects, lane_of
-from ..serve.supervisor import connected
+from ..serve.connecting import connected
 from .options import with_settings
 
 dead = typer.Typer(

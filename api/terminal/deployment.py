@@ -15,7 +15,7 @@ from ...config.sources import SECRET, Loaded, flag, variable
 from ...schemas.deployment import SHARED, Configuration
 from ...schemas.errors import StartupError
 from ...streams.nats.deployment import Deployment
-from ..serve.supervisor import connected
+from ..serve.connecting import connected
 from .options import with_settings
 
 Action = Annotated[

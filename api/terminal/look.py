@@ -14,7 +14,7 @@ from rich.table import Table
 from ... import __version__
 from ...config.sources import Loaded
 from ...schemas.asyncapi import asyncapi, json_schemas
-from ..serve.supervisor import connected
+from ..serve.connecting import connected
 from .chat_client import models as served_by
 from .chat_client import server_at
 from .options import ApiKey, ServerUrl, with_settings

@@ -19,7 +19,7 @@ from ...streams.nats.broker import JetStreamBroker
 from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
 from ..bridge.bridge import Bridge
-from ..serve.supervisor import connected
+from ..serve.connecting import connected
 from .options import with_settings
 
 

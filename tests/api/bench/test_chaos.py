@@ -130,6 +130,7 @@ def test_requests_are_mixed_and_the_same_again() -> None:
         ("must be whole numbers", ["--stops", "6,x"]),
         ("needs --victims to choose from", ["--stops", "6", "--victims", ""]),
         ("needs a model that calls tools", ["--tools", "3", "--backend", "echo"]),
+        ("do not go together", ["--tools", "3", "--names", "2"]),
     ],
 )
 def test_what_cannot_be_asked_for_is_told(said: str, asked: list[str]) -> None:
@@ -169,3 +170,10 @@ def test_agents_do_everything_once_while_they_and_a_broker_are_killed(start: Sta
     found = run(start, tmp_path / "figures.json", "--requests", "4", *own, *cluster)
     assert found["responses"] == 4
     assert "kill broker" in {strike["kind"] for strike in found["strikes"]}
+
+
+def test_no_request_to_any_of_several_models_is_lost_while_their_agent_is_killed(start: Start, tmp_path: Path) -> None:
+    few = ("--requests", "8", "--victims", "agent", "--interval", "6", "--least-residency", "0.5")
+    found = run(start, tmp_path / "figures.json", "--names", "3", *few)
+    assert found["model_loads"][0] >= 3
+    assert {strike["kind"] for strike in found["strikes"]} <= {"kill agent"}

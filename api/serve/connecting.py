@@ -1,0 +1,66 @@
+"""How a process finds and reaches its broker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import structlog
+
+from ...config.settings import Settings
+from ...schemas.errors import BrokerAway, StartupError
+from ...streams.nats.broker import JetStreamBroker
+from .processes import LEAST_DELAY
+
+log = structlog.get_logger(__name__)
+
+BROKER_DELAY = 5.0  # longest delay between two attempts to connect, in seconds
+URL_FILE = "nats-url"  # file in the state directory in which local parts and clients find the broker
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings, name: str, *, patient: bool = False) -> AsyncIterator[JetStreamBroker]:
+    """Connect to the broker at `broker_url(settings)` under the client name `penstock-<name>`.
+
+    Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt.
+    """
+    delay = LEAST_DELAY
+    while True:
+        try:
+            broker = await JetStreamBroker.connect(
+                broker_url(settings),
+                namespace=settings.namespace,
+                timeout=settings.nats_timeout,
+                name=f"penstock-{name}",
+                replicas=settings.nats_replicas,
+            )
+            break
+        except BrokerAway as error:
+            if not patient:
+                raise
+            log.warning("waiting for the broker", reason=str(error), delay=delay)
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, BROKER_DELAY)
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+def broker_url(settings: Settings) -> str:
+    """The URL of the broker: the setting, or that of the `penstock serve` that uses the same state directory.
+
+    Raises `StartupError` if there is neither.
+    """
+    if settings.nats_url is not None:
+        return settings.nats_url
+    path: Path = settings.state_dir / URL_FILE
+    try:
+        return path.read_text()
+    except OSError:
+        raise StartupError(
+            f"no broker: no `penstock serve` is running with the state directory {settings.state_dir}; "
+            "give a NATS server with --nats-url, or the directory of a running one with --state-dir"
+        ) from None
