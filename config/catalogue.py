@@ -42,7 +42,12 @@ class _Found(NamedTuple):
     entry: CatalogueEntry | None
 
 
-OF_ONE = ("model", "workers", "served_model_name", "lora_modules")  # settings that a server of several models cannot have
+OF_ONE = (
+    "model",
+    "workers",
+    "served_model_name",
+    "lora_modules",
+)  # settings that a server of several models cannot have
 
 
 def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:
