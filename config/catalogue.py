@@ -103,14 +103,29 @@ def _from_file(path: Path, faults: list[str]) -> list[_Found]:
             faults.append(f"{path}: [{key}] is unknown; each model needs a table of its own, such as [models.{key}]")
         models = tables.get("models")
         if isinstance(models, dict) and models:
-            found = [_from_table(path, name, values, faults) for name, values in models.items()]
+            found = [
+                _from_table(f"{path} [models.{name}]", path.parent, name, values, faults)
+                for name, values in models.items()
+            ]
             return [each for model in found for each in (model, *_variants(model, models[model.name], faults))]
         faults.append(f"{path}: names no model; add a table such as [models.qwen] with its source")
     return []
 
 
-def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Found:
-    where = f"{path} [models.{name}]"
+def parse_model(name: str, values: Mapping[str, object]) -> CatalogueEntry:
+    """A model with the values that a table of the file of models would have; its files are not looked at.
+
+    Raises `ConfigurationError` with every fault.
+    """
+    faults = [f"{name}: {VARIANTS}: add each as a model of its own, with quantization"] if VARIANTS in values else []
+    entry = _from_table(f"{name}:", None, name, values, faults).entry
+    if entry is None or faults:
+        raise ConfigurationError(faults)
+    return entry
+
+
+def _from_table(where: str, base: Path | None, name: str, values: object, faults: list[str]) -> _Found:
+    """Paths are seen from `base`; without one they stay as they are."""
     if not isinstance(values, dict):
         faults.append(f"{where}: must be a table, got {values!r}; write [models.{name}] above its source")
         return _Found(name, (), (), where, None)
@@ -127,16 +142,16 @@ def _from_table(path: Path, name: str, values: object, faults: list[str]) -> _Fo
                 given[key] = convert(given[key])
             except ValueError as error:
                 faults.append(f"{where} {key}: {error}, got {given.pop(key)!r}")
-    if isinstance(given.get("source"), str) and given["source"]:
+    if base is not None and isinstance(given.get("source"), str) and given["source"]:
         try:
-            given["source"] = _resolve(given["source"], path.parent)
+            given["source"] = _resolve(given["source"], base)
         except ValueError as error:
             faults.append(f"{where} source: {error}")
             given["source"] = "-"  # anything valid: the other keys are to be checked, too
     adapters = given.get("adapters")
-    if isinstance(adapters, dict):
+    if base is not None and isinstance(adapters, dict):
         given["adapters"] = {
-            own: str((path.parent / Path(at).expanduser()).resolve()) if isinstance(at, str) and at else at
+            own: str((base / Path(at).expanduser()).resolve()) if isinstance(at, str) and at else at
             for own, at in adapters.items()
         }
     entry = None

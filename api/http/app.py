@@ -26,6 +26,7 @@ from .adapters import add_adapters
 from .answers import error_response
 from .batches import add_batches
 from .browsers import Browsers, is_loopback
+from .catalogue import CatalogueRoutes
 from .completions import add_completions
 from .conversations import add_conversations
 from .embeddings import add_embeddings
@@ -68,6 +69,7 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     add_messages(app, gateway)
 
     ModelRoutes(gateway, registry, preparers).add_to(app)
+    CatalogueRoutes(gateway).add_to(app)
     add_adapters(app, gateway)
 
     @app.get("/health/live", tags=["health"])

@@ -14,17 +14,16 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
-from pydantic import Field
 
-from ...schemas.catalogue import RevisionKey
-from ...schemas.errors import Conflict, Forbidden, InvalidRequest
+from ...schemas.catalogue import Catalogue, RevisionKey
+from ...schemas.errors import Conflict
 from ...schemas.model_state import IllegalTransition, ModelState, ModelStatus, enqueue, start_draining, unload
-from ...schemas.openai.chat import Body
 from ...schemas.registry import ModelCard
 from ...streams.outages import outage_logged
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
 from ...streams.topology import PRIORITIES, batch_stream, lanes_of
+from .catalogue import ModelRequest, check_admin, not_catalogued, swap_of
 from .openapi import STREAMED, body_of, refusals
 from .preparers import Preparers
 from .requests import Gateway, read_parsed
@@ -38,12 +37,6 @@ _WIRE: Mapping[ModelStatus, str] = {  # our words and those of llama.cpp's route
     "draining": "loaded",
     "failed": "unloaded",
 }
-
-
-class ModelRequest(Body):
-    """Names a model, or one of its aliases."""
-
-    model: str = Field(min_length=1)
 
 
 class ModelRoutes:
@@ -79,8 +72,10 @@ class ModelRoutes:
         return found[0] if found else self._described(card, states)
 
     async def status(self) -> Any:
-        """What the models are doing: the whole, and by model its state, what waits for it and its last error."""
-        states = await self._states()
+        """What the models are doing: the whole, and by model its state, what waits for it, its last error, and a swap
+        that goes on or has failed."""
+        catalogue, states = await self._known()
+        swaps = {entry.name: swap_of(entry, states) for entry in catalogue.entries}
         models: list[dict[str, Any]] = []
         reached: list[ModelStatus] = []
         for card in self._registry.models.values():
@@ -100,8 +95,23 @@ class ModelRoutes:
                     "queue_length": waiting,
                     "loads": state.loads if state else 0,
                     "last_error": state.reason if state and state.status == "failed" else None,
+                    "swap": swaps.get(card.name),
                 }
             )
+        for entry in catalogue.entries:  # what no host can load
+            if entry.name not in self._registry.models:
+                refusal = self._registry.refusals.get(lanes_of(entry.name, entry.revision))
+                reached.append("failed" if refusal else "unloaded")
+                models.append(
+                    {
+                        "id": entry.name,
+                        "revision": entry.revision,
+                        "state": reached[-1],
+                        "last_error": refusal.reason if refusal else None,
+                        "swap": swaps[entry.name],
+                    }
+                    | {"progress": None, "queue_length": 0, "loads": 0}
+                )
         return {"state": _overall(reached), "models": models}
 
     async def load(self, request: Request) -> Any:
@@ -126,9 +136,12 @@ class ModelRoutes:
         heard = clock()
         while not await request.is_disconnected() and not self._gateway.bridge.draining:
             with outage_logged("the states of models cannot be read"):
-                states = await self._states()
+                catalogue, states = await self._known()
+                swaps = {entry.name: swap_of(entry, states) for entry in catalogue.entries}
                 for card in list(self._registry.models.values()):
-                    news = {"model": card.name, "status": self._wire(card, states)}
+                    news = {"model": card.name, "status": self._wire(card, states), "revision": card.revision}
+                    if swap := swaps.get(card.name):
+                        news["swap"] = swap
                     if told.get(card.name) != news:
                         told[card.name] = news
                         heard = clock()
@@ -137,6 +150,10 @@ class ModelRoutes:
                 heard = clock()
                 yield b": ping\n\n"
             await asyncio.sleep(LOOK)
+
+    async def _known(self) -> tuple[Catalogue, Mapping[RevisionKey, ModelState]]:
+        store = await self._store()
+        return await store.read(), await store.states()
 
     async def _states(self) -> Mapping[RevisionKey, ModelState]:
         if not any(card.catalogued for card in self._registry.models.values()):
@@ -187,16 +204,11 @@ class ModelRoutes:
 
     async def _key(self, request: Request) -> RevisionKey:
         """The model that an operator's request names. Raises `Forbidden`, and `InvalidRequest` or `ModelNotFound`."""
-        if not getattr(request.state, "admin", True):
-            raise Forbidden("This key may not load or unload models; use one with the word admin.", code="not_admin")
+        check_admin(request)
         asked = await read_parsed(ModelRequest, request, self._gateway.settings)
         card = await self._preparers.card(asked.model)
         if not card.catalogued:
-            raise InvalidRequest(
-                f"{card.name!r} is served by workers of its own, and stays loaded while they run; models that are "
-                "loaded on demand come from --models or --model-dir.",
-                param="model",
-            )
+            raise not_catalogued(card.name)
         return RevisionKey(card.name, card.revision)
 
     async def _change(self, key: RevisionKey, change: Callable[[ModelState], ModelState]) -> None:

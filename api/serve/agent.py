@@ -256,9 +256,9 @@ class ModelAgent:
         return demand
 
     async def _refuse_unusable(self, demand: Mapping[RevisionKey, Demand], now: float) -> None:
-        """Refuse what waits for models whose files are not as they should be."""
+        """Refuse what waits for models whose files are not as they should be, and let it be known."""
         for key, reason in self._host.faults.items():
-            if key in demand:
+            if key in demand or lanes_of(*key) not in self._registry.refusals:
                 await self._registry.refuse_model(key.name, key.revision, ModelRefusal(reason=reason, at=now))
 
     async def _do(self, action: Action, now: float) -> None:

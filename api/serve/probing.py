@@ -1,4 +1,8 @@
-"""Probes: a short request to one revision of a model, through the same lanes, worker and stages as any other."""
+"""Probes: a short request to one revision of a model, through the same lanes, worker and stages as any other.
+
+Its prompt is of token ids, as only the stage validate has tokenizers, and binds what it tokenises to the current
+revision. A worker has loaded the tokenizer of its revision by the time it is ready.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,12 @@ import asyncio
 import time
 import uuid
 from functools import partial
-from typing import Any
 
 from ...config.settings import Settings
-from ...engine.prepare import load_preparer
-from ...engine.text.tokenizer import EmbeddingTokenizer
 from ...schemas import codec
-from ...schemas.errors import Fatal, Refusal
 from ...schemas.events import FINAL, Done, Event, Expired, Failed
 from ...schemas.jobs import Endpoint, ValidatedJob
-from ...schemas.openai.completions import parse_request
+from ...schemas.params import GenerationParams
 from ...schemas.registry import ModelCard
 from ...streams.outages import through_outages
 from ...streams.port import DEADLINE, SCHEMA, Broker
@@ -24,18 +24,12 @@ from ...streams.topology import EVENTS, Subjects, lane_of
 PAUSE = 0.1  # seconds between two looks for the answer
 GRACE = 5.0  # seconds after the deadline in which the pipeline may say why there is no answer
 TENANT = BRIDGE = "probe"
-TOKENS = 4
+PROMPT, TOKENS = 10, 4  # a token id that every vocabulary has; tokens to generate
 
 
 async def probe(broker: Broker, settings: Settings, card: ModelCard) -> str | None:
-    """Why a loaded revision cannot serve, or None if it has answered. Waits through outages of the broker.
-
-    The prompt is tokenised here, since the stage validate binds requests to the current revision.
-    """
-    try:
-        job = await asyncio.to_thread(_job, card, settings.probe_timeout)
-    except (Fatal, Refusal) as error:
-        return f"no request can be prepared for it: {error}"
+    """Why a loaded revision cannot serve, or None if it has answered. Waits through outages of the broker."""
+    job = _job(card, settings.probe_timeout)
     subjects = Subjects(settings.namespace)
     events = subjects.events(TENANT, BRIDGE, job.id)
     headers = {SCHEMA: codec.VALIDATED_JOB, DEADLINE: f"{job.deadline:.3f}"}
@@ -56,13 +50,8 @@ async def probe(broker: Broker, settings: Settings, card: ModelCard) -> str | No
 
 
 def _job(card: ModelCard, timeout: float) -> ValidatedJob:
-    preparer = load_preparer(card.source, card.backend, card.tool_format, card.reasoning_format)
-    embeds = isinstance(preparer.tokenizer, EmbeddingTokenizer)
-    endpoint: Endpoint = "/v1/embeddings" if embeds else "/v1/completions"
-    body: dict[str, Any] = {"model": card.name}
-    body |= {"input": "Hello"} if embeds else {"prompt": "Hello", "max_tokens": TOKENS, "temperature": 0}
-    request = parse_request(endpoint, body)
-    prepared = preparer.prepare(request, context_length=card.context_length, name=card.name, seed=0)
+    endpoint: Endpoint = "/v1/embeddings" if card.backend == "sentence_transformers" else "/v1/completions"
+    params = GenerationParams(max_tokens=min(TOKENS, card.context_length - 1), temperature=0.0)
     now = time.time()
     return ValidatedJob(
         id=f"probe-{uuid.uuid4().hex}",
@@ -72,12 +61,11 @@ def _job(card: ModelCard, timeout: float) -> ValidatedJob:
         priority="high",
         model=card.name,
         revision=card.revision,
-        prompts=tuple(map(tuple, prepared.prompts)),
-        params=prepared.params,
+        prompts=((PROMPT,),),
+        params=params,
         created=now,
         deadline=now + timeout,
-        body=body,
-        form=prepared.form,
+        body={"model": card.name},
     )
 
 

@@ -93,7 +93,9 @@ def workers(served: Served) -> Iterator[psutil.Process]:
 
 def test_four_models_share_room_for_two_and_lose_nothing(offered: Served) -> None:
     """At first nothing is loaded; then requests to all, and once more while every worker and the broker are killed."""
-    assert {model["state"] for model in models(offered).values()} == {"unloaded"}
+    known = models(offered)
+    assert {known[name]["state"] for name in (*NAMES, "huge")} == {"unloaded"}
+    assert known["broken"]["state"] == "failed" and "model.safetensors" in known["broken"]["last_error"]
     for wanted, given in ask_all(offered, 1):
         assert given == wanted
     assert sum(models(offered)[name]["loads"] for name in NAMES) < 20
