@@ -140,7 +140,9 @@ def make_key(
     max_priority: Annotated[
         str | None, typer.Option(help="The highest priority that its requests may have: high, normal or low.")
     ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="It may also change models: load, unload, add, remove and swap them.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It may also change models: load, unload, add, remove and swap them.")
+    ] = False,
 ) -> None:
     """Make an API key and print its line for the file of --api-keys-file."""
     if re.fullmatch(TOKEN_PATTERN, tenant) is None:

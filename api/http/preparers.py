@@ -42,7 +42,7 @@ class Preparers:
 
     async def of(self, card: ModelCard) -> Preparer:
         """The preparer of a model. Raises `Overloaded` if this machine cannot load its tokenizer."""
-        self._cache.keep(self._registry.models.values())
+        self._cache.keep([*self._registry.models.values(), card])
         try:
             return await self._cache.get(card)
         except Fatal as error:

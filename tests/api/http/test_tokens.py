@@ -142,3 +142,13 @@ async def test_a_real_tokenizer_goes_there_and_back(tiny_model: Path) -> None:
     with_turn = await post("/tokenize", {"messages": MESSAGES})
     without = await post("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False})
     assert with_turn["tokens"][: without["count"]] == without["tokens"] != with_turn["tokens"]
+
+
+async def test_each_revision_has_its_own_tokenizer_and_former_ones_are_forgotten(registry: Registry) -> None:
+    preparers = Preparers(registry)
+    first = await preparers.of(card("a", "s0"))
+    swapped = card("a", "s0").model_copy(update={"revision": 2})
+    second = await preparers.of(swapped)
+    assert second is not first, "other files may lie in the same directory"
+    assert await preparers.of(swapped) is second
+    assert await preparers.of(card("a", "s0")) is not first, "nobody needs it any more"
