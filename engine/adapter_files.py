@@ -111,6 +111,12 @@ def adapter_source(name: str, path: str | Path) -> AdapterSource:
     return AdapterSource(name=name, path=str(directory), digest=digest)
 
 
+def adapter_size(path: str) -> int:
+    """Bytes that the adapter in `path` takes about; 0 if it is not there."""
+    weights = Path(path).expanduser() / _WEIGHTS
+    return weights.stat().st_size if weights.is_file() else 0
+
+
 class _Shape(NamedTuple):
     """Stands for a tensor that is not read."""
 

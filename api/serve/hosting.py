@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...config.settings import Settings
 from ...engine import BACKENDS, EngineConfig, resolve_model
-from ...engine.adapter_files import adapter_source
+from ...engine.adapter_files import adapter_size, adapter_source
 from ...engine.models import read_model_info
 from ...engine.sizing import Memory, footprint, memory_of_machine
 from ...schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
@@ -109,7 +109,7 @@ class Host:
         # What is left open is chosen so that a few of the models fit beside each other.
         capacity = self._capacity(device)
         takes = footprint(config, max(1, min(TOGETHER, models)), Memory(capacity, capacity))
-        memory = takes.total
+        memory = takes.total + sum(map(adapter_size, entry.adapters.values()))
         chosen: dict[str, object] = {"device": device, "served_model_name": key.name}
         if entry.adapters:
             chosen["lora_modules"] = tuple(f"{own}={path}" for own, path in entry.adapters.items())
