@@ -16,6 +16,7 @@ MOST_FAULTS = 100  # that are reported
 # Values that a line may hold because they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "timeout": (None,),
+    "keep_alive": (None,),
     "priority": (None, "low"),
     "service_tier": (None, "auto", "default", "flex", "standard_only"),
 }

@@ -241,6 +241,7 @@ async def test_a_batch_of_refusals_alone_has_no_output(office: Office) -> None:
         (line("a") | {"method": "GET"}, "invalid_method", "method"),
         (line("a") | {"url": "/v1/completions"}, "invalid_url", "url"),
         (line("a", stream=True), "invalid_value", "body.stream"),
+        (line("a", keep_alive=0), "unsupported_parameter", "body.keep_alive"),
         (line("a", deep=json.loads("[" * 600 + "]" * 600)), "invalid_json_line", None),
     ],
 )  # fmt: skip
