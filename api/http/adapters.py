@@ -66,17 +66,15 @@ class AdapterRoutes(Routes):
         self._check_right(request)
         asked = await read_parsed(LoadAdapter, request, self._settings)
         name, registry = asked.lora_name, self._gateway.registry
-        added = await self._added(name)
-        if (holder := await registry.find(name)) is not None and not (added and asked.load_inplace):
-            is_adapter = holder.adapter(name) is not None
+        added, holder = await self._added(name), await registry.find(name)
+        if holder is not None and holder.adapter(name) is None:
             raise InvalidRequest(
-                f"The lora adapter {name!r} has already been loaded; to replace one that was added at run time, set "
-                "load_inplace to true."
-                if is_adapter
-                else f"{name!r} is the name of a model; choose another name for the adapter.",
+                f"{name!r} is the name of a model; choose another name for the adapter.",
                 code="model_exists",
                 param="lora_name",
             )
+        if (added or holder) and not (added and asked.load_inplace):
+            raise _loaded(name)
         if asked.base_model_name is None and len(registry.models) > 1:
             raise InvalidRequest(
                 f"Say which model the adapter belongs to: {', '.join(registry.models)}.", param="base_model_name"
@@ -87,14 +85,11 @@ class AdapterRoutes(Routes):
                 f"The backend {card.backend} of {card.name!r} runs no adapters.", code="unsupported_capability"
             )
         new = await asyncio.to_thread(_described, asked, card)
-        if added:
-            await registry.remove_adapter(added)
-        await registry.add_adapter(new)
+        if not await registry.add_adapter(new, replace=added is not None):
+            raise _loaded(name)
         await registry.look()
         if reason := await self._fault(request, new, card):
-            await registry.remove_adapter(new)
-            if added:
-                await registry.add_adapter(added)
+            await (registry.add_adapter(added, replace=True) if added else registry.remove_adapter(new))
             await registry.look()
             raise InvalidRequest(reason, code="invalid_adapter", param="lora_path")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -144,6 +139,15 @@ class AdapterRoutes(Routes):
             reading.close()
         is_unusable = isinstance(final, Failed) and final.error.code == "model_unavailable"
         return final.error.message if isinstance(final, Failed) and is_unusable else None
+
+
+def _loaded(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The lora adapter {name!r} has already been loaded; to replace one that was added at run time, set "
+        "load_inplace to true.",
+        code="model_exists",
+        param="lora_name",
+    )
 
 
 def _described(asked: LoadAdapter, card: ModelCard) -> AddedAdapter:

@@ -145,10 +145,11 @@ class Registry:
         bucket = await self._broker.bucket(CATALOGUE)
         return sorted(_cards(AddedAdapter, await bucket.entries(ADAPTER)), key=lambda each: (each.created, each.name))
 
-    async def add_adapter(self, adapter: AddedAdapter) -> bool:
-        """Offer an adapter from now on, also after a restart; False if there is one of its name."""
+    async def add_adapter(self, adapter: AddedAdapter, *, replace: bool = False) -> bool:
+        """Offer an adapter from now on, also after a restart; False if there is one of its name, without `replace`."""
         bucket = await self._broker.bucket(CATALOGUE)
-        return await bucket.create(ADAPTER + _key(adapter), _encoded(adapter)) is not None
+        write = bucket.put if replace else bucket.create
+        return await write(ADAPTER + _key(adapter), _encoded(adapter)) is not None
 
     async def remove_adapter(self, adapter: AddedAdapter) -> None:
         await (await self._broker.bucket(CATALOGUE)).delete(ADAPTER + _key(adapter))

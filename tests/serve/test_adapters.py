@@ -137,7 +137,7 @@ def test_a_stream_goes_on_with_its_adapter_when_every_worker_is_killed(served: S
             while told and workers:
                 workers.pop().kill()
     assert told == wanted and len(told) == LONG
-    assert asyncio.run(epochs(served, request)) == [1, 2], "one worker began it, and another ended it"
+    assert len(asyncio.run(epochs(served, request))) > 1, "one worker began it, and another ended it"
 
 
 async def epochs(served: Served, request: str) -> list[int]:
@@ -148,7 +148,7 @@ async def epochs(served: Served, request: str) -> list[int]:
     return [output.epoch for output in outputs if isinstance(output, Started)]
 
 
-def test_added_and_removed_while_it_serves(served: Served, world: World) -> None:
+def test_added_and_removed_while_it_serves(served: Served, world: World, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"lora_name": "c", "lora_path": str(world.paths["c"])}
     assert ask(served, "c", PROMPTS[0]).status_code == 404
     assert change(served, "load", USER, **asked).json()["error"]["code"] == "not_admin"
@@ -159,6 +159,9 @@ def test_added_and_removed_while_it_serves(served: Served, world: World) -> None
         for tokens in pool.map(lambda _: tokens_of(ask(served, "c", PROMPTS[1]), "c"), range(6)):
             assert tokens == world.answer("c", PROMPTS[1])
     assert "already been loaded" in change(served, "load", **asked).json()["error"]["message"]
+    wrong = write_adapter(tmp_path, matrices({"model.layers.9.mlp.up_proj": (7, 9)}), config())
+    assert change(served, "load", **asked | {"lora_path": str(wrong), "load_inplace": True}).status_code == 400
+    assert tokens_of(ask(served, "c", PROMPTS[1]), "c") == world.answer("c", PROMPTS[1])
     assert (
         change(served, "load", **asked | {"lora_path": str(world.paths["a"]), "load_inplace": True}).status_code == 200
     )
