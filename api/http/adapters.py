@@ -22,6 +22,7 @@ from ...schemas.events import Failed
 from ...schemas.jobs import Job
 from ...schemas.openai.chat import Body, ModelName
 from ...schemas.registry import AddedAdapter, ModelCard
+from .catalogue import check_admin
 from .openapi import body_of, refusals
 from .requests import Gateway, Routes, read_parsed, tenant_of
 
@@ -117,8 +118,7 @@ class AdapterRoutes(Routes):
                 "--allow-runtime-lora-updating true.",
                 code="runtime_lora_disabled",
             )
-        if not getattr(request.state, "admin", True):
-            raise Forbidden("This key may not change adapters; use one with the word admin.", code="not_admin")
+        check_admin(request)
 
     async def _added(self, name: str) -> AddedAdapter | None:
         return next((each for each in await self._gateway.registry.added_adapters() if each.name == name), None)
