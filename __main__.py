@@ -57,9 +57,9 @@ COMMANDS = (
     ),
     CommandEntry(
         "models",
-        "api.terminal.look:models",
+        "api.terminal.models:models",
         "Look",
-        help="List the models of Penstock or of any server with OpenAI's API.",
+        help="List the models of a running server; load, unload, add, remove and swap them.",
     ),
     CommandEntry(
         "scheduling",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import hashlib
 import math
 import re
@@ -22,7 +21,6 @@ from ..schemas.errors import (
     STORE_FULL,
     DeadlineExceeded,
     InvalidRequest,
-    ModelNotFound,
     Overloaded,
     StorageFull,
     StreamFull,
@@ -239,10 +237,7 @@ class Validate(Stage):
     async def _model(self, name: str) -> ModelCard:
         model = await self.pipe.registry.find(name)
         if model is None:
-            known = [each for card in self.pipe.registry.models.values() for each in card.names]
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"Did you mean {' or '.join(near)}?" if near else f"Served: {', '.join(known) or 'none yet'}."
-            raise ModelNotFound(f"The model {name!r} is not served here. {hint}", param="model")
+            raise self.pipe.registry.unknown(name)
         return model
 
     def _deadline(self, timeout: float | None, message: Message, created: float) -> float:

@@ -109,14 +109,18 @@ class CatalogueRoutes:
             raise
 
 
-def swap_of(entry: CatalogueEntry, states: Mapping[RevisionKey, ModelState]) -> dict[str, Any] | None:
-    """How the swap of a model goes, or why the last one has failed."""
+def swap_of(
+    entry: CatalogueEntry, states: Mapping[RevisionKey, ModelState], serving: int | None = None
+) -> dict[str, Any] | None:
+    """How the swap of a model goes, or why the last one has failed; `serving` is the revision that requests get now."""
     if (number := entry.candidate) is not None:
         state = states.get(RevisionKey(entry.name, number))
         status = state.status if state else "queued"
         word = {"loading": "loading", "ready": "probing"}.get(status, "queued")
         progress = {"progress": state.progress} if state and status == "loading" else {}
         return {"revision": number, "source": entry.sources[number], "state": word, **progress}
+    if serving is not None and serving < entry.revision:
+        return {"revision": entry.revision, "source": entry.source, "state": "switching"}
     if (failed := entry.failed_swap) is not None:
         return {"revision": failed.revision, "source": failed.source, "state": "failed", "error": failed.reason}
     return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,7 @@ class ModelRoutes:
         """What the models are doing: the whole, and by model its state, what waits for it, its last error, and a swap
         that goes on or has failed."""
         catalogue, states = await self._known()
-        swaps = {entry.name: swap_of(entry, states) for entry in catalogue.entries}
+        swaps = self._swaps(catalogue, states)
         models: list[dict[str, Any]] = []
         reached: list[ModelStatus] = []
         for card in self._registry.models.values():
@@ -94,7 +94,7 @@ class ModelRoutes:
                     "progress": state.progress if state and state.status == "loading" else None,
                     "queue_length": waiting,
                     "loads": state.loads if state else 0,
-                    "last_error": state.reason if state and state.status == "failed" else None,
+                    "last_error": self._last_error(card, state),
                     "swap": swaps.get(card.name),
                 }
             )
@@ -137,19 +137,27 @@ class ModelRoutes:
         while not await request.is_disconnected() and not self._gateway.bridge.draining:
             with outage_logged("the states of models cannot be read"):
                 catalogue, states = await self._known()
-                swaps = {entry.name: swap_of(entry, states) for entry in catalogue.entries}
-                for card in list(self._registry.models.values()):
-                    news = {"model": card.name, "status": self._wire(card, states), "revision": card.revision}
-                    if swap := swaps.get(card.name):
-                        news["swap"] = swap
-                    if told.get(card.name) != news:
-                        told[card.name] = news
+                for news in self._news_of(catalogue, states):
+                    if told.get(news["model"]) != news:
+                        told[news["model"]] = news
                         heard = clock()
                         yield b"event: model_status\ndata: " + orjson.dumps(news) + b"\n\n"
             if clock() - heard >= self._gateway.settings.keepalive_interval:
                 heard = clock()
                 yield b": ping\n\n"
             await asyncio.sleep(LOOK)
+
+    def _news_of(self, catalogue: Catalogue, states: Mapping[RevisionKey, ModelState]) -> Iterator[dict[str, Any]]:
+        """What there is to say of each model, of those that no host can load as well."""
+        swaps = self._swaps(catalogue, states)
+        for card in self._registry.models.values():
+            news = {"model": card.name, "status": self._wire(card, states), "revision": card.revision}
+            yield news | ({"swap": swap} if (swap := swaps.get(card.name)) else {})
+        for entry in catalogue.entries:
+            refusal = self._registry.refusals.get(lanes_of(entry.name, entry.revision))
+            if entry.name not in self._registry.models and refusal is not None:
+                status = {"value": "unloaded", "failed": True, "error": refusal.reason}
+                yield {"model": entry.name, "status": status, "revision": entry.revision}
 
     async def _known(self) -> tuple[Catalogue, Mapping[RevisionKey, ModelState]]:
         store = await self._store()
@@ -164,6 +172,18 @@ class ModelRoutes:
         if self._kept is None:
             self._kept = await CatalogueStore.of(self._gateway.broker)
         return self._kept
+
+    def _swaps(
+        self, catalogue: Catalogue, states: Mapping[RevisionKey, ModelState]
+    ) -> dict[str, dict[str, Any] | None]:
+        serving = {card.name: card.revision for card in self._registry.models.values()}
+        return {entry.name: swap_of(entry, states, serving.get(entry.name)) for entry in catalogue.entries}
+
+    def _last_error(self, card: ModelCard, state: ModelState | None) -> str | None:
+        if state is not None and state.status == "failed":
+            return state.reason
+        refusal = self._registry.refusals.get(lanes_of(card.name, card.revision))
+        return refusal.reason if refusal else None
 
     def _described(self, card: ModelCard, states: Mapping[RevisionKey, ModelState]) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ import structlog
 
 from ...engine.prepare import Preparer
 from ...engine.preparers import PreparerCache
-from ...schemas.errors import Fatal, InvalidRequest, ModelNotFound, Overloaded
+from ...schemas.errors import Fatal, InvalidRequest, Overloaded
 from ...schemas.openai.completions import ChatRequest, CompletionRequest
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.registry import ModelCard
@@ -37,7 +37,7 @@ class Preparers:
             )
         card = next(iter(models.values())) if name is None else await self._registry.find(name)
         if card is None:
-            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+            raise self._registry.unknown(str(name))
         return card
 
     async def of(self, card: ModelCard) -> Preparer:

@@ -33,14 +33,23 @@ def server_at(url: str | None, api_key: str | None, settings: Settings) -> httpx
     )  # Penstock sends something at least every 15 seconds
 
 
-def models(server: httpx2.Client) -> dict[str, dict[str, Any]]:
-    """The models of the server, by name. Raises `ChatError`."""
+def answer_of(server: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The server's answer, from JSON. Raises `ChatError`."""
     try:
-        response = server.get("models")
+        response = server.request(method, path, json=body)
         if response.is_error:
             raise _refused(response)
-        return {str(model["id"]): model for model in response.json()["data"]}
-    except (httpx2.HTTPError, ValueError, LookupError) as error:
+        return response.json()
+    except (httpx2.HTTPError, ValueError) as error:
+        raise _silent(server, error) from None
+
+
+def models(server: httpx2.Client) -> dict[str, dict[str, Any]]:
+    """The models of the server, by name. Raises `ChatError`."""
+    found = answer_of(server, "GET", "models")
+    try:
+        return {str(model["id"]): model for model in found["data"]}
+    except (LookupError, TypeError) as error:
         raise _silent(server, error) from None
 
 

@@ -1,4 +1,4 @@
-"""The commands `penstock models`, `scheduling` and `schema`."""
+"""The commands `penstock scheduling` and `schema`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Annotated, Literal
 
 import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ... import __version__
 from ...config.sources import Loaded
 from ...schemas.asyncapi import asyncapi, json_schemas
 from ..serve.connecting import connected
-from .chat_client import models as served_by
-from .chat_client import server_at
-from .options import ApiKey, ServerUrl, with_settings
+from .options import with_settings
 
 
 @with_settings
@@ -35,16 +31,6 @@ def schema(
             "components": {"schemas": json_schemas()},
         }
     sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
-
-
-@with_settings
-def models(loaded: Loaded, url: ServerUrl = None, api_key: ApiKey = None) -> None:
-    """List the models of Penstock or of any server with OpenAI's API."""
-    table = Table("model", "context", box=None, pad_edge=False)
-    with server_at(url, api_key, loaded.settings) as server:
-        for name, model in served_by(server).items():
-            table.add_row(name, f"{model.get('max_model_len', '')}")
-    Console().print(table)
 
 
 @with_settings

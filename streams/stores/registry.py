@@ -7,6 +7,7 @@ last worker for a while, so that clients wait for a worker that restarts instead
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 from collections.abc import Sequence
 from typing import TypeVar
@@ -15,7 +16,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
-from ...schemas.errors import StartupError
+from ...schemas.errors import ModelNotFound, StartupError
 from ...schemas.registry import AddedAdapter, ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
 from ..lanes import present_lanes
 from ..outages import outage_logged
@@ -61,6 +62,13 @@ class Registry:
             await self.look()
             found = self._named(model)
         return found
+
+    def unknown(self, name: str) -> ModelNotFound:
+        """The refusal of a name that is no model's, which suggests similar ones."""
+        known = [each for card in self.models.values() for each in card.names]
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Served: {', '.join(known) or 'none yet'}."
+        return ModelNotFound(f"The model {name!r} is not served here. {hint}", param="model")
 
     def _named(self, name: str) -> ModelCard | None:
         return self.models.get(name) or next((card for card in self.models.values() if name in card.names), None)
