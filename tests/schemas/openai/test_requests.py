@@ -35,6 +35,10 @@ BOTH: tuple[Endpoint, ...] = (CHAT, COMPLETION)
 # field: (where it is known, what it cannot be)
 WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "model": (BOTH, no_text | st.none() | st.just("")),
+    "keep_alive": (
+        BOTH,
+        st.booleans() | st.lists(st.integers()) | st.sampled_from(["", "soon", "5 apples", float("nan")]),
+    ),
     "stream": (BOTH, no_switch),
     "stream_options": (BOTH, words | st.integers() | st.lists(st.integers())),
     "max_tokens": (BOTH, no_integer),
