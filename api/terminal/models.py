@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ...config.sources import Loaded
+from ...config import sources
 from ...schemas.catalogue import looks_like_path
 from .chat_client import ChatError, answer_of, server_at
 from .chat_client import models as served_by
-from .options import ApiKey, ServerUrl, with_settings
+from .options import ApiKey, ServerUrl, fatal_errors
 
 models = typer.Typer(
     help="List the models of a running server; load, unload, add, remove and swap them.",
@@ -28,6 +29,13 @@ models = typer.Typer(
 
 Name = Annotated[str, typer.Argument(help="A model's name or alias, from `penstock models list`.", metavar="NAME")]
 _SOURCE = "Directory of the model, as the server's machine sees it, or a Hugging Face id."
+
+
+@contextlib.contextmanager
+def _server(url: str | None, api_key: str | None) -> Iterator[httpx2.Client]:
+    """A client of the server; exits with code 2 where that refuses, or does not answer."""
+    with fatal_errors(), server_at(url, api_key, sources.load().settings) as server:
+        yield server
 
 
 @models.callback()
@@ -46,10 +54,9 @@ def start(context: typer.Context, url: ServerUrl = None, api_key: ApiKey = None)
 
 
 @models.command("list")
-@with_settings
-def list_models(loaded: Loaded, url: ServerUrl = None, api_key: ApiKey = None) -> None:
+def list_models(url: ServerUrl = None, api_key: ApiKey = None) -> None:
     """List the models of Penstock, with their states, or those of any server with OpenAI's API."""
-    with server_at(url, api_key, loaded.settings) as server:
+    with _server(url, api_key) as server:
         served, states = served_by(server), _states(server)
     if not states:
         table = Table("model", "context", box=None, pad_edge=False)
@@ -71,10 +78,9 @@ def list_models(loaded: Loaded, url: ServerUrl = None, api_key: ApiKey = None) -
 
 
 @models.command()
-@with_settings
-def show(loaded: Loaded, name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
+def show(name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
     """Print all that the server says of one model, as JSON: its aliases, state, waiting requests, last error, swap."""
-    with server_at(url, api_key, loaded.settings) as server:
+    with _server(url, api_key) as server:
         state = _states(server).get(name)
         if state is None or name in served_by(server):  # no host can load it otherwise
             found = answer_of(server, "GET", f"models/{name}")
@@ -83,10 +89,9 @@ def show(loaded: Loaded, name: Name, url: ServerUrl = None, api_key: ApiKey = No
 
 
 @models.command()
-@with_settings
-def load(loaded: Loaded, name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
+def load(name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
     """Load a model ahead of its first request, and wait until it is ready. Exits with 1 if it cannot be loaded."""
-    with server_at(url, api_key, loaded.settings) as server:
+    with _server(url, api_key) as server:
         name = _full_name(server, name)
         answer_of(server, "POST", _url(server, "load"), {"model": name})
         with _progress(f"{name} waits to be loaded") as progress:
@@ -103,10 +108,9 @@ def load(loaded: Loaded, name: Name, url: ServerUrl = None, api_key: ApiKey = No
 
 
 @models.command()
-@with_settings
-def unload(loaded: Loaded, name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
+def unload(name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
     """Unload a model, and wait until it has finished what it runs. What waits for it then loads it again."""
-    with server_at(url, api_key, loaded.settings) as server:
+    with _server(url, api_key) as server:
         name = _full_name(server, name)
         answer_of(server, "POST", _url(server, "unload"), {"model": name})
         with _progress(f"{name} finishes what it runs"):
@@ -117,9 +121,7 @@ def unload(loaded: Loaded, name: Name, url: ServerUrl = None, api_key: ApiKey = 
 
 
 @models.command()
-@with_settings
 def add(
-    loaded: Loaded,
     name: Annotated[str, typer.Argument(help="The name by which clients are to ask for it.")],
     source: Annotated[str, typer.Argument(help=_SOURCE)],
     values: Annotated[
@@ -135,8 +137,8 @@ def add(
 
     Exits with 1 if its files cannot be used. The model stays listed, and its files are read again now and then.
     """
-    body = {"model": name, "source": _resolved(source)} | dict(map(_pair, values or ()))
-    with server_at(url, api_key, loaded.settings) as server:
+    with _server(url, api_key) as server:
+        body = {"model": name, "source": _resolved(source)} | dict(map(_pair, values or ()))
         answer_of(server, "POST", _url(server, "add"), body)
         with _progress(f"the server reads the files of {name}"):
             status = next(_news(server, name))["status"]
@@ -146,21 +148,18 @@ def add(
 
 
 @models.command()
-@with_settings
-def remove(loaded: Loaded, name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
+def remove(name: Name, url: ServerUrl = None, api_key: ApiKey = None) -> None:
     """Offer a model no longer.
 
     What runs is finished. If the model is not loaded, what waits for it is refused with the reason.
     """
-    with server_at(url, api_key, loaded.settings) as server:
+    with _server(url, api_key) as server:
         answer_of(server, "POST", _url(server, "remove"), {"model": name})
     typer.echo(f"{name} is removed")
 
 
 @models.command()
-@with_settings
 def swap(
-    loaded: Loaded,
     name: Name,
     to: Annotated[str, typer.Option("--to", help=_SOURCE, metavar="SOURCE")],
     url: ServerUrl = None,
@@ -172,7 +171,7 @@ def swap(
     finish on the old one. If it fails, the old one serves on, and the command exits with 1. The way back is a swap to
     the former directory.
     """
-    with server_at(url, api_key, loaded.settings) as server:
+    with _server(url, api_key) as server:
         body = {"model": name, "source": _resolved(to)}
         revision = answer_of(server, "POST", _url(server, "swap"), body)["revision"]
         name = _full_name(server, name)
