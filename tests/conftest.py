@@ -19,11 +19,6 @@ if not torch.cuda.is_available():  # Triton, which others import too, reads it o
 ROOT = Path(__file__).parents[1]
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: a third of the time a test waits for processes to start, or for a broker."""
-    return min(4, len(os.sched_getaffinity(0)) + 1)
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start a `penstock` command; it is ended after the test."""
