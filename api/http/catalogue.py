@@ -53,6 +53,15 @@ class CatalogueRoutes:
     async def add(self, request: Request) -> Any:
         """Offer one more model, until the server ends. Nothing is loaded before it is asked for, or has `preload`."""
         check_admin(request)
+        registry = self._gateway.registry
+        if not registry.agents:
+            await registry.look()
+        if not registry.agents:
+            raise InvalidRequest(
+                "Nothing here loads models on demand: start the server with --models or --model-dir, or run `penstock "
+                "agent` beside it.",
+                code="no_agent",
+            )
         values = await read_object(request, self._gateway.settings)
         name = values.pop("model", None)
         if not isinstance(name, str) or not name:
