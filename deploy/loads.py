@@ -35,10 +35,10 @@ def resources(server: int) -> dict[str, tuple[float, int]]:
 
 
 def serving(port: int) -> int:
-    """The process that listens, or the parent that it has the socket from."""
-    listening = {found.pid for found in psutil.net_connections("tcp") if found.laddr and found.laddr.port == port}
-    families = {pid: {parent.pid for parent in psutil.Process(pid).parents()} for pid in listening if pid}
-    return min(families, key=lambda pid: len(families[pid]))
+    """The process of `penstock serve` whose child listens; another server's own."""
+    (listening, *_) = (found.pid for found in psutil.net_connections("tcp") if found.laddr and found.laddr.port == port)
+    process = psutil.Process(listening)
+    return next((parent.pid for parent in process.parents() if "serve" in parent.cmdline()), process.pid)
 
 
 async def state(client: httpx2.AsyncClient, model: str) -> str:
@@ -48,6 +48,8 @@ async def state(client: httpx2.AsyncClient, model: str) -> str:
 
 async def unloaded(client: httpx2.AsyncClient, model: str) -> None:
     """Unload the model, and return when it is."""
+    if await state(client, model) == "unloaded":
+        return
     (await client.post("/models/unload", json={"model": model})).raise_for_status()
     async with asyncio.timeout(LIMIT):
         while await state(client, model) != "unloaded":  # noqa: ASYNC110
@@ -79,7 +81,7 @@ async def measure(url: str, model: str, rounds: int, key: str) -> None:
             times.append(await first_token(client, model))
             await unloaded(client, model)
     half, most = (milliseconds(times, share) for share in (50, 100))
-    print(f"first token of an unloaded model: p50 {half} ms, max {most} ms, of {rounds}")
+    print(f"first token of an unloaded model: p50 {half or 0:.0f} ms, max {most or 0:.0f} ms, of {rounds}")
     for name, (memory, files) in resources(parent).items():
         then = before.get(name, (0.0, 0))
         print(f"{name}: {then[0]:.0f} → {memory:.0f} MiB, {then[1]} → {files} open files")
