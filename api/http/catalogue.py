@@ -109,8 +109,11 @@ class CatalogueRoutes:
         try:
             return await (await CatalogueStore.of(self._gateway.broker)).change(update)
         except ModelNotFound:
-            if (card := await self._gateway.registry.find(name)) is not None and not card.catalogued:
+            registry = self._gateway.registry
+            if (card := await registry.find(name)) is not None and not card.catalogued:
                 raise not_catalogued(card.name) from None
+            if not registry.agents:  # no catalogue says what there is
+                raise registry.unknown(name) from None
             raise
         except InvalidRequest as error:
             if error.code == "swap_in_progress":

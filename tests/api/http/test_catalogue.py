@@ -5,6 +5,7 @@ from __future__ import annotations
 from applications import Script
 from asgi import ask
 
+from penstock.schemas.registry import ModelCard
 from penstock.streams.stores.catalogue import CatalogueStore
 
 
@@ -20,3 +21,15 @@ async def test_a_model_is_added_only_where_an_agent_could_load_it() -> None:
     await script.registry.announce_agent("host")
     assert (await ask(script.app, "POST", "/models/add", body)).status == 200
     assert [entry.name for entry in (await store.read()).entries] == ["small"]
+
+
+async def test_an_unknown_name_is_refused_with_the_names_that_are_served() -> None:
+    script = await Script.start()
+    await script.registry.announce_model(
+        ModelCard(name="echo", source="echo", backend="echo", context_length=100, created=0)
+    )
+    refused = await ask(script.app, "POST", "/models/swap", {"model": "ecko", "source": "/any"})
+    assert (refused.status, refused.error["code"]) == (404, "model_not_found")
+    assert "Did you mean echo?" in refused.error["message"]
+    own = await ask(script.app, "POST", "/models/swap", {"model": "echo", "source": "/any"})
+    assert own.status == 400 and "workers of its own" in own.error["message"]
