@@ -42,12 +42,8 @@ class _Found(NamedTuple):
     entry: CatalogueEntry | None
 
 
-OF_ONE = (
-    "model",
-    "workers",
-    "served_model_name",
-    "lora_modules",
-)  # settings that a server of several models cannot have
+# Settings that a server of several models cannot have.
+OF_ONE = ("model", "workers", "served_model_name", "lora_modules")
 
 
 def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:

@@ -227,12 +227,9 @@ class Validate(Stage):
 
     async def _named(self, job: Job) -> Job:
         """The job with the name of the only model where it names none."""
-        if "model" in job.body:
+        if "model" in job.body or (name := await self.pipe.registry.only()) is None:
             return job
-        if not self.pipe.registry.models:
-            await self.pipe.registry.look()
-        names = [*self.pipe.registry.models]
-        return job.model_copy(update={"body": job.body | {"model": names[0]}}) if len(names) == 1 else job
+        return job.model_copy(update={"body": job.body | {"model": name}})
 
     async def _model(self, name: str) -> ModelCard:
         model = await self.pipe.registry.find(name)

@@ -178,11 +178,8 @@ async def open_request(
 
 async def _complete(request: Request, gateway: Gateway, body: dict[str, Any]) -> None:
     registry = gateway.registry
-    if "model" not in body:
-        if not registry.models:
-            await registry.look()
-        if len(registry.models) == 1:
-            body["model"] = next(iter(registry.models))
+    if "model" not in body and (name := await registry.only()) is not None:
+        body["model"] = name
     if "keep_alive" in body:
         model = body.get("model")
         card = await registry.find(model) if isinstance(model, str) else None

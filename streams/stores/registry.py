@@ -63,6 +63,12 @@ class Registry:
             found = self._named(model)
         return found
 
+    async def only(self) -> str | None:
+        """The name of the model where there is one alone; it may just have been announced."""
+        if not self.models:
+            await self.look()
+        return next(iter(self.models)) if len(self.models) == 1 else None
+
     def unknown(self, name: str) -> ModelNotFound:
         """The refusal of a name that is no model's, which suggests similar ones."""
         known = [each for card in self.models.values() for each in card.names]
