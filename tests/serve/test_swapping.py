@@ -7,11 +7,12 @@ import asyncio
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from in_process import BROKEN, MODEL, TOKENS, Hosting
+from in_process import BROKEN, MODEL, PATIENCE, TOKENS, Hosting
 
 from penstock.api.serve import swapping
 from penstock.schemas.catalogue import RevisionKey
 from penstock.schemas.errors import InvalidRequest
+from penstock.schemas.registry import LoadProgress
 from penstock.streams.topology import lanes_of
 
 ASK = st.just("ask")
@@ -141,4 +142,18 @@ async def test_a_swap_goes_on_with_the_next_agent() -> None:
     hosting.start_agent()
     assert (await hosting.settled()).revision == 2
     assert (await before.answer(), await (await hosting.ask()).answer()) == ("a" * TOKENS, "b" * TOKENS)
+    await hosting.stop()
+
+
+async def test_the_state_of_a_load_says_how_far_its_own_worker_is() -> None:
+    hosting = await Hosting.start()
+    pipe, revision = hosting.pipeline.pipe, await hosting.swap("endless")
+    ours = f"host-{lanes_of(MODEL, revision)}"
+    async with asyncio.timeout(PATIENCE):
+        while (state := await hosting.state(revision)) is None or state.progress == 0:
+            for worker, percent in ((ours, 40), ("another", 90)):
+                load = LoadProgress(worker=worker, model=MODEL, revision=revision, percent=percent, elapsed=1.0)
+                await pipe.broker.notify(pipe.subjects.loading(), load.model_dump_json().encode())
+            await asyncio.sleep(0.01)
+    assert (state.status, state.progress) == ("loading", 40)
     await hosting.stop()

@@ -51,6 +51,9 @@ class Tasks(ProcessKeeper):
         source = (await self._store.read()).find(MODEL).sources[revision]
         if source == "dead":
             return 1
+        if source == "endless":  # it loads for ever
+            await until.wait()
+            return 0
         if source == "fatal":
             await self._pipe.registry.leave_word(worker, "its weights are broken")
             return FATAL_EXIT
