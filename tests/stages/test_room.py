@@ -138,10 +138,10 @@ async def test_a_worker_tells_whose_its_seats_are() -> None:
     )
     body = {"model": MODEL, "prompt": "room", "ignore_eos": True}
     async with asyncio.timeout(PATIENCE):
-        await asyncio.gather(*(pipeline.events(body | {"max_tokens": 10 * length}) for length in range(1, 9)))
+        while not any(word.tenants for word in words):  # requests this short can all run between two words
+            await asyncio.gather(*(pipeline.events(body | {"max_tokens": 10 * length}) for length in range(1, 9)))
         while words[-1].active:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert any(word.tenants for word in words)
     assert all(sum(word.tenants.values()) == word.active for word in words)
     assert words[-1].tenants == {}
     await pipeline.stop()
