@@ -22,11 +22,9 @@ from ...streams.port import Broker
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
-from .adapters import add_adapters
 from .answers import error_response
 from .batches import add_batches
 from .browsers import Browsers, is_loopback
-from .catalogue import CatalogueRoutes
 from .completions import add_completions
 from .conversations import add_conversations
 from .embeddings import add_embeddings
@@ -35,7 +33,9 @@ from .generate import add_generate
 from .ignored import HEADER, Ignored
 from .keys import Authentication, Keys
 from .messages import add_messages
-from .models import ModelRoutes
+from .models.adapters import add_adapters
+from .models.catalogue import CatalogueRoutes
+from .models.states import ModelRoutes
 from .openapi import complete
 from .preparers import Preparers
 from .requests import Gateway

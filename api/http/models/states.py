@@ -15,18 +15,18 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from ...schemas.catalogue import Catalogue, RevisionKey
-from ...schemas.errors import Conflict
-from ...schemas.model_state import IllegalTransition, ModelState, ModelStatus, enqueue, start_draining, unload
-from ...schemas.registry import ModelCard
-from ...streams.outages import outage_logged
-from ...streams.stores.catalogue import CatalogueStore
-from ...streams.stores.registry import Registry
-from ...streams.topology import PRIORITIES, batch_stream, lanes_of
+from ....schemas.catalogue import Catalogue, RevisionKey
+from ....schemas.errors import Conflict
+from ....schemas.model_state import IllegalTransition, ModelState, ModelStatus, enqueue, start_draining, unload
+from ....schemas.registry import ModelCard
+from ....streams.outages import outage_logged
+from ....streams.stores.catalogue import CatalogueStore
+from ....streams.stores.registry import Registry
+from ....streams.topology import PRIORITIES, batch_stream, lanes_of
+from ..openapi import STREAMED, body_of, refusals
+from ..preparers import Preparers
+from ..requests import Gateway, read_parsed
 from .catalogue import ModelRequest, check_admin, not_catalogued, swap_of
-from .openapi import STREAMED, body_of, refusals
-from .preparers import Preparers
-from .requests import Gateway, read_parsed
 
 LOOK = 0.5  # seconds between two looks at the states, for those who listen
 _WIRE: Mapping[ModelStatus, str] = {  # our words and those of llama.cpp's router

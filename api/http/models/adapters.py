@@ -14,17 +14,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from ...engine.adapter_files import check_adapter
-from ...engine.adapters import ADAPTING
-from ...schemas.catalogue import AdapterName
-from ...schemas.errors import Forbidden, InvalidRequest, ModelNotFound
-from ...schemas.events import Failed
-from ...schemas.jobs import Job
-from ...schemas.openai.chat import Body, ModelName
-from ...schemas.registry import AddedAdapter, ModelCard
+from ....engine.adapter_files import check_adapter
+from ....engine.adapters import ADAPTING
+from ....schemas.catalogue import AdapterName
+from ....schemas.errors import Forbidden, InvalidRequest, ModelNotFound
+from ....schemas.events import Failed
+from ....schemas.jobs import Job
+from ....schemas.openai.chat import Body, ModelName
+from ....schemas.registry import AddedAdapter, ModelCard
+from ..openapi import body_of, refusals
+from ..requests import Gateway, Routes, read_parsed, tenant_of
 from .catalogue import check_admin
-from .openapi import body_of, refusals
-from .requests import Gateway, Routes, read_parsed, tenant_of
 
 PATIENCE = 60.0  # seconds for the first request to a new adapter
 

@@ -9,14 +9,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from pydantic import ConfigDict, Field
 
-from ...config.catalogue import parse_model
-from ...schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey, looks_like_path
-from ...schemas.errors import ConfigurationError, Conflict, Forbidden, InvalidRequest, ModelNotFound
-from ...schemas.model_state import ModelState
-from ...schemas.openai.chat import Body
-from ...streams.stores.catalogue import CatalogueStore
-from .openapi import body_of, refusals
-from .requests import Gateway, read_object, read_parsed
+from ....config.catalogue import parse_model
+from ....schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey, looks_like_path
+from ....schemas.errors import ConfigurationError, Conflict, Forbidden, InvalidRequest, ModelNotFound
+from ....schemas.model_state import ModelState
+from ....schemas.openai.chat import Body
+from ....streams.stores.catalogue import CatalogueStore
+from ..openapi import body_of, refusals
+from ..requests import Gateway, read_object, read_parsed
 
 
 class ModelRequest(Body):
