@@ -173,7 +173,9 @@ class Validate(Stage):
             async with self._long:
                 prepared = await asyncio.to_thread(prepare)
         if (grammar := prepared.params.grammar) is not None:
-            await self._grammars.check(grammar, model.source, model.backend, param=prepared.grammar_param)
+            await self._grammars.check(
+                grammar, model.source, model.backend, model.revision, param=prepared.grammar_param
+            )
         return ValidatedJob(
             id=job.id or endings.request_id(message),
             endpoint=endpoint,

@@ -27,8 +27,8 @@ _MAX_WAITING = 16  # grammars, checked one after another
 _MAX_VERDICTS = 4096
 _MAX_LINE_BYTES = 64 << 20
 
-_Job = tuple[str, str, str, str]
-"""A model's source, its backend, and a grammar's kind and text."""
+_Job = tuple[str, str, int, str, str]
+"""A model's source, backend and revision, and a grammar's kind and text."""
 
 
 class GrammarChecker:
@@ -46,13 +46,13 @@ class GrammarChecker:
         self._turn = asyncio.Lock()
         self._child: Process | None = None  # guarded by `_turn`
 
-    async def check(self, grammar: Grammar, source: str, backend: str, *, param: str) -> None:
-        """Return if the model at `source` can follow `grammar`.
+    async def check(self, grammar: Grammar, source: str, backend: str, revision: int = 1, *, param: str) -> None:
+        """Return if the model at `source` can follow `grammar`; a newer `revision` may have other files there.
 
         Raises `InvalidRequest` with `param` where the grammar does not compile, or not in time; `Overloaded` where too
         many grammars wait already; `ModelLoadError`.
         """
-        job = (source, backend, grammar.kind, grammar.text)
+        job = (source, backend, revision, grammar.kind, grammar.text)
         key = sha256(json.dumps(job).encode()).digest()  # a grammar may have megabytes
         if key not in self._verdicts:
             if self._num_waiting >= _MAX_WAITING:
@@ -156,9 +156,9 @@ def main(jobs: IO[str], answers: IO[str]) -> None:
     threading.Thread(target=receive, daemon=True).start()
     compilers = lru_cache(maxsize=8)(_load)
     while True:
-        source, backend, kind, text = json.loads(waiting.get())
+        source, backend, revision, kind, text = json.loads(waiting.get())
         try:
-            compiler = compilers(source, backend)
+            compiler = compilers(source, backend, revision)
         except PenstockError as error:
             reply({"error": str(error)})
             continue
@@ -171,7 +171,8 @@ def main(jobs: IO[str], answers: IO[str]) -> None:
         reply({"fault": fault})
 
 
-def _load(source: str, backend: str) -> GrammarCompiler:
+def _load(source: str, backend: str, revision: int) -> GrammarCompiler:
+    """The compiler of a model; what is cached of a former `revision` may be of other files."""
     _limit_memory(None)
     compiler = GrammarCompiler(load_tokenizer(source, backend), cache_bytes=0)
     compiler.load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -59,6 +60,16 @@ async def test_it_says_what_compiles_and_why_not(checker: GrammarChecker, model:
         await checker.check(GOOD, "/nowhere/at/all", "paged", param="p")
     await checker.check(Grammar(kind="ebnf", text='root ::= "a"'), model, "paged", param="p")
     assert len(children()) == 1
+
+
+async def test_another_revision_is_read_anew(checker: GrammarChecker, model: str, tmp_path: Path) -> None:
+    """A swap may lead to the same directory, where other files lie by then: here none."""
+    source = shutil.copytree(model, tmp_path / "model")
+    await checker.check(GOOD, str(source), "paged", 1, param="p")
+    shutil.rmtree(source)
+    assert "parenthesis" in await fault_of(checker, BAD, str(source))  # of the first, which is loaded
+    with pytest.raises(ModelLoadError, match="no such directory"):
+        await checker.check(GOOD, str(source), "paged", 2, param="p")
 
 
 async def test_what_takes_too_long_is_refused_and_the_next_is_not(checker: GrammarChecker, model: str) -> None:
