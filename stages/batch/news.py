@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pydantic import ValidationError
 
 from ...schemas.events import Queued
@@ -30,6 +32,12 @@ class WaitingNews:
         except ValidationError:
             return  # of another release: its clients hear that the model is waited for
         self._loads[load.model, load.revision] = load, self._pipe.now()
+
+    def keep(self, models: Collection[tuple[str, int]]) -> None:
+        """Forget the models and revisions but these, and loads of which nothing has been heard for long."""
+        now = self._pipe.now()
+        self._drains = {key: drain for key, drain in self._drains.items() if key in models}
+        self._loads = {key: load for key, load in self._loads.items() if now - load[1] <= SILENT}
 
     async def tell(self, model: str, revision: int, lanes: Lanes) -> None:
         """Publish what has changed for those that wait in the lanes of a model."""

@@ -272,6 +272,14 @@ class Batch(JobStage):
                 self._refuse()
                 for key, lanes in list(self._lanes.items()):
                     await self._news.tell(*key, lanes)
+                self._forget()
+
+    def _forget(self) -> None:
+        """Forget the models and revisions whose lanes were removed, once nothing waits for them here."""
+        known = self.pipe.registry.lanes
+        for key in [key for key, lanes in self._lanes.items() if not lanes and lanes_of(*key) not in known]:
+            del self._lanes[key]
+        self._news.keep(self._lanes)
 
     def _refuse(self) -> None:
         """End the jobs of models that cannot be loaded, and those that have waited for their model long enough."""

@@ -14,7 +14,9 @@ from penstock.api.bridge.reading import Reading
 from penstock.schemas.events import Queued
 from penstock.schemas.registry import LoadProgress, ModelCard
 from penstock.stages import Pipe
+from penstock.stages.batch.stage import Batch
 from penstock.stages.loading import announced
+from penstock.streams.lanes import remove_lanes
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,28 @@ async def test_a_load_that_nobody_reports_any_more_has_ended(monkeypatch: pytest
     monkeypatch.setattr("penstock.stages.batch.news.SILENT", -1.0)
     assert (await news(reading)).model == "waiting"
     reading.close()
+    await pipeline.stop()
+
+
+async def test_nothing_is_kept_of_a_model_whose_lanes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.stages.batch.news.SILENT", -1.0)
+    pipeline = await with_absent()
+    pipe = pipeline.pipe
+    batch = Batch(pipe)
+    await pipe.broker.listen(pipe.subjects.loading(), batch._news.hear)
+    await loads(pipeline, 50, 1.0)
+    async with asyncio.timeout(PATIENCE):
+        while not batch._news._loads:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    (lanes,) = [lanes for lanes in pipe.registry.lanes.values() if lanes.model == ABSENT]
+    for model in (MODEL, ABSENT):
+        await batch._news.tell(model, 1, batch._lanes[model, 1])
+    batch._forget()
+    assert len(batch._lanes) == len(batch._news._drains) == 2 and not batch._news._loads
+    await remove_lanes(pipe.broker, lanes)
+    await pipe.registry.refresh()
+    batch._forget()
+    assert [*batch._lanes] == [*batch._news._drains] == [(MODEL, 1)]
     await pipeline.stop()
 
 
