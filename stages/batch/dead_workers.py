@@ -1,8 +1,9 @@
 """Reclaims the batches of workers that have died, so that other workers take them over.
 
-A worker whose card has expired is dead, and its consumer is shared from then on. Messages that it had not started are
-delivered at once, started ones when their leases expire. If it is alive after all, readers ignore its outputs, because
-its epochs are older. For a worker on this host the operating system tells at once that it has died, and its leases end.
+A worker that ends withdraws its card and finishes what it has begun; one whose card has expired is dead. From then on
+the consumer of either is shared: messages that it had not started are delivered at once, started ones when their leases
+expire. If it is alive after all, readers ignore its outputs, because its epochs are older. For a worker on this host
+the operating system tells at once that it has died, and its leases end.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class Reclaimer:
         left = {subject.rpartition(".")[2] for subject in held.by_subject} - living
         gone = left if now >= self._trusted else left & ended.keys()
         for worker in gone - self._held.keys():
-            log.warning("a worker is gone; its batches go to others", worker=worker)
+            if worker in self._pipe.registry.leaving and worker not in ended:
+                log.info("a worker is ending, others take what it has not begun", worker=worker)
+            else:
+                log.warning("a worker is gone, others take over its requests", worker=worker)
             name, subject = f"infer-{worker}", self._pipe.subjects.infer(worker)
             if worker in ended and await self._is_ours(ended[worker]):
                 await self._pipe.broker.forget(INFER, name)  # and its leases with it

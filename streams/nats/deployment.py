@@ -47,6 +47,7 @@ from .migration import move_into_lanes, move_into_lanes_of_models
 log = structlog.get_logger(__name__)
 
 KEY = "configuration"  # in the bucket `state`
+_RUNNING = ("worker.", "stage.", "agent.")  # begin the keys of parts that run, in the bucket `workers`
 _STOPPED = ("pipeline", "stream_partitions", "heartbeat_interval")  # may change only while no part runs
 
 
@@ -209,9 +210,9 @@ class Deployment:
         if before.layout != LAYOUT:
             structural.append("the layout of the streams")
         if structural:
-            cards = await (await self._broker.bucket(WORKERS)).entries()
-            if cards:
-                running = ", ".join(entry.key for entry in cards[:5])
+            entries = await (await self._broker.bucket(WORKERS)).entries()
+            if cards := [entry.key for entry in entries if entry.key.startswith(_RUNNING)]:
+                running = ", ".join(cards[:5])
                 raise StartupError(
                     f"{' and '.join(structural)} can change only while no part runs: stop all parts first "
                     f"({running}{', …' if len(cards) > 5 else ''})"

@@ -26,7 +26,7 @@ from ..topology import CATALOGUE, lanes_of
 log = structlog.get_logger(__name__)
 
 Card = TypeVar("Card", bound=BaseModel)
-AGENT, LAST_WORD = "agent.", "last-word."  # begin keys in the bucket `workers`
+AGENT, LAST_WORD, LEAVING = "agent.", "last-word.", "leaving."  # begin keys in the bucket `workers`
 ADAPTER = "adapter."  # begins the keys of adapters that were added at run time, in the bucket `catalogue`
 REFUSED = "refused."  # begins the keys of refusals in the bucket `state`
 
@@ -40,6 +40,7 @@ class Registry:
         self.models: dict[str, ModelCard] = {}  # by name; set by refresh
         self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
         self.ended: dict[str, WorkerCard] = {}  # workers whose process has ended, by id; set by drop_ended
+        self.leaving: frozenset[str] = frozenset()  # ids of workers that have withdrawn their cards; set by refresh
         self.stages: tuple[StageCard, ...] = ()  # set by refresh
         self.lanes: dict[str, ModelLanes] = {}  # of all models for which requests may wait, by token; set by refresh
         self.agents: frozenset[str] = frozenset()  # names of the hosts' agents that live; set by refresh
@@ -91,7 +92,10 @@ class Registry:
         live = await (await self._broker.bucket("workers")).entries()
         known = await (await self._broker.bucket("models")).entries()
         self.workers = tuple(_cards(WorkerCard, live, "worker."))
-        self.agents = frozenset(entry.key.removeprefix(AGENT) for entry in live if entry.key.startswith(AGENT))
+        self.agents, self.leaving = (
+            frozenset(entry.key.removeprefix(prefix) for entry in live if entry.key.startswith(prefix))
+            for prefix in (AGENT, LEAVING)
+        )
         self.ended = {}
         self.drop_ended()
         self.stages = tuple(_cards(StageCard, live, "stage."))
@@ -199,8 +203,13 @@ class Registry:
         await (await self._broker.bucket("workers")).put(f"stage.{card.stage}.{card.id}", _encoded(card))
 
     async def withdraw(self, card: WorkerCard | StageCard) -> None:
-        key = f"worker.{card.id}" if isinstance(card, WorkerCard) else f"stage.{card.stage}.{card.id}"
-        await (await self._broker.bucket("workers")).delete(key)
+        """Take back a card before its process ends; of a worker it is known for a while that it has done so."""
+        bucket = await self._broker.bucket("workers")
+        if isinstance(card, WorkerCard):
+            await bucket.put(LEAVING + card.id, b"")
+            await bucket.delete(f"worker.{card.id}")
+        else:
+            await bucket.delete(f"stage.{card.stage}.{card.id}")
 
 
 def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Card]:

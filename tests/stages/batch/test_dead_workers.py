@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memory_pipeline import MODEL, Pipeline, validated
+from structlog.testing import capture_logs
 
 from penstock.config.process import host
 from penstock.schemas import codec
@@ -90,6 +91,27 @@ async def test_nobody_waits_for_the_leases_of_a_worker_that_died_here(dead: int)
 
 async def told(pipe: Pipe, subject: str) -> list[Event]:
     return [codec.decode_event(message.data) for message in await pipe.broker.replay("EVENTS", subject)]
+
+
+async def test_the_log_tells_a_worker_that_ends_from_one_that_died(dead: int) -> None:
+    pipeline = await Pipeline.start(heartbeat_interval=60.0)  # so that only this test looks
+    pipe = pipeline.pipe
+    model = pipe.registry.models[MODEL]
+
+    async def logged(worker: str) -> set[tuple[str, str]]:
+        await pipe.broker.publish(pipe.subjects.infer(worker), b"{}", message_id=worker)
+        with capture_logs() as logs:
+            await pipe.registry.refresh()
+            assert await looks(Reclaimer(pipe, Intake(pipe)))
+        return {(entry["log_level"], entry["event"]) for entry in logs if entry.get("worker") == worker}
+
+    card = WorkerCard(id="w7", model=model, capacity=4, pid=dead, incarnation=uuid.uuid4().hex, host=host())
+    await pipe.registry.announce_worker(card)
+    await pipe.registry.withdraw(card)
+    assert await logged("w7") == {("info", "a worker is ending, others take what it has not begun")}
+    await pipe.registry.announce_worker(card)  # the next process of this name, which is killed
+    assert await logged("w7") == {("warning", "a worker is gone, others take over its requests")}
+    await pipeline.stop()
 
 
 async def test_after_an_outage_nobody_is_dead_before_he_could_say_that_he_lives() -> None:

@@ -318,10 +318,12 @@ async def test_a_stage_leaves_when_nothing_waits_for_it(jetstream: JetStreamBrok
 async def test_what_parts_work_by_stays_while_they_run(jetstream: JetStreamBroker, part: Part) -> None:
     await owned(jetstream, part())
     workers = await jetstream.bucket("workers")
+    await workers.put("leaving.w1", b"")  # what one that has ended leaves behind
+    await owned(jetstream, part(stream_partitions=4))
     await workers.put("worker.w0", b"{}")
     with pytest.raises(StartupError, match=r"stream_partitions can change only while no part runs: .* \(worker\.w0\)"):
-        await owned(jetstream, part(stream_partitions=4))
-    await owned(jetstream, part(queue_limit=5))
+        await owned(jetstream, part(stream_partitions=8))
+    await owned(jetstream, part(stream_partitions=4, queue_limit=5))
 
 
 async def test_another_layout_is_refused(jetstream: JetStreamBroker, part: Part) -> None:
