@@ -44,7 +44,8 @@ Attack = Callable[[], Awaitable[str]]
 class Attacker:
     """Each method is one blow, and returns what came of it."""
 
-    def __init__(self, url: str, key: str, model: str, jobs: Any) -> None:
+    def __init__(self, url: str, key: str, model: str, jobs: Any, kinds: str = "") -> None:
+        self._kinds = kinds.split(",") if kinds else []
         self._at, self._key, self._model, self._jobs = urlsplit(url), key, model, jobs
         self._client = Client(url, api_key=key, time_limit=20.0)
         self._held: list[asyncio.StreamWriter] = []
@@ -116,7 +117,8 @@ class Attacker:
     def blows(self) -> list[Attack]:
         over_http = [self.many_keys, self.deep, self.lists, self.text, self.conversation, self.wide, self.urgent]
         over_http += [self.headers, self.half, self.unread]
-        return [*over_http, *([self.unreadable_jobs, self.repeated_ids] if self._jobs else [])]
+        every = [*over_http, *([self.unreadable_jobs, self.repeated_ids] if self._jobs else [])]
+        return [blow for blow in every if not self._kinds or getattr(blow, "__name__", "") in self._kinds]
 
     async def _publish(self, data: bytes, message_id: str) -> None:
         with contextlib.suppress(Error):
@@ -155,12 +157,12 @@ class Attacker:
         return "left open"
 
 
-async def attack(url: str, key: str, model: str, nats_url: str, seconds: float) -> None:
-    """Strike with all kinds in turn, eight at a time, for so long; print what came of each."""
+async def attack(url: str, key: str, model: str, nats_url: str, seconds: float, kinds: str) -> None:
+    """Strike with the `kinds` in turn (with all if empty), eight at a time, for so long; print what came of each."""
     outcomes: Counter[str] = Counter()
     until = time.monotonic() + seconds
     connection = await nats.connect(nats_url) if nats_url else None
-    attacker = Attacker(url, key, model, connection.jetstream() if connection else None)
+    attacker = Attacker(url, key, model, connection.jetstream() if connection else None, kinds)
 
     async def one_after_another(first: int) -> None:
         place = first
@@ -209,19 +211,24 @@ def hostile(
     rate: float = 4.0,
     seconds: float = 300.0,
     alone: float = 30.0,
+    kinds: str = "",
     attacking: bool = False,
 ) -> None:
-    """Measure a good tenant alone, and then for so many seconds beside a hostile one."""
+    """Measure a good tenant alone, and then for so many seconds beside a hostile one.
+
+    `kinds` names the attacks to make, separated by commas (the methods of `Attacker`); all if it is empty.
+    """
     if attacking:
         os.nice(19)  # it stands for another machine: what its own work costs must not count as ours
         model = asyncio.run(served_models(url, bad))[0]
-        asyncio.run(attack(url, bad, model, nats_url, seconds))
+        asyncio.run(attack(url, bad, model, nats_url, seconds, kinds))
         return
     model = asyncio.run(served_models(url, good))[0]
     asyncio.run(measure(url, good, model, rate, 5.0))  # warm
     before = resident()
     calm = told("good, alone", asyncio.run(measure(url, good, model, rate, alone)))
     words = [url, "--bad", bad, "--nats-url", nats_url, "--seconds", str(seconds), "--attacking"]
+    words += ["--kinds", kinds]
     attacking_process = subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
     try:
         beside = told("good, beside a hostile one", asyncio.run(measure(url, good, model, rate, seconds)))
