@@ -28,6 +28,7 @@ from .api.serve.adapters import check_adapters
 from .api.serve.connecting import connected
 from .api.serve.supervisor import Supervisor, announce, base_url, listen
 from .api.terminal.options import with_settings
+from .config import metrics
 from .config.catalogue import offered_models
 from .config.logging import configure_logging
 from .config.process import host, keep_loaded
@@ -48,6 +49,7 @@ from .stages.loading import announced, early_card, model_card
 from .stages.stream import Stream
 from .stages.tools.stage import Tools
 from .stages.validate import Validate
+from .streams.family import watch_loop
 from .streams.lanes import open_lanes
 from .streams.nats.deployment import joined
 from .streams.outages import outage_logged
@@ -184,6 +186,9 @@ async def _parts(
         runners = [Runner(part, pipe) for part in parts]
         running = [group.create_task(runner.run()) for runner in runners]
         background = [group.create_task(_heartbeats(pipe, parts)), group.create_task(pipe.registry.run())]
+        background.append(group.create_task(watch_loop("front" if listener else "stage")))
+        if listener is None:
+            metrics.serve_metrics(settings.host, settings.metrics_port)
         keep_loaded()
         log.info("running", stages=[part.name for part in parts])
         if listener is None:

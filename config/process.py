@@ -12,6 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
+FAMILY = "PENSTOCK_FAMILY"  # the environment variable by which a parent names the family to its children
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 # Loaded here because `die_with_parent` runs in a forked child, which must not take the loader's locks.
@@ -42,6 +43,11 @@ def host() -> str:
             os.readlink("/proc/self/ns/pid")
         )  # containers may share a host name, and each numbers processes from 1
     return "/".join(parts)
+
+
+def family() -> str | None:
+    """What the children of one `penstock serve` or `penstock agent` have in common; None for a process alone."""
+    return os.environ.get(FAMILY)
 
 
 def has_ended(where: str, pid: int) -> bool:

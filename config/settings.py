@@ -119,6 +119,10 @@ class Settings(ModelsSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="auto: readable on a terminal, JSON elsewhere."
     )
+    access_log: bool = Field(True, description="Log a line for each HTTP request, without its text.")
+    metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="Also serve this process's metrics here, for Prometheus, without a key."
+    )
 
     # Broker
     nats_url: str | None = Field(None, description="Your own NATS server; without it `serve` starts one.")

@@ -38,6 +38,7 @@ from ..streams.port import (
 from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects, partition, stage_stream
 from .cancellations import Cancellations
+from .outcomes import count_outcome
 from .trail import Trail
 from .transcript import Transcript
 
@@ -120,6 +121,8 @@ class Pipe:
                 trail.merge(known)
             else:
                 trail.add(event, stored.sequence)
+                if isinstance(event, FINAL) and not stored.duplicate:
+                    count_outcome(event)
                 break
         if trail.overlaps(event):
             raise GenerationFailed("Part of the answer is no longer stored; send the request again.")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_args
 import orjson
 import structlog
 
+from ..config import metrics
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
@@ -84,6 +85,7 @@ async def _keep(
     reason = " ".join(reason.split())
     published = await letters.bury(stage, name, data, {**headers, DEAD_REASON: reason}, requests)
     if not published.duplicate:
+        metrics.DEAD_LETTERS.labels(stage).inc()
         tenants = sorted({address.tenant for address in whom})
         log.error("buried", stage=stage, reason=reason, requests=requests[:MOST_REQUESTS], tenants=tenants[:10])
 

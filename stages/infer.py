@@ -13,12 +13,14 @@ from functools import partial
 
 import structlog
 
+from ..config import metrics
 from ..engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ..schemas import codec
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal
 from ..schemas.events import FINAL
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from ..schemas.registry import Room, WorkerCard, reserve_of
+from ..streams.family import share_metrics, watch_loop
 from ..streams.lanes import open_lanes
 from ..streams.outages import outage_logged, through_outages
 from ..streams.port import SCHEMA, Delivery
@@ -29,6 +31,7 @@ from .arrivals import Arrivals
 from .contract import Intake, Pipe, Stage
 from .degradation import slots
 from .relay import OutputPublisher
+from .request_metrics import EngineMetrics, RequestMetrics, WorkerMetrics
 from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
@@ -55,6 +58,7 @@ class Infer(Stage):
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
         self._adapters = WorkerAdapters(engine)
+        self._metrics = WorkerMetrics(card.model.name, card.id)
         self._arrivals = Arrivals()  # set by handle
         self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
         self._free_reported = 0  # seats last reported free that no job has taken yet; set by _report_room
@@ -66,10 +70,18 @@ class Infer(Stage):
         await open_lanes(self.pipe.broker, self.pipe.settings, self._card.model.name, self._card.model.revision)
         name, subject = f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id)
         await intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._report_room())
-            group.create_task(self._keep_adapters())
-            await self._heartbeats()
+        state = EngineMetrics(self._engine.stats, self._card.model.name, self._card.id)
+        metrics.REGISTRY.register(state)
+        metrics.serve_metrics(self.pipe.settings.host, self.pipe.settings.metrics_port)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._report_room())
+                group.create_task(self._keep_adapters())
+                group.create_task(share_metrics(self.pipe.broker, self.pipe.subjects, self._card.id))
+                group.create_task(watch_loop(self._card.id))
+                await self._heartbeats()
+        finally:
+            metrics.REGISTRY.unregister(state)
 
     async def leave(self) -> None:
         self._leaving = True
@@ -125,10 +137,13 @@ class Infer(Stage):
         )
 
     def _arrive(self, tenant: str, seats: int) -> None:
+        self._metrics.seats_received.inc(seats)
+        self._metrics.active.inc()
         self._active[tenant] += seats
         self._free_reported -= seats
 
     def _depart(self, tenant: str, seats: int, _: asyncio.Task[None]) -> None:
+        self._metrics.active.dec()
         self._active[tenant] -= seats
         if not self._active[tenant]:
             del self._active[tenant]
@@ -209,11 +224,13 @@ class Infer(Stage):
         return max(self.pipe.settings.relay_interval, len(self._publishers) / _MESSAGES)
 
     async def _publish_outputs(self, job: ValidatedJob, newest: int, adapter: str | None) -> None:
-        publisher = OutputPublisher(self.pipe, job, self._interval, adapter)
+        measured = RequestMetrics(job, self._metrics)
+        publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter)
         self._publishers[job.tenant, job.id] = publisher
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), publisher.expire)
         try:
             if newest == 0:
+                publisher.metrics.began()
                 await self._continue(publisher, Transcript())
                 if not publisher.is_ours:
                     await self._announce_end_again(publisher, await self.pipe.transcript(job.tenant, job.id))
@@ -262,6 +279,7 @@ class Infer(Stage):
         while True:
             publisher.epoch, publisher.last = max(newest, transcript.epoch) + 1, transcript.last
             if await publisher.announce():
+                publisher.metrics.continued(transcript.token_ids) if transcript.started else publisher.metrics.began()
                 await self._continue(publisher, transcript)
                 return
             before, transcript = transcript, await self.pipe.transcript(publisher.job.tenant, publisher.job.id)
@@ -278,6 +296,8 @@ class Infer(Stage):
             publisher.cancel()
         with self.pipe.cancellations.calling(publisher.job.tenant, publisher.job.id, publisher.cancel):
             await asyncio.gather(*(publisher.relay(handle) for handle in publisher.handles))
+        if publisher.is_ours and not publisher.is_cut:
+            publisher.metrics.ended()
         if publisher.is_cut:
             raise DeadlineExceeded("The deadline passed before every input was embedded.")
 

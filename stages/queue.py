@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import structlog
 
+from ..config import metrics
 from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull, StreamFull
@@ -180,9 +181,25 @@ class Queue(JobStage):
             self._gate(lanes)
         everywhere = self._looks % EVERYWHERE == 0
         self._looks += 1
-        for gate in [gate for gate in self._gates.values() if everywhere or not gate.is_quiet]:
+        looked_at = [gate for gate in self._gates.values() if everywhere or not gate.is_quiet]
+        for gate in looked_at:
             with outage_logged("lanes cannot be read", model=gate.lanes.model):
                 await self._update_admission(gate)
+        if looked_at:
+            self._measure()
+
+    def _measure(self) -> None:
+        depth, accepting = Counter[tuple[str, Priority]](), dict[tuple[str, Priority], bool]()
+        for gate in self._gates.values():
+            model, last = gate.lanes.model, gate.control.last
+            for priority in PRIORITIES:
+                depth[model, priority] += last.depth.get(priority, 0)
+                accepting[model, priority] = accepting.get((model, priority), True) and last.accepting[priority]
+        metrics.QUEUE_DEPTH.clear()
+        metrics.ACCEPTING.clear()
+        for labels, number in depth.items():
+            metrics.QUEUE_DEPTH.labels(*labels).set(number)
+            metrics.ACCEPTING.labels(*labels).set(accepting[labels])
 
     async def _update_admission(self, gate: _ModelGate) -> None:
         depth: dict[Priority, int] = {}

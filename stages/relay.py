@@ -14,6 +14,7 @@ from ..schemas.errors import PayloadTooLarge, Superseded
 from ..schemas.events import Delta, Output, Started
 from ..schemas.jobs import ValidatedJob
 from .contract import Pipe
+from .request_metrics import RequestMetrics
 
 _PROCESS = uuid.uuid4().hex
 _numbers = count()  # with _PROCESS they name each holder; a random name for each would wait for the engine's thread
@@ -30,11 +31,17 @@ class OutputPublisher:
     """
 
     def __init__(
-        self, pipe: Pipe, job: ValidatedJob, interval: Callable[[], float], adapter: str | None = None
+        self,
+        pipe: Pipe,
+        job: ValidatedJob,
+        interval: Callable[[], float],
+        metrics: RequestMetrics,
+        adapter: str | None = None,
     ) -> None:
         """`adapter` is the engine's name for the adapter of the job."""
         self.job = job
         self.adapter = adapter
+        self.metrics = metrics
         self.epoch = 1  # set by Infer
         self.last = 0  # sequence of the newest output stored; set by Infer and _store
         self.handles: list[RequestHandle] = []  # set by Infer
@@ -132,6 +139,8 @@ class OutputPublisher:
                 await self.announce(*deltas)
             elif self._ours:
                 self._ours = await self._store(deltas, f"{first.choice}.{first.index}.{first.finish_reason or ''}")
+            if self._ours:
+                self.metrics.published(deltas)
         self.begun.set()
 
     async def _store(self, outputs: Sequence[Output], key: str) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 import structlog
 
+from ..config import metrics
 from ..schemas.errors import PenstockError, Refusal, Transient
 from ..schemas.jobs import Priority
 from ..streams.outages import through_outages
@@ -153,6 +154,8 @@ class Runner:
             turns.give_back()
 
     async def _settle(self, delivery: Delivery) -> None:
+        if delivery.attempt > 1:
+            metrics.REDELIVERIES.labels(self._stage.name).inc()
         try:
             if self._stage.is_brief and delivery.attempt > self._pipe.settings.max_attempts:
                 async with self._alone:
@@ -164,6 +167,7 @@ class Runner:
         except Refusal as refusal:
             await self._refuse(delivery, refusal)
         except Transient as error:
+            metrics.RETRIES.labels(self._stage.name).inc()
             log.warning("will retry", stage=self._stage.name, reason=str(error), delay=error.delay)
             await delivery.nak(error.delay)
         except asyncio.CancelledError:
@@ -197,6 +201,7 @@ class Runner:
 
     async def _fail(self, delivery: Delivery, error: Exception) -> None:
         stage = self._stage.name
+        metrics.RETRIES.labels(stage).inc()
         # A traceback of ours may be logged; the text of a foreign exception might quote a prompt.
         reason = str(error) if isinstance(error, PenstockError) else type(error).__name__
         failures = 1

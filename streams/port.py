@@ -65,6 +65,20 @@ class Held(NamedTuple):
         return sum(self.by_subject.values())
 
 
+class Usage(NamedTuple):
+    """What a stream holds, or a bucket, whose name is in lower case. Limits of 0 are none.
+
+    `behind` counts the messages that its slowest copy on another server lacks.
+    """
+
+    name: str
+    messages: int
+    bytes: int
+    max_messages: int
+    max_bytes: int
+    behind: int = 0
+
+
 class Delivery(Protocol):
     """A message leased to one holder, who calls exactly one of `ack`, `nak` and `term`.
 
@@ -236,6 +250,9 @@ class Broker(Protocol):
         """The newest stored message on exactly `subject`."""
 
     async def held(self, stream: str) -> Held: ...
+
+    async def usage(self) -> list[Usage]:
+        """What every stream and bucket holds."""
 
     async def delete(self, stream: str, sequence: int) -> bool:
         """Delete a message from the stream even while it is leased; False if it was gone already."""

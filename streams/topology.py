@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..schemas.jobs import Priority, ValidatedJob
 from .port import BucketSpec, StreamSpec
+from .shares import bounded
 
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 
@@ -174,6 +175,13 @@ class Subjects:
         """Where workers that load a model publish their `LoadProgress`."""
         return f"{self.root}.control.loading"
 
+    def metrics(self, family: str, process: str) -> str:
+        """Where a child of a `penstock serve` or `penstock agent` publishes what it has counted."""
+        return f"{self.root}.control.metrics.{_token(family)}.{_token(process)}"
+
+    def metrics_of(self, family: str) -> str:
+        return f"{self.root}.control.metrics.{_token(family)}.*"
+
     def admission(self) -> str:
         """Where the queue publishes which priorities it accepts."""
         return f"{self.root}.control.admission"
@@ -248,7 +256,8 @@ def topology(
         # Longer than the life of a file, because a batch may still need an expired one.
         *(BucketSpec(name, ttl=files_ttl + GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )
-    return _bounded(Topology((*work, *relays, dead), buckets), store_limit - _for_models(store_limit) - 2 * relay_bytes)
+    room = store_limit - _for_models(store_limit) - 2 * relay_bytes
+    return Topology(*bounded((*work, *relays, dead), buckets, room))
 
 
 def model_lanes(
@@ -275,43 +284,6 @@ def model_lanes(
 def _for_models(store_limit: int) -> int:
     """The part of the store that all lanes of models share, in bytes."""
     return store_limit // 4
-
-
-# Shares of the store, in parts. Streams not named here are lanes of work queues, with `_LANE` parts each.
-_LANE = 2
-_SHARES = {
-    INFER: 4,
-    BATCHES: 1,
-    DEAD: 2,
-    DEAD_DATA: 4,
-    MODELS: 1,
-    CATALOGUE: 1,
-    STATE: 1,
-    IDEMPOTENCY: 2,
-    RESPONSES: 12,
-    OBJECT_DATA: 48,
-    FILES: 1,
-    BATCH_STATES: 1,
-    BATCH_RESULTS: 4,
-}
-_IN_MEMORY = 16 << 20  # bytes of each bucket in memory
-
-
-def _bounded(whole: Topology, room: int) -> Topology:
-    """Set every `max_bytes`: streams and buckets on disk without one share `room` bytes."""
-    specs: list[StreamSpec | BucketSpec] = [*whole.streams, *whole.buckets]
-    unbounded = [spec for spec in specs if spec.storage == "file" and not spec.max_bytes]
-    parts = sum(_SHARES.get(spec.name, _LANE) for spec in unbounded)
-
-    def most(spec: StreamSpec | BucketSpec) -> int:
-        if spec.max_bytes:
-            return spec.max_bytes
-        return room * _SHARES.get(spec.name, _LANE) // parts if spec.storage == "file" else _IN_MEMORY
-
-    return Topology(
-        tuple(replace(spec, max_bytes=most(spec)) for spec in whole.streams),
-        tuple(replace(spec, max_bytes=most(spec)) for spec in whole.buckets),
-    )
 
 
 def _lanes(

@@ -58,6 +58,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer.py": {"engine"},
     "stages/loading.py": {"engine.adapter_files", "engine.models", "engine.sizing"},
     "stages/relay.py": {"engine"},
+    "stages/request_metrics.py": {"engine"},
     "stages/validate.py": {"engine.grammar.checker", "engine.preparers", "engine.text.tokenizer"},
     "stages/stream.py": {"engine.text.answer_reader"},
     "composition.py": set(ARROWS),

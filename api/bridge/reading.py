@@ -52,6 +52,9 @@ class Reading:
         self.ended = False  # whether `take` has returned the final event; set by take
         self.final: Event | None = None  # set by feed and end
         self.is_cut = False  # whether `final` is this bridge's own, and the request may continue; set by end
+        self.model: str | None = None  # that answers; set by feed
+        self.first_token: float | None = None  # seconds from the opening to the first token; set by feed
+        self._opened = time.monotonic()
         self._bridge = bridge
         self._broker = bridge.broker
         self.subject = subject
@@ -95,12 +98,15 @@ class Reading:
                     if event.finish_reason is not None:
                         self._finished.add(event.choice)
                     self._next[event.choice] = expected + len(event.token_ids)
+                    if self.first_token is None:
+                        self.first_token = time.monotonic() - self._opened
                     self._ready.append(event)
                 elif event.index > expected:
                     self._missed = True
             case Accepted():
                 if not self._accepted:
                     self._accepted = True
+                    self.model = event.model
                     self._ready.append(event)
             case ItemEvent() | Turn():
                 if event.index == self._next_item:

@@ -18,10 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...config.settings import BUILT_IN_STAGES, Settings
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal, StorageFull, StreamFull
 from ...schemas.events import ErrorBody
+from ...streams.family import FamilyMetrics
 from ...streams.port import Broker
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
+from .access import AccessLog, note
 from .answers import error_response
 from .batches import add_batches
 from .browsers import Browsers, is_loopback
@@ -33,6 +35,7 @@ from .generate import add_generate
 from .ignored import HEADER, Ignored
 from .keys import Authentication, Keys
 from .messages import add_messages
+from .metrics import MetricsRoutes
 from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
 from .models.states import ModelRoutes
@@ -48,8 +51,15 @@ _NOT_READY = {"description": "Not ready yet, or shutting down."}
 _EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", HEADER)
 
 
-def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Settings, version: str) -> FastAPI:
-    """The ASGI application. The caller starts `bridge` and runs `registry`.
+def create_app(
+    bridge: Bridge,
+    broker: Broker,
+    registry: Registry,
+    settings: Settings,
+    version: str,
+    family: FamilyMetrics | None = None,
+) -> FastAPI:
+    """The ASGI application. The caller starts `bridge` and runs `registry`; `family` has what other processes count.
 
     Raises `ConfigurationError` for malformed API keys.
     """
@@ -68,9 +78,12 @@ def create_app(bridge: Bridge, broker: Broker, registry: Registry, settings: Set
     add_conversations(app, gateway)
     add_messages(app, gateway)
 
-    ModelRoutes(gateway, registry, preparers).add_to(app)
+    models = ModelRoutes(gateway, registry, preparers)
+    models.add_to(app)
     CatalogueRoutes(gateway).add_to(app)
     add_adapters(app, gateway)
+    app.state.metrics = MetricsRoutes(gateway, family or FamilyMetrics(), models.status)
+    app.state.metrics.add_to(app)
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:
@@ -118,6 +131,7 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
         )
     app.add_middleware(_RequestIds)
     app.add_middleware(Ignored)
+    app.add_middleware(AccessLog, lines=settings.access_log)
     complete(app, keys=keys)
 
 
@@ -138,7 +152,8 @@ class _RequestIds:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> Response:
+    async def refused(request: Request, error: Refusal) -> Response:
+        note(request.scope, error=error.code)
         response = error_response(ErrorBody.of(error))
         if error.status in (409, 507) or error.code == NO_SPACE:
             response.headers["x-should-retry"] = "false"  # else the official client retries twice

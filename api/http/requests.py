@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from ...config import metrics
 from ...config.settings import Settings
 from ...schemas.bounds import LONG, load_json
-from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge
+from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge, Refusal
 from ...schemas.jobs import Job, JobEndpoint, Priority
 from ...schemas.openai.chat import Body
 from ...schemas.openai.completions import TIERS, parse_body
@@ -30,6 +31,7 @@ from ..bridge.bridge import Bridge
 from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
+from .access import note
 from .ignored import known_fields, name_ignored
 from .preparers import Preparers
 
@@ -144,6 +146,19 @@ async def open_request(
     Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, `InvalidRequest` for a header, and `Forbidden` for
     a priority.
     """
+    try:
+        opened = await _opened(request, gateway, endpoint, body, prefix, kept)
+    except Refusal as refusal:
+        metrics.REQUESTS.labels("refused").inc()
+        metrics.REFUSALS.labels(refusal.code or "unknown").inc()
+        raise
+    note(request.scope, reading=opened.reading)
+    return opened
+
+
+async def _opened(
+    request: Request, gateway: Gateway, endpoint: JobEndpoint, body: dict[str, Any], prefix: str, kept: bool
+) -> Opened:
     await _complete(request, gateway, body)
     headers, bridge, tenant = request.headers, gateway.bridge, tenant_of(request)
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")

@@ -11,7 +11,9 @@ from typing import Any, cast
 import uvicorn
 
 from ... import __version__
+from ...config.metrics import serve_metrics
 from ...config.settings import Settings
+from ...streams.family import FamilyMetrics
 from ...streams.port import Broker
 from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
@@ -19,6 +21,7 @@ from ..batches.runner import BatchRunner
 from ..bridge.bridge import Bridge
 from .app import create_app
 from .connections import protocol
+from .metrics import MetricsRoutes
 
 SPARE_FILES = 512  # file descriptors beside those of connections
 
@@ -35,7 +38,9 @@ async def serve_http(
     _raise_file_limit(settings.max_connections)
     bridge = Bridge(broker, subjects)
     await bridge.start()
-    application = create_app(bridge, broker, registry, settings, __version__)
+    family = FamilyMetrics()
+    await family.listen(broker, subjects)
+    application = create_app(bridge, broker, registry, settings, __version__, family)
     server = _Server(
         uvicorn.Config(
             application,
@@ -48,6 +53,9 @@ async def serve_http(
         )
     )
 
+    shown: MetricsRoutes = application.state.metrics
+    serve_metrics(settings.host, settings.metrics_port, shown.whole)
+    showing = asyncio.create_task(shown.keep_fresh()) if settings.metrics_port else None
     batches = asyncio.create_task(BatchRunner(bridge, settings).run())
     batches.add_done_callback(lambda _: stopping.set())  # a bridge without its batch runner restarts
 
@@ -64,6 +72,8 @@ async def serve_http(
             await batches
     finally:
         stopper.cancel()
+        if showing:
+            showing.cancel()
         batches.cancel()
 
 

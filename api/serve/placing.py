@@ -9,16 +9,19 @@ from dataclasses import replace
 import structlog
 
 from ...config.deployment import explicit
+from ...config.metrics import Exposition, serve_metrics
 from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas.catalogue import Catalogue, CatalogueEntry
 from ...schemas.deployment import SHARED
+from ...streams.family import FamilyMetrics
 from ...streams.nats.deployment import joined
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
+from ...streams.topology import Subjects
 from .agent import ModelAgent
 from .connecting import connected
-from .processes import ProcessKeeper, child_environment
+from .processes import OUR_FAMILY, ProcessKeeper, child_environment
 
 log = structlog.get_logger(__name__)
 
@@ -30,10 +33,13 @@ async def place_models(
     name: str,
     keeper: ProcessKeeper,
     until: asyncio.Event,
+    *,
+    alone: bool = False,
 ) -> None:
     """Offer `entries`, if any are given, and start and end the workers of the models that are asked for.
 
-    `name` is this host's; `url` the broker's. Ends the workers when `until` is set.
+    `name` is this host's; `url` the broker's. `alone`: no front shows what the workers count. Ends the workers when
+    `until` is set.
     """
     given, is_shared = explicit(loaded), loaded.settings.nats_url is not None
     own = loaded.settings.model_copy(update={"nats_url": url})
@@ -54,7 +60,11 @@ async def place_models(
 
         def environment(chosen: Settings) -> dict[str, str]:
             hidden = [setting for setting in SHARED if setting not in given or not is_shared]
-            return child_environment(chosen, url, without=[*hidden, "models", "model_dir"])
+            return child_environment(chosen, url, without=[*hidden, "models", "model_dir", "metrics_port"])
 
+        if alone:
+            workers = FamilyMetrics()
+            await workers.listen(broker, Subjects(settings.namespace), OUR_FAMILY)
+            serve_metrics(settings.host, settings.metrics_port, Exposition(workers.texts))
         log.info("agent runs", agent=name)
         await ModelAgent(broker, store, settings, name, keeper, environment).run(until)

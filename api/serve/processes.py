@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from typing import IO
 
 import structlog
 
-from ...config.process import die_with_parent
+from ...config.process import FAMILY, die_with_parent
 from ...config.settings import Settings
 from ...config.sources import variable
 from ...schemas.errors import Fatal, StartupError
@@ -24,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 FATAL_EXIT = 2
 LEAST_DELAY, MOST_DELAY = 0.5, 15.0  # seconds before a dead child is restarted
+OUR_FAMILY = secrets.token_hex(8)  # by which children of this process know each other
 STEADY = 30.0  # seconds of life after which the delay starts again at LEAST_DELAY
 
 
@@ -136,4 +138,5 @@ def child_environment(settings: Settings, url: str, *, without: Collection[str] 
         variable(name): ",".join(value) if isinstance(value, tuple) else str(value) for name, value in values.items()
     }
     inherited = {name: value for name, value in os.environ.items() if name not in map(variable, without)}
-    return inherited | texts | {"PENSTOCK_CONFIG": os.devnull}  # the values include those of a configuration file
+    # The values include those of a configuration file.
+    return inherited | texts | {"PENSTOCK_CONFIG": os.devnull, FAMILY: OUR_FAMILY}

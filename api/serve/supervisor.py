@@ -21,7 +21,7 @@ import structlog
 from rich.console import Console
 
 from ...config.deployment import explicit
-from ...config.sources import Loaded
+from ...config.sources import Loaded, variable
 from ...schemas.catalogue import CatalogueEntry
 from ...schemas.deployment import SHARED
 from ...schemas.errors import StartupError
@@ -72,6 +72,8 @@ class Supervisor:
             # Children take what was not given from the deployment; on our own broker, that is agreed by now.
             given = explicit(self._loaded) if settings.nats_url else {}
             environment = child_environment(settings, url, without=[name for name in SHARED if name not in given])
+            # The front shows what the workers have counted, too.
+            of_workers = {name: value for name, value in environment.items() if name != variable("metrics_port")}
             front = Part("front", ("front", "--fd", str(listener.fileno())), (listener.fileno(),))
             # On a server that others share, another `serve` may have workers too.
             own = f"{secrets.token_hex(4)}-" if settings.nats_url else ""
@@ -81,7 +83,7 @@ class Supervisor:
                 if self._entries is None:
                     names = [f"{own}w{index}" for index in range(settings.workers)]
                     for worker in [Part(f"worker {name}", ("worker", "--id", name)) for name in names]:
-                        group.create_task(keeper.keep(worker, environment, front_gone))
+                        group.create_task(keeper.keep(worker, of_workers, front_gone))
                 else:
                     name = f"{own or 'serve-'}host"
                     group.create_task(place_models(self._loaded, self._entries, url, name, keeper, front_gone))

@@ -47,4 +47,4 @@ async def _run(loaded: Loaded, entries: Sequence[CatalogueEntry] | None, name: s
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    await place_models(loaded, entries, broker_url(loaded.settings), name, keeper, keeper.stopping)
+    await place_models(loaded, entries, broker_url(loaded.settings), name, keeper, keeper.stopping, alone=True)

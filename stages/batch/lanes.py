@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from ...schemas.events import Queued
-from ...schemas.jobs import ValidatedJob
+from ...schemas.jobs import Priority, ValidatedJob
 from ...streams.topology import PRIORITIES
 
 MOST_TENANTS = 10_000  # whose turns are remembered
@@ -92,6 +92,12 @@ class Lanes:
             yield from (
                 waiting for number, waiting in sorted(numbered, key=lambda each: (each[0], self._order(each[1])))
             )
+
+    def oldest(self) -> Iterator[tuple[Priority, float]]:
+        """Of each priority of which something waits, when the job was created that has waited longest."""
+        for priority, lane in zip(PRIORITIES, self._lanes, strict=True):
+            if lines := self._lines(lane):
+                yield priority, min(line[0].job.created for line in lines)
 
     def __bool__(self) -> bool:
         return any(line for lane in self._lanes for line in lane.values())

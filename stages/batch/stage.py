@@ -15,6 +15,7 @@ from itertools import islice
 
 import structlog
 
+from ...config import metrics
 from ...schemas import codec
 from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
@@ -233,6 +234,8 @@ class Batch(JobStage):
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the jobs of a batch and settle their deliveries, for good or bad."""
         id, oldest = uuid.uuid4().hex, seats.oldest
+        metrics.BATCH_SIZE.observe(len(chosen))
+        metrics.SEATS_SENT.inc(sum(worker.seats_of(waiting.job) for waiting in chosen))
         sending = [self._send_one(id, worker, seats, waiting, oldest) for waiting in chosen]
         await (sending[0] if len(sending) == 1 else asyncio.gather(*sending))  # a task takes a turn of the event loop
 
@@ -270,6 +273,7 @@ class Batch(JobStage):
                 await self._choose_strategy()
                 await self._account()
                 self._refuse()
+                self._measure()
                 for key, lanes in list(self._lanes.items()):
                     await self._news.tell(*key, lanes)
                 self._forget()
@@ -280,6 +284,13 @@ class Batch(JobStage):
         for key in [key for key, lanes in self._lanes.items() if not lanes and lanes_of(*key) not in known]:
             del self._lanes[key]
         self._news.keep(self._lanes)
+
+    def _measure(self) -> None:
+        metrics.OLDEST_WAITING.clear()
+        now = self.pipe.now()
+        for (model, _), lanes in self._lanes.items():
+            for priority, created in lanes.oldest():
+                metrics.OLDEST_WAITING.labels(model, priority).set(max(0.0, now - created))
 
     def _refuse(self) -> None:
         """End the jobs of models that cannot be loaded, and those that have waited for their model long enough."""
@@ -304,6 +315,9 @@ class Batch(JobStage):
         """Say what is in flight, and free the seats of what went astray."""
         self._workers.check_integrity()
         in_flight = self._workers.in_flight
+        metrics.SEATS_IN_FLIGHT.clear()
+        for worker, seats in in_flight.seats.items():
+            metrics.SEATS_IN_FLIGHT.labels(worker).set(seats)
         await self.pipe.broker.notify(
             self.pipe.subjects.in_flight(in_flight.sender), in_flight.model_dump_json().encode()
         )

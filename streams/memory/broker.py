@@ -24,6 +24,7 @@ from ..port import (
     Published,
     StreamSpec,
     Subscription,
+    Usage,
     check_size,
     message_size,
 )
@@ -116,6 +117,11 @@ class MemoryBroker:
 
     async def held(self, stream: str) -> Held:
         return self._find(stream).held()
+
+    async def usage(self) -> list[Usage]:
+        return [stream.usage() for stream in self._streams.values()] + [
+            bucket.usage() for bucket in self._buckets.values()
+        ]
 
     async def delete(self, stream: str, sequence: int) -> bool:
         found = self._find(stream)
@@ -261,6 +267,10 @@ class MemoryBucket:
     async def delete(self, key: str) -> None:
         if (kept := self._kept.pop(key, None)) is not None:
             self._bytes -= kept.size
+
+    def usage(self) -> Usage:
+        self._expire()
+        return Usage(self.spec.name, len(self._kept), self._bytes, 0, self.spec.max_bytes)
 
     def _expire(self) -> None:
         now, ttl = self._clock(), self.spec.ttl

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...schemas.errors import StartupError, StreamFull, Superseded
-from ..port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec, message_size
+from ..port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec, Usage, message_size
 
 
 class _Stored(NamedTuple):
@@ -101,6 +101,10 @@ class MemoryStream:
         self._expire()
         counts = {subject: len(sequences) for subject, sequences in self._of_subject.items() if sequences}
         return Held(counts, self.last)
+
+    def usage(self) -> Usage:
+        self._expire()
+        return Usage(self.spec.name, len(self._messages), self._bytes, self.spec.max_messages, self.spec.max_bytes)
 
     def remove(self, sequence: int) -> None:
         """Delete a message if it is still there."""

@@ -20,10 +20,11 @@ from ..port import (
     Message,
     Published,
     StreamSpec,
+    Usage,
     check_size,
 )
 from .buckets import JetStreamBucket
-from .direct import held_subjects, last_message, stored_messages
+from .direct import held_subjects, last_message, stored_messages, used
 from .link import Link
 from .management import (
     BUCKET,
@@ -208,6 +209,9 @@ class JetStreamBroker:
 
     async def held(self, stream: str) -> Held:
         return await held_subjects(self._link, self._stream(stream), ">")
+
+    async def usage(self) -> list[Usage]:
+        return await used(self._link, self._stream(""), BUCKET + self._bucket(""))
 
     async def delete(self, stream: str, sequence: int) -> bool:
         with allowed(*MESSAGE_MISSING):

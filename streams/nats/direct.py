@@ -19,7 +19,7 @@ import contextlib
 import orjson
 from nats.aio.msg import Msg
 
-from ..port import Held, Message
+from ..port import Held, Message, Usage
 from .link import Link, status
 from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, call
 
@@ -76,6 +76,31 @@ async def held_subjects(link: Link, stream: str, subject: str) -> Held:
         found |= page
         if not page or len(found) >= info.get("total", 0):
             return Held(found, info["state"]["last_seq"])
+
+
+async def used(link: Link, streams: str, buckets: str) -> list[Usage]:
+    """What the streams whose names begin with `streams` hold, and the buckets with `buckets`: the prefixes of ours.
+
+    Raises `BrokerUnavailable`.
+    """
+    found: list[Usage] = []
+    seen = 0
+    while True:
+        answer = await call(link, "STREAM.LIST", {"offset": seen})
+        page: list[Json] = answer.get("streams") or []
+        seen += len(page)
+        for info in page:
+            config, state = info["config"], info["state"]
+            name: str = config["name"]
+            for prefix in (streams, buckets):
+                if name.startswith(prefix):
+                    replicas = (info.get("cluster") or {}).get("replicas") or []
+                    behind = max((replica.get("lag", 0) for replica in replicas), default=0)
+                    limits = max(0, config.get("max_msgs", 0)), max(0, config.get("max_bytes", 0))
+                    found.append(Usage(name.removeprefix(prefix), state["messages"], state["bytes"], *limits, behind))
+                    break
+        if not page or seen >= answer.get("total", 0):
+            return found
 
 
 class _Batch:

@@ -17,6 +17,7 @@ from penstock.schemas.registry import ModelLanes, Room
 from penstock.stages.batch.workers import Workers
 from penstock.stages.queue import Queue
 from penstock.stages.relay import OutputPublisher
+from penstock.stages.request_metrics import RequestMetrics, WorkerMetrics
 from penstock.stages.trail import Trail
 from penstock.streams.port import NEXT, SCHEMA, Message
 from penstock.streams.topology import lane_of, lanes_of
@@ -109,7 +110,7 @@ def test_a_deadline_that_comes_before_the_work_is_not_forgotten(pipeline: Pipeli
         job = validated(f"r-{uuid.uuid4().hex}", pipeline.pipe)
         job = job.model_copy(update={"params": job.params.model_copy(update={"max_tokens": 400, "ignore_eos": True})})
         infer = pipeline.infer
-        publisher = OutputPublisher(pipeline.pipe, job, lambda: 0.0)
+        publisher = OutputPublisher(pipeline.pipe, job, lambda: 0.0, RequestMetrics(job, WorkerMetrics("model", "w0")))
         publisher.expire()
         await infer._continue(publisher, await pipeline.pipe.transcript(job.tenant, job.id))
         said = await pipeline.pipe.transcript(job.tenant, job.id)

@@ -13,6 +13,7 @@ from penstock.schemas import codec
 from penstock.schemas.events import Delta, FinishReason, Started, TokenLogprob
 from penstock.schemas.params import GenerationParams
 from penstock.stages.relay import OutputPublisher, messages, pause_behind
+from penstock.stages.request_metrics import RequestMetrics, WorkerMetrics
 
 
 def delta(choice: int, tokens: int = 1, reason: FinishReason | None = None, *, logprobs: bool = False) -> Delta:
@@ -32,7 +33,7 @@ def test_what_many_choices_have_to_say_is_one_message(pipeline: Pipeline) -> Non
     async def scene() -> None:
         pipe, job = pipeline.pipe, validated("wide", pipeline.pipe)
         job = job.model_copy(update={"params": job.params.model_copy(update={"n": 40})})
-        publisher = OutputPublisher(pipe, job, lambda: 0.0)
+        publisher = OutputPublisher(pipe, job, lambda: 0.0, RequestMetrics(job, WorkerMetrics("model", "w0")))
         await publisher.relay(handle_of(40, [delta(choice, reason="stop") for choice in range(40)]))
         (message,) = await pipe.broker.replay("STREAM", pipe.outputs_of(job.tenant, job.id))
         started, *said = codec.decode_outputs(message.data)

@@ -1,0 +1,46 @@
+"""How the store is divided: each stream and bucket on disk has a fixed share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .port import BucketSpec, StreamSpec
+
+# Shares of the store, in parts. Streams not named here are lanes of work queues, with `_LANE` parts each.
+_LANE = 2
+_SHARES = {
+    "INFER": 4,
+    "BATCHES": 1,
+    "DEAD": 2,
+    "dead-data": 4,
+    "models": 1,
+    "catalogue": 1,
+    "state": 1,
+    "idempotency": 2,
+    "responses": 12,
+    "object-data": 48,
+    "files": 1,
+    "batches": 1,
+    "batch-results": 4,
+}
+_IN_MEMORY = 16 << 20  # bytes of each bucket in memory
+
+
+def bounded(
+    streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec], room: int
+) -> tuple[tuple[StreamSpec, ...], tuple[BucketSpec, ...]]:
+    """Set every `max_bytes`: streams and buckets on disk without one share `room` bytes."""
+    specs: list[StreamSpec | BucketSpec] = [*streams, *buckets]
+    unbounded = [spec for spec in specs if spec.storage == "file" and not spec.max_bytes]
+    parts = sum(_SHARES.get(spec.name, _LANE) for spec in unbounded)
+
+    def most(spec: StreamSpec | BucketSpec) -> int:
+        if spec.max_bytes:
+            return spec.max_bytes
+        return room * _SHARES.get(spec.name, _LANE) // parts if spec.storage == "file" else _IN_MEMORY
+
+    return (
+        tuple(replace(spec, max_bytes=most(spec)) for spec in streams),
+        tuple(replace(spec, max_bytes=most(spec)) for spec in buckets),
+    )
