@@ -17,22 +17,31 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import typer
+from prometheus_client.metrics_core import Metric
 from pydantic import ByteSize
 
 from penstock.__main__ import app
 from penstock.api.bridge.bridge import Bridge
 from penstock.api.http.app import create_app
+from penstock.api.http.metrics import Deployment
 from penstock.api.http.openapi import REFUSALS
+from penstock.api.http.preparers import Preparers
+from penstock.api.http.requests import Gateway
 from penstock.api.terminal.options import PANELS
+from penstock.config import metrics
 from penstock.config.settings import Settings
 from penstock.config.sources import flag
+from penstock.engine import CacheStats, EngineStats
 from penstock.schemas import errors
 from penstock.schemas.asyncapi import CHANNELS
 from penstock.schemas.deployment import SHARED
 from penstock.schemas.openai.completions import ChatRequest
 from penstock.schemas.params import GenerationParams
+from penstock.stages.loading import model_card
+from penstock.stages.request_metrics import EngineMetrics
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.deployment import layout
+from penstock.streams.stores.quotas import Quotas
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, model_lanes
 
@@ -190,6 +199,40 @@ def log_events() -> str:
     return _table("level", "event", "fields", rows=sorted(rows, key=lambda row: (order[row[0]], row)))
 
 
+def measured() -> str:
+    """Every metric, with its labels."""
+    rows = []
+    for metric in metrics.REGISTRY.collect():
+        own = metrics.REGISTRY._names_to_collectors[metric.name]
+        labels = getattr(own, "_labelnames", ())
+        rows.append(_metric(metric, labels))
+    cache = CacheStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+    engine = EngineMetrics(lambda: EngineStats(0, 0, 0, 0, 0, 0, cache), "model", "worker")
+    for metric in (*engine.collect(), *asyncio.run(_deployment())):
+        rows.append(_metric(metric, tuple(metric.samples[0].labels)))
+    return _table("metric", "type", "labels", "meaning", rows=sorted(rows))
+
+
+def _metric(metric: Metric, labels: Sequence[str]) -> tuple[str, str, str, str]:
+    name = metric.name + ("_total" if metric.type == "counter" else "")
+    return f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels), metric.documentation
+
+
+async def _deployment() -> list[Metric]:
+    broker = MemoryBroker()
+    await broker.ensure(layout(Settings()).streams, layout(Settings()).buckets)
+    bridge, registry = Bridge(broker, Subjects("penstock"), "reference"), Registry(broker, interval=1.0)
+    registry.models = {"model": model_card(Settings(backend="echo", served_model_name="model"), 1)}
+    gateway = Gateway(bridge, broker, registry, Settings(), Quotas(broker, 0), Preparers(registry))
+
+    async def states() -> dict[str, Any]:
+        return {"models": [{"id": "model", "state": "ready", "loads": 1}]}
+
+    shown = Deployment(gateway, states)
+    await shown.look()
+    return list(shown.collect())
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "commands": commands,
@@ -198,6 +241,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "subjects": subjects,
     "streams": streams,
     "errors": refusals,
+    "metrics": measured,
     "log events": log_events,
 }
 

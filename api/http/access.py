@@ -84,8 +84,8 @@ def _facts(scope: Scope) -> dict[str, Any]:
             usage = reading.final.usage
             facts |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
             facts |= {"cached_tokens": usage.cached_tokens} if usage.cached_tokens else {}
-        if isinstance(reading.final, Cancelled):
-            facts["cancelled"] = True
+        elif reading.final is None:
+            facts["disconnected"] = True
         if isinstance(reading.final, Failed | Expired):
             facts["error"] = reading.final.error.code
     return facts

@@ -43,6 +43,11 @@ class Snapshot:
             for sample in family.samples
         }
 
+    @property
+    def names(self) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+        """Of all samples, with their labels."""
+        return set(self._samples)
+
     def total(self, name: str, **labels: str) -> float:
         """The sum over all samples of this name that have these labels."""
         wanted = labels.items()

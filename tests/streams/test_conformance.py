@@ -578,6 +578,21 @@ async def _is_empty(broker: Broker) -> bool:
     return held.by_subject == {} and held.last == 3
 
 
+async def test_tells_what_every_stream_and_bucket_holds(
+    broker: Broker, namespace: str, queue: Spec, relay: Spec
+) -> None:
+    await broker.ensure([queue(max_messages=9), relay(max_bytes=1 << 20)], [BucketSpec("notes", max_bytes=1 << 19)])
+    assert {used.name: used.messages for used in await broker.usage()} == {"QUEUE": 0, "RELAY": 0, "notes": 0}
+    for number in range(3):
+        await broker.publish(f"{namespace}.queue.a", b"x" * 100, message_id=f"m{number}")
+    await (await broker.bucket("notes")).put("k", b"v")
+    found = {used.name: used for used in await broker.usage()}
+    assert (found["QUEUE"].messages, found["QUEUE"].max_messages, found["RELAY"].max_bytes) == (3, 9, 1 << 20)
+    assert (found["notes"].messages, found["notes"].max_bytes) == (1, 1 << 19)
+    assert 300 < found["QUEUE"].bytes < 1000
+    assert found["QUEUE"].behind == 0
+
+
 async def test_a_deleted_message_is_not_delivered_and_may_be_deleted_again(
     broker: Broker, namespace: str, queue: Spec
 ) -> None:

@@ -1,0 +1,117 @@
+"""What a server tells of itself agrees with what its clients saw, and survives the death of a worker."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import openai
+import psutil
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Serve, Served
+
+from penstock.api.http.metrics import Snapshot
+
+PROMPT = "twelve words of which the answer is made, so that there are enough"
+
+
+def counted(url: str) -> Snapshot:
+    response = requests.get(f"{url}/metrics", timeout=30)
+    assert response.headers["content-type"].startswith("text/plain")
+    return Snapshot(text_string_to_metric_families(response.text))
+
+
+def settled(url: str, completed: float) -> Snapshot:
+    """What is counted once the workers' counts have come, too."""
+    until = time.monotonic() + 30
+    while (now := counted(url)).total("vllm:e2e_request_latency_seconds_count") < completed:
+        assert time.monotonic() < until
+    return now
+
+
+@pytest.fixture
+def server(serve: Serve) -> Served:
+    return serve("--backend", "echo", "--echo-rate", "200")
+
+
+def test_the_counts_are_those_of_the_clients(server: Served) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    tokens, first = 0, []
+    for number in range(30):
+        began = time.monotonic()
+        stream = client.completions.create(
+            model="echo", prompt=PROMPT, max_tokens=1 + number % 7, stream=True, stream_options={"include_usage": True}
+        )
+        for place, chunk in enumerate(stream):
+            if place == 0:
+                first.append(time.monotonic() - began)
+            tokens += chunk.usage.completion_tokens if chunk.usage else 0
+    for _ in range(3):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="echo", prompt=PROMPT, max_tokens=-1)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt=PROMPT)
+    with client.completions.create(
+        model="echo", prompt=PROMPT, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    ) as left:
+        next(iter(left))
+    assert requests.get(f"{server.url}/no/such/path", timeout=30).status_code == 404
+
+    seen = settled(server.url, completed=31)
+    outcomes = {name: seen.total("penstock_requests_total", outcome=name) for name in ("completed", "refused")}
+    assert outcomes == {"completed": 30, "refused": 4}
+    until = time.monotonic() + 30
+    while not counted(server.url).total("penstock_requests_total", outcome="cancelled"):
+        assert time.monotonic() < until
+    assert seen.total("penstock_refusals_total", reason="model_not_found") == 1
+    assert seen.total("vllm:request_success_total", finished_reason="length") == 30
+    assert seen.total("vllm:time_to_first_token_seconds_count", engine="w0", model_name="echo") == 31
+    assert seen.total("http_requests_total", handler="/v1/completions", status="200") == 31
+    assert not any("no/such" in str(name) for name in seen.names)  # a client chooses no label
+    mean = seen.mean("vllm:time_to_first_token_seconds")
+    assert mean is not None
+    assert mean <= max(first)
+
+    stats = requests.get(f"{server.url}/server/stats", timeout=30).json()
+    assert stats["requests_total"] == 35
+    assert stats["requests"] == {"completed": 30, "refused": 4, "failed": 0, "cancelled": 1, "expired": 0}
+    assert stats["requests_active"] == 0
+    assert stats["generation_tokens_total"] >= tokens
+    assert stats["workers"] == [{"id": "w0", "model": "echo", "capacity": stats["workers"][0]["capacity"]}]
+    lines = [line for line in server.process.lines if "path=/v1/completions" in line]
+    assert sum("status=200" in line and "completion_tokens=" in line for line in lines) == 30
+    assert sum("status=400" in line and "error=invalid_value" in line for line in lines) == 3
+    assert sum("disconnected=True" in line for line in lines) == 1
+    assert not any("twelve words" in line for line in server.process.lines)
+
+
+def test_a_takeover_is_seen_and_a_port_of_its_own_needs_no_key(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    keys = "--api-keys", "good=sk-good-tenant,op=sk-operator-key admin"
+    server = serve("--backend", "echo", "--echo-rate", "50", "--metrics-port", str(port), *keys)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-good-tenant", max_retries=0)
+    for path in ("/metrics", "/server/stats"):
+        given = {key: {"Authorization": f"Bearer {key}"} for key in ("sk-good-tenant", "sk-operator-key")}
+        assert requests.get(server.url + path, timeout=30).status_code == 401
+        assert requests.get(server.url + path, headers=given["sk-good-tenant"], timeout=30).status_code == 403
+        assert requests.get(server.url + path, headers=given["sk-operator-key"], timeout=30).status_code == 200
+
+    stream = client.completions.create(
+        model="echo", prompt=PROMPT, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+    )
+    texts = [next(iter(stream)).choices[0].text]
+    (worker,) = [child for child in psutil.Process(server.process.pid).children() if "worker" in child.cmdline()]
+    worker.kill()
+    texts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(texts)
+    own = f"http://127.0.0.1:{port}"
+    seen = settled(own, completed=1)
+    assert seen.total("penstock_takeovers_total") == 1
+    assert seen.total("penstock_requests_total", outcome="completed") == 1
+    assert seen.total("vllm:request_generation_tokens_sum") == 100
+    assert seen.total("penstock_broker_connected") == 1
+    assert seen.total("penstock_workers", model_name="echo") == 1
+    assert seen.total("penstock_model_state", state="ready") == 1
