@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import Process, Serve, Served, Start
+from serving import Process, Serve, Served, Start, serving
 from templates import HERMES
 
 if not torch.cuda.is_available():  # Triton, which others import too, reads it once
@@ -84,9 +84,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _session_server(factory: pytest.TempPathFactory, *arguments: str) -> Iterator[Served]:
-    state_dir = factory.mktemp("serve") / "state"
-    process = Process("serve", *arguments, "--port", "0", "--state-dir", str(state_dir))
-    try:
-        yield Served(process, state_dir)
-    finally:
-        process.end()
+    with serving(factory.mktemp("serve") / "state", *arguments) as served:
+        yield served

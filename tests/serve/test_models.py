@@ -14,7 +14,7 @@ import httpx2
 import openai
 import psutil
 import pytest
-from serving import START_TIMEOUT, Serve, Served
+from serving import START_TIMEOUT, Served, serving
 
 from penstock.engine import EngineConfig
 from penstock.engine.sizing import footprint
@@ -30,21 +30,24 @@ def table(name: str, source: str, **values: Any) -> str:
     return "\n".join([f"[models.{name}]", *(f"{key} = {value!r}" for key, value in values.items()), ""])
 
 
-@pytest.fixture
-def offered(serve: Serve, tiny_model: Path, tmp_path: Path) -> Served:
-    """Four models on a machine with room for two, and some that cannot be loaded."""
-    broken = tmp_path / "broken"
+@pytest.fixture(scope="module")
+def offered(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Four models on a machine with room for two, besides one that stays loaded; and some that cannot be loaded."""
+    root = tmp_path_factory.mktemp("models")
+    broken = root / "broken"
     shutil.copytree(tiny_model, broken)
     (broken / "model.safetensors").write_bytes(b"no weights")
     tables = [table(name, f"no-files-{name}", backend="echo") for name in NAMES]
     tables[0] += 'aliases = ["first"]\ndefaults = { max_tokens = 3 }\n'
     tables.append(table("huge", str(tiny_model), kv_cache_memory="64GiB"))
     tables.append(table("broken", str(broken)))
-    file = tmp_path / "models.toml"
+    tables.append(table("kept", "no-files-kept", backend="echo") + "pin = true\npreload = true\n")
+    file = root / "models.toml"
     file.write_text("\n".join(tables))
-    room = ("--models-memory", str(2 * NEED + NEED // 2), "--least-residency", "0.5", "--longest-wait", "5")
+    room = ("--models-memory", str(3 * NEED + NEED // 2), "--least-residency", "0.5", "--longest-wait", "5")
     keys = ("--api-keys", "one=sk-user-of-models,two=sk-admin-of-models admin")
-    return serve("--models", str(file), *room, *keys, "--echo-rate", "200")
+    with serving(root / "state", "--models", str(file), *room, *keys, "--echo-rate", "200") as served:
+        yield served
 
 
 def client(served: Served) -> openai.OpenAI:
@@ -92,13 +95,16 @@ def workers(served: Served) -> Iterator[psutil.Process]:
 
 
 def test_four_models_share_room_for_two_and_lose_nothing(offered: Served) -> None:
-    """At first nothing is loaded; then requests to all, and once more while every worker and the broker are killed."""
+    """At first one model alone is loaded, before any request, and it is never unloaded; then requests to all of the
+    others, and once more while every worker is killed."""
+    reached(offered, "kept", "ready")
     known = models(offered)
     assert {known[name]["state"] for name in (*NAMES, "huge")} == {"unloaded"}
     assert known["broken"]["state"] == "failed" and "model.safetensors" in known["broken"]["last_error"]
     for wanted, given in ask_all(offered, 1):
         assert given == wanted
     assert sum(models(offered)[name]["loads"] for name in NAMES) < 20
+    assert (models(offered)["kept"]["state"], models(offered)["kept"]["loads"]) == ("ready", 1)
     assert sum(models(offered)[name]["state"] in ("loading", "ready", "draining") for name in NAMES) <= 2
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_all, offered, 2)
@@ -118,7 +124,7 @@ def test_what_is_asked_of_models(offered: Served) -> None:
     with client(offered) as api:
         answer = api.completions.create(model="first", prompt="abcdef")
         assert (answer.choices[0].text, answer.model) == ("abc", "first")  # its default is three tokens
-        assert [model.id for model in api.models.list()] == [*NAMES, "huge"]
+        assert [model.id for model in api.models.list()] == [*NAMES, "huge", "kept"]
         with pytest.raises(openai.NotFoundError, match="Did you mean first"):
             api.completions.create(model="frist", prompt="x")
         with pytest.raises(
@@ -158,6 +164,8 @@ def test_a_request_says_how_long_its_model_stays(offered: Served) -> None:
 
 
 def test_news_of_models_are_told_as_they_come(offered: Served) -> None:
+    httpx2.post(f"{offered.url}/models/unload", json={"model": "c"}, headers=headers("sk-admin-of-models"))
+    reached(offered, "c", "unloaded")
     with httpx2.stream("GET", f"{offered.url}/models/sse", headers=headers(), timeout=START_TIMEOUT) as news:
         seen: list[str] = []
         for line in news.iter_lines():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import Serve, Served
+from serving import serving
 from typer.testing import CliRunner, Result
 
 from penstock.__main__ import app
@@ -15,20 +15,22 @@ from penstock.__main__ import app
 Run = Callable[..., Result]
 
 
-@pytest.fixture
-def run(serve: Serve, tmp_path: Path) -> Run:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs a command of `penstock models` at a server of two echo models, with the operator's key."""
-    file = tmp_path / "models.toml"
+    root = tmp_path_factory.mktemp("models")
+    file = root / "models.toml"
     file.write_text(
         '[models.one]\nsource = "no-files-1"\nbackend = "echo"\naliases = ["first"]\n'
         '[models.two]\nsource = "no-files-2"\nbackend = "echo"\n'
     )
-    served: Served = serve("--models", str(file), "--api-keys", "one=sk-user-here,two=sk-admin-here admin")
+    keys = ("--api-keys", "one=sk-user-here,two=sk-admin-here admin")
+    with serving(root / "state", "--models", str(file), *keys) as served:
 
-    def command(*arguments: str, key: str = "sk-admin-here") -> Result:
-        return CliRunner().invoke(app, ["models", *arguments, "--url", served.url, "--api-key", key])
+        def command(*arguments: str, key: str = "sk-admin-here") -> Result:
+            return CliRunner().invoke(app, ["models", *arguments, "--url", served.url, "--api-key", key])
 
-    return command
+        yield command
 
 
 def rows(run: Run) -> dict[str, list[str]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, Queue
@@ -108,6 +109,16 @@ class Served:
 
 
 Serve = Callable[..., Served]
+
+
+@contextlib.contextmanager
+def serving(state_dir: Path, *arguments: str) -> Iterator[Served]:
+    """A `penstock serve` on a free port, for fixtures that many tests share; it is ended afterwards."""
+    process = Process("serve", *arguments, "--port", "0", "--state-dir", str(state_dir))
+    try:
+        yield Served(process, state_dir)
+    finally:
+        process.end()
 
 
 def answers(url: str, model: str, prompts: list[str], max_tokens: int, **body: object) -> list[str]:
