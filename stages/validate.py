@@ -45,6 +45,7 @@ MAX_MISADDRESSED = 1_000  # jobs on subjects of no lane that wait for their refu
 
 MAX_CLOCK_SKEW = 2.0  # seconds between a client's clock and this machine's
 LONG = 20_000  # bytes of a job; to tokenise more would block the event loop for milliseconds
+AHEAD = 8  # models, loaded or not, whose tokenizers are loaded ahead of any request
 MAX_LONG_JOBS = 2  # that are tokenised at the same time
 MIN_DUPLICATE_CHECK = 4_000  # bytes of a job; a larger one is checked for being a duplicate before it is tokenised
 
@@ -65,7 +66,8 @@ class Validate(Stage):
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
 
     async def run(self, intake: Intake) -> None:
-        """Consume jobs, and load the tokenizer of every model that appears before its first request comes."""
+        """Consume jobs, and load the tokenizers of the models before their first requests come: of those that have
+        workers, and of a few others."""
         await intake.consume_lanes(JOBS, self.name, self.pipe.subjects.jobs_of)
         await self.pipe.broker.refuse(self.pipe.subjects.jobs_all(), self.name, self._why_misaddressed)
         settings, own = self.pipe.settings, []
@@ -77,8 +79,9 @@ class Validate(Stage):
                 group.create_task(self._refuse_misaddressed())
                 while True:
                     cards = self.pipe.registry.models.values()
-                    for card in cards:
-                        self._preparers.start(PreparerKey.of(card))
+                    for number, card in enumerate(cards):
+                        if number < AHEAD or self.pipe.registry.workers_for(card.name, card.revision):
+                            self._preparers.start(PreparerKey.of(card))
                     self._preparers.keep(cards, *own)
                     await asyncio.sleep(settings.heartbeat_interval)
         finally:
