@@ -57,7 +57,11 @@ def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:
         return None
     if wrong := [name for name in OF_ONE if loaded.origins[name] != "default"]:
         raise ConfigurationError(
-            [f"{name} is for a server of one model: leave it out with --models and --model-dir" for name in wrong]
+            [
+                f"{name} is for a server of one model: leave it out with --models and --model-dir"
+                + (", and give a model `replicas` in its table" if name == "workers" else "")
+                for name in wrong
+            ]
         )
     given = [name for name in CatalogueEntry.model_fields if loaded.origins.get(name, "default") != "default"]
     entries = read_models(settings.models, settings.model_dir)

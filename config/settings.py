@@ -245,7 +245,12 @@ class Settings(ModelsSettings):
         description="paged (the default), hf (transformers, for reference), sentence_transformers (embeddings) "
         "or echo (no model).",
     )
-    device: str = Field("auto", min_length=1, description="auto, cpu, cuda:N or mps.")
+    device: str = Field(
+        "auto",
+        min_length=1,
+        description="auto, cpu, cuda:N or mps; `serve` and models also take several, as in cuda:0,cuda:1: each worker "
+        "gets one of them. With auto these are all GPUs.",
+    )
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = Field(
         "bfloat16", description="bfloat16, float32, float16, or auto: the checkpoint's."
     )

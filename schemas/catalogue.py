@@ -93,10 +93,16 @@ Source = Annotated[str, Field(min_length=1), AfterValidator(check_source)]
 
 
 class RevisionKey(NamedTuple):
-    """Names one revision of one model."""
+    """Names one revision of one model, or one of its replicas: the first without `replica`."""
 
     name: str
     revision: int
+    replica: int = 0
+
+    @property
+    def first(self) -> Self:
+        """The revision itself, whichever of its replicas this is."""
+        return self if self.replica == 0 else self._replace(replica=0)
 
 
 class Revision(Record):
@@ -123,7 +129,8 @@ class CatalogueEntry(Record):
     one with `preload` is loaded before the first request. An idle model is unloaded after `keep_alive` seconds (None:
     only when another one needs its memory). While the model is not loaded, at most `queue_limit` requests wait for it,
     each at most `wait_limit` seconds. `defaults` are the sampling parameters of requests that leave them out.
-    `adapters` are the directories of LoRA adapters, each by a model name of its own.
+    `adapters` are the directories of LoRA adapters, each by a model name of its own. `device` may name several, with
+    commas between them: then it has a replica on each, if `replicas` does not say how many.
     """
 
     version: Literal[1] = 1
@@ -137,6 +144,7 @@ class CatalogueEntry(Record):
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = "bfloat16"
     quantization: Annotated[str, Field(min_length=1)] | None = None
     device: Annotated[str, Field(min_length=1)] = "auto"
+    replicas: Annotated[int, Field(ge=1, le=64)] | None = None
     max_batch_size: Annotated[int, Field(ge=1)] | None = None
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
     kv_cache_memory: Annotated[int, Field(gt=0)] | None = None
@@ -149,6 +157,12 @@ class CatalogueEntry(Record):
     wait_limit: Annotated[float, Field(gt=0)] = 30.0
     defaults: dict[str, Any] = Field(default_factory=dict)
     adapters: dict[AdapterName, AdapterPath] = Field(default_factory=dict)
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _joined(cls, value: object) -> object:
+        is_list = isinstance(value, list | tuple) and value and all(isinstance(each, str) and each for each in value)
+        return ",".join(value) if is_list else value  # type: ignore[arg-type]
 
     @field_validator("keep_alive")
     @classmethod
@@ -178,6 +192,14 @@ class CatalogueEntry(Record):
     def names(self) -> tuple[str, ...]:
         """All names that clients may use."""
         return (self.name, *self.aliases, *self.adapters)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(each.strip() for each in self.device.split(","))
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas or len(self.devices)
 
     @property
     def sources(self) -> dict[int, str]:

@@ -10,7 +10,7 @@ replaces it by compare-and-set, so that of two agents one gets it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -31,11 +31,12 @@ TRANSITIONS: Mapping[ModelStatus, tuple[ModelStatus, ...]] = {
     "draining": ("unloaded",),
     "failed": ("queued", "unloaded"),
 }
+_BEST: tuple[ModelStatus, ...] = ("ready", "loading", "draining", "queued", "failed", "unloaded")
 RESIDENT: tuple[ModelStatus, ...] = ("loading", "ready", "draining")  # it takes memory
 
 
 class ModelState(Record):
-    """The state of one revision of a model, changed only by the functions below.
+    """The state of one replica of a revision of a model, changed only by the functions below.
 
     `agent` is the process that has claimed it and `device` where it loads; `incarnations` are its worker processes.
     `progress` of a load is in per cent. `reason` says why it failed, or why it was unloaded. `attempts` counts failed
@@ -47,6 +48,7 @@ class ModelState(Record):
     version: Literal[1] = 1
     name: ModelName
     revision: Annotated[int, Field(ge=1)] = 1
+    replica: Annotated[int, Field(ge=0)] = 0
     status: ModelStatus = "unloaded"
     agent: SubjectToken | None = None
     device: str | None = None
@@ -62,7 +64,7 @@ class ModelState(Record):
 
     @property
     def key(self) -> RevisionKey:
-        return RevisionKey(self.name, self.revision)
+        return RevisionKey(self.name, self.revision, self.replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,15 @@ def unload(state: ModelState, now: float, reason: str | None = None) -> ModelSta
 def abandon(state: ModelState, now: float) -> ModelState:
     """The state after its agent, and with it the workers, have died; possible in any state."""
     reason = "its host has stopped"
-    return ModelState(name=state.name, revision=state.revision, since=now, reason=reason, loads=state.loads)
+    return ModelState(**state.key._asdict(), since=now, reason=reason, loads=state.loads)
+
+
+def by_revision(states: Iterable[ModelState]) -> dict[RevisionKey, ModelState]:
+    """The state of each revision: that of its replica which can do most for requests."""
+    found: dict[RevisionKey, ModelState] = {}
+    for state in sorted(states, key=lambda each: (_BEST.index(each.status), each.replica)):
+        found.setdefault(state.key.first, state)
+    return found
 
 
 def may_dispatch(state: ModelState, incarnation: str) -> bool:
@@ -147,4 +157,5 @@ def _move(state: ModelState, status: ModelStatus, now: float, **changes: object)
 
 
 def _describe(state: ModelState) -> str:
-    return f"revision {state.revision} of {state.name}"
+    replica = f"replica {state.replica} of " if state.replica else ""
+    return f"{replica}revision {state.revision} of {state.name}"

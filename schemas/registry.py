@@ -103,6 +103,13 @@ class Room(Record):
     tenants: dict[str, int] = Field(default_factory=dict)
 
 
+class AgentCard(Record):
+    """The agent of a host, which lives. `unfit` are the `lanes_of` of the revisions that it has found it cannot load
+    there; None: it is of a release that does not say."""
+
+    unfit: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+
+
 class InFlight(Record):
     """The seats, by worker, that a copy of the batch stage has given to requests of which the worker has not told that
     they arrived: 0 for each when all is idle."""

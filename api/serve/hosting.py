@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
+from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 
 from ...config.settings import Settings
@@ -27,15 +30,16 @@ _ECHO_CONTEXT = 131_072  # tokens; the echo backend without a model's files has 
 class Host:
     """`examine` finds out what the models of a catalogue need here, `devices` what there is."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, found: dict[str, int] | None = None) -> None:
+        """`found` is what `gpus` finds."""
         self.needs: dict[RevisionKey, Need] = {}  # of each revision that could be loaded here; set by examine
         self.faults: dict[RevisionKey, str] = {}  # why another one cannot be; set by examine
         self._settings = settings
-        self._gpus = _gpus()
+        self._gpus = gpus() if found is None else found
         self._machine = memory_of_machine()
         self._examined: dict[RevisionKey, CatalogueEntry] = {}
         self._found: dict[RevisionKey, float] = {}  # when each fault was found, by the monotonic clock
-        self._chosen: dict[RevisionKey, Settings] = {}
+        self._chosen: dict[RevisionKey, Settings] = {}  # but for what `settings_of` adds
         self._cards: dict[RevisionKey, ModelCard] = {}
 
     async def examine(self, catalogue: Catalogue) -> None:
@@ -48,14 +52,14 @@ class Host:
         for known in (self._examined, self.needs, self.faults, self._chosen, self._cards):
             for key in [key for key in known if key not in live]:
                 del known[key]
-        now = time.monotonic()
+        now, replicas = time.monotonic(), sum(entry.num_replicas for entry in live.values())
         for key, entry in live.items():
             again = key in self.faults and now - self._found.get(key, 0.0) >= AGAIN
             if self._examined.get(key) != entry or again:
                 self.needs.pop(key, None)
                 self.faults.pop(key, None)
                 try:
-                    await asyncio.to_thread(self._examine, key, entry, len(live))
+                    await asyncio.to_thread(self._examine, key, entry, replicas)
                 except Fatal as error:
                     self.faults[key] = f"The model {key.name!r} cannot be served here: {error}"
                     self._found[key] = now
@@ -69,18 +73,21 @@ class Host:
         """What others need to know to prepare requests for it."""
         return self._cards[key]
 
-    def settings_of(self, key: RevisionKey) -> Settings:
-        """Those of a worker that serves it."""
-        return self._chosen[key]
+    def settings_of(self, key: RevisionKey, device: str, sharing: int) -> Settings:
+        """Those of a worker that serves it on a device, whose cores `sharing` workers share."""
+        return self._chosen[key].model_copy(update={"device": device, "workers": sharing})
 
-    def devices(self, held: Mapping[RevisionKey, Need]) -> dict[str, Device]:
-        """The memory of each device, of which our own models have `held` some."""
-        found = {}
-        for name in (*self._gpus, "cpu"):
-            capacity = self._capacity(name)
-            taken = sum(need.memory for need in held.values() if need.device == name)
-            found[name] = Device(capacity, max(0, capacity - taken))
-        return found
+    def devices(self, held: Iterable[tuple[RevisionKey, str]]) -> dict[str, Device]:
+        """The memory of each device, where our own models are `held`, each on one."""
+        taken = dict.fromkeys(self._names, 0)
+        for key, device in held:
+            taken[device] += self.needs[key.first].memory if key.first in self.needs else 0
+        capacities = {name: self._capacity(name) for name in self._names}
+        return {name: Device(capacity, max(0, capacity - taken[name])) for name, capacity in capacities.items()}
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self._gpus, "cpu")
 
     def _capacity(self, device: str) -> int:
         """Bytes that models may take together on a device."""
@@ -93,6 +100,12 @@ class Host:
         source = entry.source
         if entry.backend not in BACKENDS:
             raise ConfigurationError([f"unknown backend {entry.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
+        devices = tuple(name for name in entry.devices if name in self._names)
+        if entry.device in ("auto", "cuda"):
+            devices = (*self._gpus,) or (("cpu",) if entry.device == "auto" else ())
+        if not devices:
+            here = ", ".join(self._names)
+            raise ConfigurationError([f"device={entry.device!r}: this host has {here}; choose of these, or auto"])
         own = {name: getattr(entry, name) for name in _OWN}
         settings = self._settings.model_copy(update=own | {"model": source, "workers": 1})
         context = entry.max_sequence_length or _ECHO_CONTEXT
@@ -102,21 +115,20 @@ class Host:
             settings = settings.model_copy(update={"model": str(directory)})
         else:
             settings = settings.model_copy(update={"model": None})
-        device = entry.device if entry.device != "auto" else next(iter(self._gpus), "cpu")
         shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
         own = {name: getattr(settings, name) for name in shared}
-        config = EngineConfig(**own | {"model": settings.model or "echo", "device": device})
+        config = EngineConfig(**own | {"model": settings.model or "echo", "device": devices[0]})
         # What is left open is chosen so that a few of the models fit beside each other.
-        capacity = self._capacity(device)
+        capacity = min(map(self._capacity, devices))
         takes = footprint(config, max(1, min(TOGETHER, models)), Memory(capacity, capacity))
         memory = takes.total + sum(map(adapter_size, entry.adapters.values()))
-        chosen: dict[str, object] = {"device": device, "served_model_name": key.name}
+        chosen: dict[str, object] = {"served_model_name": key.name}
         if entry.adapters:
             chosen["lora_modules"] = tuple(f"{own}={path}" for own, path in entry.adapters.items())
         if takes.cache:
             chosen["kv_cache_memory"] = takes.cache
         self._chosen[key] = settings.model_copy(update=chosen)
-        self.needs[key] = Need(device, memory)
+        self.needs[key] = Need(devices, memory)
         self._cards[key] = ModelCard(
             name=key.name,
             source=settings.model or "echo",
@@ -147,12 +159,20 @@ _OWN = (
 )
 
 
-def _gpus() -> dict[str, int]:
-    """The free memory of each NVIDIA GPU in bytes, by the name that torch has for it."""
-    query = ["nvidia-smi", "--query-gpu=index,memory.free", "--format=csv,noheader,nounits"]
+def gpus(build: str | None = None) -> dict[str, int]:
+    """The free memory of each NVIDIA GPU that torch may use, in bytes, by the name that it has for it; `build` is the
+    version of torch."""
+    if (build or version("torch")).endswith("+cpu"):
+        return {}
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
-    rows = [[int(part) for part in line.split(",")] for line in lines if line.strip()]
-    return {f"cuda:{index}": free << 20 for index, free in rows}
+    rows = [[part.strip() for part in line.split(",")] for line in lines if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and "MIG-" not in visible:  # torch numbers them in this order, until one is not there
+        names = [name.strip() for name in visible.split(",")]
+        found = [[row for row in rows if row[0] == name or (name and row[1].startswith(name))] for name in names]
+        rows = [each[0] for each in takewhile(bool, found)]
+    return {f"cuda:{index}": int(free) << 20 for index, (_, _, free) in enumerate(rows)}

@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from ...config.settings import Settings
+from ...engine.adapter_files import check_adapter
 from ...schemas import codec
+from ...schemas.errors import InvalidRequest
 from ...schemas.events import FINAL, Done, Event, Expired, Failed
-from ...schemas.jobs import Endpoint, ValidatedJob
+from ...schemas.jobs import AdapterSource, Endpoint, ValidatedJob
 from ...schemas.params import GenerationParams
 from ...schemas.registry import ModelCard
 from ...streams.outages import through_outages
@@ -27,9 +31,28 @@ TENANT = BRIDGE = "probe"
 PROMPT, TOKENS = 10, 4  # a token id that every vocabulary has; tokens to generate
 
 
-async def probe(broker: Broker, settings: Settings, card: ModelCard) -> str | None:
-    """Why a loaded revision cannot serve, or None if it has answered. Waits through outages of the broker."""
-    job = _job(card, settings.probe_timeout)
+async def probe(
+    broker: Broker, settings: Settings, card: ModelCard, adapters: Sequence[AdapterSource] = ()
+) -> str | None:
+    """Why a loaded revision cannot serve, or None if it has answered. Waits through outages of the broker.
+
+    It must also answer with each of the `adapters`, but those that no revision could use, whose files are not in order.
+    """
+    usable = [each for each in adapters if await asyncio.to_thread(_is_usable, each)]
+    faults = await asyncio.gather(*(_probe(broker, settings, card, each) for each in (None, *usable)))
+    return next(filter(None, faults), None)
+
+
+def _is_usable(adapter: AdapterSource) -> bool:
+    try:
+        return check_adapter(Path(adapter.path), None) == adapter.digest
+    except InvalidRequest:
+        return False
+
+
+async def _probe(broker: Broker, settings: Settings, card: ModelCard, adapter: AdapterSource | None) -> str | None:
+    job = _job(card, settings.probe_timeout, adapter)
+    name = f" with the adapter {adapter.name!r}" if adapter else ""
     subjects = Subjects(settings.namespace)
     events = subjects.events(TENANT, BRIDGE, job.id)
     headers = {SCHEMA: codec.VALIDATED_JOB, DEADLINE: f"{job.deadline:.3f}"}
@@ -41,15 +64,15 @@ async def probe(broker: Broker, settings: Settings, card: ModelCard) -> str | No
         while time.time() < job.deadline + GRACE:
             newest = await through_outages(lambda: broker.last(EVENTS, events), events)
             if newest is not None and isinstance(event := codec.decode_event(newest.data), FINAL):
-                return _fault(event)
+                return _fault(event, name)
             await asyncio.sleep(PAUSE)
     except asyncio.CancelledError:
         await broker.notify(subjects.cancel(TENANT, job.id), b"")
         raise
-    return _late(settings.probe_timeout)
+    return f"it did not answer a test request{name} within {settings.probe_timeout:g} s"
 
 
-def _job(card: ModelCard, timeout: float) -> ValidatedJob:
+def _job(card: ModelCard, timeout: float, adapter: AdapterSource | None) -> ValidatedJob:
     endpoint: Endpoint = "/v1/embeddings" if card.backend == "sentence_transformers" else "/v1/completions"
     params = GenerationParams(max_tokens=min(TOKENS, card.context_length - 1), temperature=0.0)
     now = time.time()
@@ -66,20 +89,17 @@ def _job(card: ModelCard, timeout: float) -> ValidatedJob:
         created=now,
         deadline=now + timeout,
         body={"model": card.name},
+        adapter=adapter,
     )
 
 
-def _fault(event: Event) -> str | None:
+def _fault(event: Event, name: str) -> str | None:
     match event:
         case Done():
             return None
         case Failed(error=error) | Expired(error=error) if error.status != 408:
-            return f"it failed a test request: {error.message}"
+            return f"it failed a test request{name}: {error.message}"
         case Expired(error=error) | Failed(error=error):
-            return f"it did not answer a test request in time: {error.message}"
+            return f"it did not answer a test request{name} in time: {error.message}"
         case _:
             return "its test request was cancelled; try again"
-
-
-def _late(timeout: float) -> str:
-    return f"it did not answer a test request within {timeout:g} s"

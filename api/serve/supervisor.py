@@ -13,14 +13,16 @@ import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import ceil
 
 import httpx2
 import structlog
 from rich.console import Console
 
 from ...config.deployment import explicit
+from ...config.settings import Settings
 from ...config.sources import Loaded, variable
 from ...schemas.catalogue import CatalogueEntry
 from ...schemas.deployment import SHARED
@@ -28,6 +30,7 @@ from ...schemas.errors import StartupError
 from ...streams.nats.deployment import owned
 from ...streams.nats.server import EmbeddedServer
 from .connecting import URL_FILE, connected
+from .hosting import gpus
 from .placing import place_models
 from .processes import Part, ProcessKeeper, child_environment, keep_broker
 
@@ -50,6 +53,17 @@ def listen(host: str, port: int) -> socket.socket:
 def base_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def device_shares(settings: Settings, found: Collection[str]) -> list[dict[str, str]]:
+    """What each worker's environment says of its device: they take turns, and those on one share it. `found` are the
+    GPUs."""
+    devices = [*found] if settings.device in ("auto", "cuda") else settings.device.split(",")
+    if not devices:
+        return [{} for _ in range(settings.workers)]
+    sharing = ceil(settings.workers / len(devices))
+    given = {variable("workers"): str(sharing)}
+    return [given | {variable("device"): devices[index % len(devices)].strip()} for index in range(settings.workers)]
 
 
 class Supervisor:
@@ -82,8 +96,10 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 if self._entries is None:
                     names = [f"{own}w{index}" for index in range(settings.workers)]
-                    for worker in [Part(f"worker {name}", ("worker", "--id", name)) for name in names]:
-                        group.create_task(keeper.keep(worker, of_workers, front_gone))
+                    devices = device_shares(settings, gpus())
+                    for name, device in zip(names, devices, strict=True):
+                        worker = Part(f"worker {name}", ("worker", "--id", name))
+                        group.create_task(keeper.keep(worker, of_workers | device, front_gone))
                 else:
                     name = f"{own or 'serve-'}host"
                     group.create_task(place_models(self._loaded, self._entries, url, name, keeper, front_gone))

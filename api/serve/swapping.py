@@ -26,18 +26,18 @@ from ...streams.lanes import remove_lanes
 from ...streams.port import Broker
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
-from ...streams.topology import PRIORITIES, lane_stream, stage_stream
+from ...streams.topology import PRIORITIES, batch_stream, lane_stream, lanes_of, stage_stream
 from .hosting import Host
 from .probing import probe
 
 log = structlog.get_logger(__name__)
 
 LEFT = 30.0  # seconds for which nothing has come for a former revision, before it goes with its lanes
-PATIENCE = 10.0  # seconds for which a candidate that this host cannot load may find another host
 
 
 class Swaps:
-    """`name` is the agent's; `end` ends the worker of a revision, if it has one."""
+    """`name` is the agent's; `end` ends the worker of a revision, if it has one. `may_go_elsewhere`: another host could
+    load what this one cannot."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Swaps:
         settings: Settings,
         name: str,
         end: Callable[[RevisionKey], None],
+        may_go_elsewhere: Callable[[RevisionKey], bool],
     ) -> None:
         self._broker = broker
         self._store = store
@@ -56,8 +57,8 @@ class Swaps:
         self._settings = settings
         self._name = name
         self._end = end
+        self._may_go_elsewhere = may_go_elsewhere
         self._probes: dict[RevisionKey, asyncio.Task[str | None]] = {}
-        self._seen: dict[RevisionKey, float] = {}  # loop time when each candidate was found
         self._left: dict[RevisionKey, float] = {}  # loop time since when nothing comes for those that may go
 
     async def step(
@@ -71,8 +72,6 @@ class Swaps:
         }
         for key in self._probes.keys() - tried.keys():
             self._probes.pop(key).cancel()
-        for key in self._seen.keys() - tried.keys():
-            del self._seen[key]
         changed = False
         for key, entry in tried.items():
             state = states.get(key) or ModelState(name=key.name, revision=key.revision)
@@ -112,18 +111,17 @@ class Swaps:
         """Why a candidate will never be ready, as far as this host knows."""
         if state.status == "failed":
             return f"it could not be loaded: {state.reason}"
-        clock = asyncio.get_running_loop().time()
-        seen = self._seen.setdefault(key, clock)
-        if state.status in RESIDENT or (fault := self._host.faults.get(key)) is None:
+        if state.status in RESIDENT or self._may_go_elsewhere(key):
             return None
-        others = self._registry.agents - {self._name}
-        return fault if not others or clock - seen >= PATIENCE else None
+        return self._host.faults.get(key)
 
     async def _try(self, key: RevisionKey, entry: CatalogueEntry) -> bool:
         """Have a candidate that is loaded answer a probe, and then make it the current revision."""
         if key not in self._probes:
             log.info("model is probed", model=key.name, revision=key.revision)
-            self._probes[key] = asyncio.create_task(probe(self._broker, self._settings, self._host.card(key)))
+            card = self._host.card(key)
+            served = self._registry.models.get(key.name, card)  # with the adapters that were added to it
+            self._probes[key] = asyncio.create_task(probe(self._broker, self._settings, card, served.adapters))
         running = self._probes[key]
         if not running.done():
             return False
@@ -150,8 +148,8 @@ class Swaps:
             for number in entry.sources
             if number < entry.revision
         }
-        gone = {key for key in states if key.name not in entries or key.revision not in entries[key.name].sources}
-        loaded = {key for key, state in states.items() if state.status in ("queued", *RESIDENT)}
+        gone = {key.first for key in states if key.name not in entries or key.revision not in entries[key.name].sources}
+        loaded = {key.first for key, state in states.items() if state.status in ("queued", *RESIDENT)}
         may_go = (former | gone) - loaded - {*demand}
         for key in self._left.keys() - may_go:
             del self._left[key]
@@ -160,11 +158,14 @@ class Swaps:
         if not due or await self._are_on_the_way():
             return False
         for key in due:
+            if await self._waits_for(key):
+                continue
             if key in former and not await self._change(partial(Catalogue.retire, key=key)):
                 continue
             await remove_lanes(self._broker, ModelLanes(model=key.name, revision=key.revision))
             await self._registry.refuse_model(key.name, key.revision, None)
-            await self._store.forget(key)
+            for replica in {key, *(each for each in states if each.first == key)}:
+                await self._store.forget(replica)
             log.info("revision dropped", model=key.name, revision=key.revision)
         return True
 
@@ -172,6 +173,10 @@ class Swaps:
         """Whether requests that are bound to a revision have yet to reach their lanes."""
         streams = [lane_stream(stage_stream(stage), lane) for stage in self._settings.job_stages for lane in PRIORITIES]
         return any([(await self._broker.held(stream)).messages for stream in streams])
+
+    async def _waits_for(self, key: RevisionKey) -> bool:
+        token = lanes_of(key.name, key.revision)
+        return any([(await self._broker.held(batch_stream(token, lane))).messages for lane in PRIORITIES])
 
     async def _change(self, update: Callable[[Catalogue], Catalogue]) -> bool:
         """Change the catalogue; returns False if that is not possible any more."""

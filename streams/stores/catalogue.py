@@ -46,16 +46,16 @@ class CatalogueStore:
         return await self._change(_MODELS, Catalogue(), update)
 
     async def states(self) -> dict[RevisionKey, ModelState]:
-        """Of all revisions that were ever queued, and not forgotten."""
+        """Of all replicas that were ever queued, and not forgotten."""
         found = [_parse(ModelState, entry) for entry in await self._bucket.entries(_STATES)]
         return {state.key: state for state in found}
 
     async def change_state(self, key: RevisionKey, update: Callable[[ModelState], ModelState]) -> ModelState:
-        """Replace the state of a revision by `update` of it and return the result; at first it is unloaded.
+        """Replace the state of a replica by `update` of it and return the result; at first it is unloaded.
 
         Raises what `update` raises: `IllegalTransition` if another process was faster.
         """
-        return await self._change(_state_key(key), ModelState(name=key.name, revision=key.revision), update)
+        return await self._change(_state_key(key), ModelState(**key._asdict()), update)
 
     async def forget(self, key: RevisionKey) -> None:
         """Delete the state of a revision that has left the catalogue, and is unloaded: no one may want it again."""
@@ -79,7 +79,7 @@ class CatalogueStore:
 
 def _state_key(key: RevisionKey) -> str:
     name = hashlib.sha256(key.name.encode()).hexdigest()[:32]  # keys do not allow every character of a name
-    return f"{_STATES}{name}.{key.revision}"
+    return f"{_STATES}{name}.{key.revision}" + (f".{key.replica}" if key.replica else "")
 
 
 def _parse(kind: type[Value], entry: Entry) -> Value:

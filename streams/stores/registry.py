@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
 from ...schemas.errors import ModelNotFound, StartupError
-from ...schemas.registry import AddedAdapter, ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
+from ...schemas.registry import AddedAdapter, AgentCard, ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
 from ..lanes import present_lanes
 from ..outages import outage_logged
 from ..port import Broker, Entry
@@ -43,7 +43,7 @@ class Registry:
         self.leaving: frozenset[str] = frozenset()  # ids of workers that have withdrawn their cards; set by refresh
         self.stages: tuple[StageCard, ...] = ()  # set by refresh
         self.lanes: dict[str, ModelLanes] = {}  # of all models for which requests may wait, by token; set by refresh
-        self.agents: frozenset[str] = frozenset()  # names of the hosts' agents that live; set by refresh
+        self.agents: dict[str, AgentCard] = {}  # those of hosts that live, by name; set by refresh
         self.refusals: dict[str, ModelRefusal] = {}  # of models that cannot be loaded, by the token of their lanes
         self._lanes_changed = asyncio.Event()
         self._looks = 0  # that have begun
@@ -92,10 +92,8 @@ class Registry:
         live = await (await self._broker.bucket("workers")).entries()
         known = await (await self._broker.bucket("models")).entries()
         self.workers = tuple(_cards(WorkerCard, live, "worker."))
-        self.agents, self.leaving = (
-            frozenset(entry.key.removeprefix(prefix) for entry in live if entry.key.startswith(prefix))
-            for prefix in (AGENT, LEAVING)
-        )
+        self.agents = {entry.key.removeprefix(AGENT): _agent(entry) for entry in live if entry.key.startswith(AGENT)}
+        self.leaving = frozenset(entry.key.removeprefix(LEAVING) for entry in live if entry.key.startswith(LEAVING))
         self.ended = {}
         self.drop_ended()
         self.stages = tuple(_cards(StageCard, live, "stage."))
@@ -183,8 +181,11 @@ class Registry:
             await self.announce_model(card.model)
         await (await self._broker.bucket("workers")).put(f"worker.{card.id}", _encoded(card))
 
-    async def announce_agent(self, name: str) -> None:
-        await (await self._broker.bucket("workers")).put(AGENT + name, b"")
+    async def announce_agent(self, name: str, card: AgentCard) -> None:
+        await (await self._broker.bucket("workers")).put(AGENT + name, _encoded(card))
+
+    async def withdraw_agent(self, name: str) -> None:
+        await (await self._broker.bucket("workers")).delete(AGENT + name)
 
     async def leave_word(self, worker: str, reason: str) -> None:
         """Say why this worker cannot run; its agent reads it."""
@@ -222,6 +223,13 @@ def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Car
             except ValidationError:
                 log.warning("invalid card ignored", key=entry.key)
     return cards
+
+
+def _agent(entry: Entry) -> AgentCard:
+    try:
+        return AgentCard.model_validate_json(entry.value)
+    except ValidationError:
+        return AgentCard()  # of another release
 
 
 def _with_added(cards: Sequence[ModelCard], added: Sequence[AddedAdapter]) -> list[ModelCard]:

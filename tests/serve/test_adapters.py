@@ -6,6 +6,7 @@ The oracle is transformers' own model with W + scale · B A in place of W, one p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,16 +19,18 @@ import psutil
 import pytest
 import torch
 from lora import config, linear_sizes, make_adapter, matrices, merged, write_adapter
-from serving import START_TIMEOUT, Process, Serve, Served, Start
+from safetensors.torch import load_file, save_file
+from serving import START_TIMEOUT, Served, Start, serving
 from transformers import AutoModelForCausalLM
 
+from penstock.engine.models import BUNDLED
 from penstock.schemas.codec import decode_outputs
 from penstock.schemas.events import Started
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.topology import Subjects, partition
 
 TOKENS = 24
-LONG = 1_200  # tokens: so many that a worker dies before the last
+LONG = 900  # tokens: so many that a worker dies before the last
 PROMPTS = [[3 + (7 * length + index * index) % 500 for index in range(length)] for length in (2, 17, 40)]
 ADMIN = {"Authorization": "Bearer sk-admin-of-adapters"}
 USER = {"Authorization": "Bearer sk-user-of-adapters"}
@@ -56,21 +59,53 @@ def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tiny_model, tmp_path_factory.mktemp("adapters"))
 
 
+class Deployment:
+    """A catalogue of one model, which may be served again in the same state directory."""
+
+    def __init__(self, model: Path, root: Path) -> None:
+        self.root = root
+        self._model = model
+        self._running = contextlib.ExitStack()
+
+    def start(self, replicas: int, adapters: Mapping[str, Path]) -> Served:
+        """Serve the model from now on, with these adapters and the right to add more."""
+        self._running.close()
+        table = {"source": str(self._model), "dtype": "float32", "kv_cache_memory": "64MiB", "wait_limit": 300}
+        file = self.root / "models.toml"
+        lines = [f"{key} = {value!r}" for key, value in (table | {"replicas": replicas}).items()]
+        own = ", ".join(f"{name} = {str(path)!r}" for name, path in adapters.items())
+        file.write_text("\n".join(["[models.tiny]", *lines, f"adapters = {{ {own} }}", ""]))
+        settings = ("--models", str(file), "--models-memory", "8GiB", "--heartbeat-interval", "0.3")
+        rights = ("--api-keys", "one=sk-user-of-adapters,two=sk-admin-of-adapters admin")
+        allowed = ("--allow-runtime-lora-updating", "true")
+        return self._running.enter_context(serving(self.root / "state", *settings, *rights, *allowed))
+
+    def end(self) -> None:
+        self._running.close()
+
+
 @pytest.fixture(scope="module")
-def served(world: World, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two workers with two adapters, and the right to add more."""
-    state = tmp_path_factory.mktemp("serve") / "state"
-    process = Process(
-        *("serve", str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--workers", "2"),
-        *("--lora-modules", f"a={world.paths['a']}", "--lora-modules", f"b={world.paths['b']}"),
-        *("--allow-runtime-lora-updating", "true", "--heartbeat-interval", "0.3"),
-        *("--api-keys", "one=sk-user-of-adapters,two=sk-admin-of-adapters admin"),
-        *("--port", "0", "--state-dir", str(state)),
-    )
-    try:
-        yield Served(process, state)
-    finally:
-        process.end()
+def deployment(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    found = Deployment(tiny_model, tmp_path_factory.mktemp("serve"))
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def served(world: World, deployment: Deployment) -> Served:
+    """Two replicas with two adapters."""
+    served = deployment.start(2, {name: world.paths[name] for name in "ab"})
+    ask(served, "tiny", PROMPTS[0])  # which has both loaded
+    while len(workers(served)) < 2:
+        pass
+    return served
+
+
+def workers(served: Served) -> list[psutil.Process]:
+    """Those that serve."""
+    status = httpx2.get(f"{served.url}/v1/models/status", headers=USER).json()
+    running = [child for child in psutil.Process(served.process.pid).children() if "worker" in child.cmdline()]
+    return running if status["models"][0]["workers"] == len(running) else []
 
 
 def body(model: str, prompt: list[int], count: int = TOKENS) -> dict[str, Any]:
@@ -122,7 +157,7 @@ def test_a_stream_goes_on_with_its_adapter_when_every_worker_is_killed(served: S
     """The next process loads it for the stream, and continues with the next token."""
     wanted = ask(served, "b", PROMPTS[0], LONG).json()["choices"][0]["token_ids"]
     assert wanted[:TOKENS] == world.answer("b", PROMPTS[0])
-    workers = [child for child in psutil.Process(served.process.pid).children() if "worker" in child.cmdline()]
+    running = workers(served)
     told: list[int] = []
     request = ""
     asked = body("b", PROMPTS[0], LONG) | {"stream": True}
@@ -134,8 +169,8 @@ def test_a_stream_goes_on_with_its_adapter_when_every_worker_is_killed(served: S
                 assert chunk["model"] == "b" and "error" not in chunk
                 told += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
                 request = chunk["id"]
-            while told and workers:
-                workers.pop().kill()
+            while told and running:
+                running.pop().kill()
     assert told == wanted and len(told) == LONG
     assert len(asyncio.run(epochs(served, request))) > 1, "one worker began it, and another ended it"
 
@@ -216,27 +251,38 @@ def test_every_fault_of_the_files_is_named_before_anything_starts(
     assert "penstock ready" not in process.output
 
 
-def test_adapters_of_a_catalogue_and_those_added_survive_a_restart(
-    serve: Serve, world: World, tiny_model: Path, tmp_path: Path
+def test_those_of_the_catalogue_and_those_added_survive_a_restart_and_a_swap(
+    deployment: Deployment, served: Served, world: World, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The base is loaded for the first request to an adapter; one whose files vanish is refused, and no other."""
-    mine = shutil.copytree(world.paths["b"], tmp_path / "mine")
-    file = tmp_path / "models.toml"
-    file.write_text(
-        f'[models.tiny]\nsource = "{tiny_model}"\ndtype = "float32"\nkv_cache_memory = "64MiB"\nwait_limit = 300\n'
-        f'adapters = {{ a = "{world.paths["a"]}", mine = "mine" }}\n'
-    )
-    settings = ("--models", str(file), "--allow-runtime-lora-updating", "true")
-    served = serve(*settings)
+    """The base is loaded for the first request to an adapter. One whose files vanish is refused, and no other; nor does
+    it hold up a swap. A swap to a model that an adapter does not fit fails."""
     assert change(served, "load", lora_name="c", lora_path=str(world.paths["c"])).status_code == 200
+    mine = Path(shutil.copytree(world.paths["b"], tmp_path / "mine"))
+    served = deployment.start(1, {"a": world.paths["a"], "mine": mine})
     assert listed(served)["c"]["status"] == {"value": "unloaded"}
     shutil.rmtree(mine)
-    assert tokens_of(ask(served, "c", PROMPTS[0]), "c") == world.answer("c", PROMPTS[0])
+    for name in "ca":
+        assert tokens_of(ask(served, name, PROMPTS[0]), name) == world.answer(name, PROMPTS[0])
     refused = ask(served, "mine", PROMPTS[0])
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
     assert "no such directory" in refused.json()["error"]["message"]
-    served.process.end()
-    shutil.copytree(world.paths["b"], mine)
-    served = serve(*settings)
-    for name, oracle in (("a", "a"), ("mine", "b"), ("c", "c")):
-        assert tokens_of(ask(served, name, PROMPTS[1]), name) == world.answer(oracle, PROMPTS[1])
+
+    assert "with the adapter 'a': " in swapped(served, BUNDLED)["error"]
+    assert tokens_of(ask(served, "a", PROMPTS[0]), "a") == world.answer("a", PROMPTS[0])
+    other = Path(shutil.copytree(tiny_model, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    save_file({key: value * 1.5 for key, value in weights.items()}, other / "model.safetensors")
+    assert swapped(served, other) == {}
+    second = World(other, tmp_path / "adapters")
+    for name in ("c", "a", "tiny"):
+        assert tokens_of(ask(served, name, PROMPTS[0]), name) == second.answer(name, PROMPTS[0])
+
+
+def swapped(served: Served, source: str | Path) -> dict[str, Any]:
+    """Swap the base, and return what its status says of that once it is over: why it has failed, or nothing."""
+    body = {"model": "tiny", "source": str(source)}
+    revision = httpx2.post(f"{served.url}/models/swap", json=body, headers=ADMIN).json()["revision"]
+    while True:
+        model = httpx2.get(f"{served.url}/v1/models/status", headers=USER).json()["models"][0]
+        if model["revision"] == revision or (model["swap"] or {}).get("state") == "failed":
+            return model["swap"] or {}

@@ -21,7 +21,7 @@ async def test_adapters_take_memory_and_are_the_workers_settings(tiny_model: Pat
     await host.examine(Catalogue().offer([plain, adapted]))
     alone, both = RevisionKey("plain", 1), RevisionKey("adapted", 1)
     assert host.needs[both].memory - host.needs[alone].memory == weights.stat().st_size
-    assert host.settings_of(both).lora_modules == (f"mine={adapter}", f"gone={gone}")
-    assert host.settings_of(alone).lora_modules == ()
+    assert host.settings_of(both, "cpu", 1).lora_modules == (f"mine={adapter}", f"gone={gone}")
+    assert host.settings_of(alone, "cpu", 1).lora_modules == ()
     mine, other = host.card(both).adapters
     assert (mine.path, len(mine.digest), other.path, other.digest) == (str(adapter), 32, str(gone), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import threading
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import httpx2
 import openai
 import orjson
@@ -17,7 +19,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import START_TIMEOUT, Serve, Served
+from serving import START_TIMEOUT, Served, serving
 
 from penstock.engine.models import BUNDLED
 
@@ -26,13 +28,15 @@ TOKENS = 24
 PROMPTS = ("The river", "Once", "A swap of", "In the year")
 
 
-@pytest.fixture
-def served(serve: Serve, tiny_model: Path, tmp_path: Path) -> Served:
-    file = tmp_path / "models.toml"
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("swaps")
+    file = root / "models.toml"
     table = {"source": str(tiny_model), "dtype": "float32", "kv_cache_memory": "64MiB", "max_sequence_length": 256}
     file.write_text("\n".join(["[models.m]", *(f"{key} = {value!r}" for key, value in table.items())]))
     keys = ("--api-keys", "one=sk-user-of-swaps,two=sk-admin-of-swaps admin")
-    return serve("--models", str(file), "--models-memory", "8GiB", *keys)
+    with serving(root / "state", "--models", str(file), "--models-memory", "8GiB", *keys) as served:
+        yield served
 
 
 def api(served: Served) -> openai.OpenAI:
@@ -71,9 +75,11 @@ def swapped(served: Served, source: str | Path) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that ask all the time; `answers` has what each got, in order."""
+    """Clients that ask all the time; `answers` has what each got, in order. `patient` ones ask again where the
+    connection breaks, or the server cannot answer."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, *, patient: bool = False) -> None:
+        self._patient = patient
         self.answers: list[list[tuple[str, str]]] = [[] for _ in range(CLIENTS)]
         self._enough = threading.Event()
         self._served = served
@@ -94,7 +100,11 @@ class Load:
             for prompt in itertools.cycle(PROMPTS):
                 if self._enough.is_set():
                     return
-                answers.append((prompt, answer(client, prompt)))
+                try:
+                    answers.append((prompt, answer(client, prompt)))
+                except (openai.APIConnectionError, openai.InternalServerError, httpx.HTTPError):
+                    if not self._patient:
+                        raise
 
 
 def runs(own: list[tuple[str, str]], expected: list[dict[str, str]]) -> list[int]:
@@ -123,10 +133,12 @@ def broken(tiny_model: Path, tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-def workers(served: Served) -> Iterator[psutil.Process]:
+def children(served: Served, word: str) -> Iterator[psutil.Process]:
+    """Those whose command begins with a part that has this word in it."""
     for child in psutil.Process(served.process.pid).children(recursive=True):
-        if "worker" in child.cmdline():
-            yield child
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if any(word in part for part in child.cmdline()[:4]):
+                yield child
 
 
 def test_swaps_under_load_lose_nothing(served: Served, broken: dict[str, Path]) -> None:
@@ -144,12 +156,39 @@ def test_swaps_under_load_lose_nothing(served: Served, broken: dict[str, Path]) 
         new = asked_of(served)
         assert not {*old.values()} & {*new.values()}
         before = [len(own) for own in load.answers]
-        for worker in workers(served):
+        for worker in children(served, "worker"):
             worker.kill()
         while any(len(own) < count + 2 for own, count in zip(load.answers, before, strict=True)):
             pass
     for own in load.answers:
         assert runs(own, [old, new]) == [0, 1], "the old one's until the swap, then the new one's"
+
+
+def test_a_swap_ends_whole_though_the_front_and_the_broker_die_in_its_middle(served: Served, tiny_model: Path) -> None:
+    former = asked_of(served)
+    target = tiny_model if news(served)["revision"] > 1 else BUNDLED
+    with Load(served, patient=True) as load:
+        revision = swap(served, target).json()["revision"]
+        while (news(served)["swap"] or {}).get("state") != "loading":
+            pass
+        for name in ("front", "nats-server"):
+            (victim,) = children(served, name)
+            victim.kill()
+        while True:
+            with contextlib.suppress(httpx2.HTTPError, LookupError, ValueError):
+                model = news(served)
+                if model["revision"] == revision or (model["swap"] or {}).get("state") == "failed":
+                    break
+        is_swapped = model["swap"] is None
+        assert is_swapped or model["swap"]["error"], "it says why it was rolled back"
+        later = asked_of(served)
+        before = [len(own) for own in load.answers]
+        while any(len(own) < count + 2 for own, count in zip(load.answers, before, strict=True)):
+            pass
+    assert (later != former) == is_swapped
+    possible = ([0, 1], [1]) if is_swapped else ([0],)
+    for own in load.answers:
+        assert runs(own, [former, later]) in possible
 
 
 def test_only_an_operator_swaps_and_one_swap_at_a_time(served: Served, tiny_model: Path) -> None:
@@ -161,6 +200,6 @@ def test_only_an_operator_swaps_and_one_swap_at_a_time(served: Served, tiny_mode
     assert unknown.status_code == 404 and "did you mean m" in unknown.json()["error"]["message"]
     relative = httpx2.post(url, json=body | {"source": "./here"}, headers=admin)
     assert relative.status_code == 400 and "absolute" in relative.json()["error"]["message"]
-    assert swap(served, tiny_model).json() == {"success": True, "revision": 2}
+    assert swap(served, tiny_model).json()["success"] is True
     second = swap(served, tiny_model)
     assert (second.status_code, second.json()["error"]["code"]) == (409, "swap_in_progress")

@@ -1,4 +1,4 @@
-"""An agent of models whose workers are tasks instead of processes, over the in-memory pipeline."""
+"""Agents of models whose workers are tasks instead of processes, over the in-memory pipeline."""
 
 from __future__ import annotations
 
@@ -107,41 +107,48 @@ class Asked:
 
 
 class Hosting:
-    """The model `MODEL`, whose first revision comes from the source `a`, and an agent for it."""
+    """The model `MODEL`, whose first revision comes from the source `a`, and the agents of one or more hosts for it."""
 
     def __init__(self, pipeline: Pipeline, store: CatalogueStore) -> None:
         self.pipeline = pipeline
         self.store = store
         self.asked: list[Asked] = []
-        self._until = asyncio.Event()
-        self._agent: asyncio.Task[None] | None = None
+        self._agents: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
 
     @classmethod
-    async def start(cls, **values: Any) -> Hosting:
+    async def start(cls, entry: dict[str, Any] | None = None, *, runs: bool = True, **values: Any) -> Hosting:
+        """With an agent that `runs`, and further fields of the model's `entry`."""
         own: dict[str, Any] = {"heartbeat_interval": 0.05, "probe_timeout": 0.5, "least_residency": 0.2}
         pipeline = await Pipeline.start(**own | values)
         hosting = cls(pipeline, await CatalogueStore.of(pipeline.pipe.broker))
-        await hosting.change(lambda catalogue: catalogue.add(CatalogueEntry(name=MODEL, source="a", backend="echo")))
-        hosting.start_agent()
-        await hosting.until(lambda: hosting.revision == 1)
+        model = CatalogueEntry.model_validate({"name": MODEL, "source": "a", "backend": "echo"} | (entry or {}))
+        await hosting.change(lambda catalogue: catalogue.add(model))
+        if runs:
+            hosting.start_agent()
+            await hosting.until(lambda: hosting.revision == 1)
         return hosting
 
-    def start_agent(self) -> None:
-        pipe = self.pipeline.pipe
-        self._until = asyncio.Event()
-        agent = ModelAgent(
-            pipe.broker, self.store, pipe.settings, "host", Tasks(self.pipeline, self.store), lambda _: {}
-        )
-        self._agent = asyncio.create_task(agent.run(self._until))
+    def start_agent(self, name: str = "host", **values: Any) -> None:
+        """Start the agent of a host, with settings of its own."""
+        settings, until = self.pipeline.pipe.settings.model_copy(update=values), asyncio.Event()
+        keeper = Tasks(self.pipeline, self.store)
+        agent = ModelAgent(self.pipeline.pipe.broker, self.store, settings, name, keeper, lambda _: {})
+        self._agents[name] = until, asyncio.create_task(agent.run(until))
 
-    async def stop_agent(self) -> None:
-        assert self._agent is not None
-        self._until.set()
-        await self._agent
+    async def stop_agent(self, name: str = "host") -> None:
+        until, agent = self._agents.pop(name)
+        until.set()
+        await agent
 
     async def stop(self) -> None:
-        await self.stop_agent()
+        for name in list(self._agents):
+            await self.stop_agent(name)
         await self.pipeline.stop()
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of the workers that serve the current revision."""
+        return [card.id for card in self.pipeline.pipe.registry.workers_for(MODEL, self.revision)]
 
     @property
     def revision(self) -> int:
@@ -176,9 +183,9 @@ class Hosting:
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    async def ask(self) -> Asked:
+    async def ask(self, **fields: Any) -> Asked:
         oldest = self.revision
-        body = {"model": MODEL, "prompt": "x", "max_tokens": TOKENS, "stream": True}
+        body = {"model": MODEL, "prompt": "x", "max_tokens": TOKENS, "stream": True} | fields
         job = Job(id=f"t-{uuid.uuid4().hex}", endpoint="/v1/completions", bridge="test", body=body)
         reading = await self.pipeline.bridge.open(job, priority="normal", tenant="default")
         events: list[Event] = []

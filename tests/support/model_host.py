@@ -34,8 +34,8 @@ from penstock.schemas.placement import (
     Refuse,
     Unload,
     View,
-    plan,
 )
+from penstock.schemas.planner import plan
 
 RULES = PlacementRules(least_residency=5.0, longest_wait=15.0)
 RETRIES = RetryRules(first=1.0, longest=8.0, steady=5.0)
@@ -48,12 +48,14 @@ class Waiter:
     priority: Priority
     arrived: float
     status: Literal["waiting", "active", "served", "refused", "cancelled"] = "waiting"
+    replica: int = 0  # that serves it
     reason: str = ""
 
 
 @dataclass
 class Host:
-    """`sizes` gives the device and the bytes of each model; `capacities` those of the devices."""
+    """`sizes` gives the devices, with commas between them, and the bytes of each model; `capacities` those of the
+    devices."""
 
     sizes: dict[str, tuple[str, int]]
     capacities: dict[str, int]
@@ -91,7 +93,7 @@ class Host:
             self.made += 1
             self.states[key] = become_ready(self.states[key], self.now, incarnations=(f"w{self.made}",))
             if entry is not None and entry.candidate == key.revision:
-                self.catalogue = self.catalogue.promote(key)
+                self.catalogue = self.catalogue.promote(key.first)
         else:
             self.states[key] = fail(self.states[key], self.now, "the file is broken", RETRIES)
             if entry is not None and entry.candidate == key.revision:
@@ -102,7 +104,8 @@ class Host:
             for other, state in before.items():
                 if state.status == "ready":
                     assert may_dispatch(still[other], state.incarnations[0]) or still[other].status == "draining"
-            assert not self.waiting(key), "a failed load fails those who wait"
+            if not self.having("loading", "ready", revision=key.first):
+                assert not self.waiting(key), "a failed load fails those who wait"
             if entry is not None and key.revision == entry.candidate:
                 old = RevisionKey(key.name, entry.revision)
                 assert before.get(old, ModelState(name="x")).status != "ready" or still[old].status == "ready", (
@@ -113,7 +116,7 @@ class Host:
         state = self.states[key]
         assert may_dispatch(state, state.incarnations[0])
         for waiter in (waiting := self.waiting(key)):
-            waiter.status = "active"
+            waiter.status, waiter.replica = "active", key.replica
         self.states[key] = touch(state, self.now) if waiting else state
 
     def finish(self, key: RevisionKey) -> None:
@@ -144,14 +147,30 @@ class Host:
         return found if key.revision in found.sources else None
 
     def waiting(self, key: RevisionKey) -> list[Waiter]:
-        return [waiter for waiter in self.waiters if waiter.key == key and waiter.status == "waiting"]
+        return [waiter for waiter in self.waiters if waiter.key == key.first and waiter.status == "waiting"]
 
     def active(self, key: RevisionKey) -> list[Waiter]:
-        return [waiter for waiter in self.waiters if waiter.key == key and waiter.status == "active"]
+        active = [waiter for waiter in self.waiters if waiter.key == key.first and waiter.status == "active"]
+        return [waiter for waiter in active if waiter.replica == key.replica]
 
-    def having(self, *statuses: str, device: str | None = None) -> list[RevisionKey]:
+    def having(
+        self, *statuses: str, device: str | None = None, revision: RevisionKey | None = None
+    ) -> list[RevisionKey]:
         found = [key for key, state in self.states.items() if state.status in statuses]
-        return sorted(key for key in found if device in (None, self.sizes[key.name][0]))
+        found = [key for key in found if revision in (None, key.first)]
+        return sorted(key for key in found if device in (None, self.device(key)))
+
+    def devices(self, key: RevisionKey) -> tuple[str, ...]:
+        return tuple(self.sizes[key.name][0].split(","))
+
+    def device(self, key: RevisionKey) -> str:
+        """Where it is, or may be: none if it may be at several."""
+        devices = self.devices(key)
+        return self.states[key].device or (devices[0] if len(devices) == 1 else "")
+
+    def is_further(self, key: RevisionKey) -> bool:
+        """Whether another replica serves its revision, or will soon."""
+        return any(other != key for other in self.having("loading", "ready", revision=key.first))
 
     def held(self, device: str) -> int:
         return sum(self.sizes[key.name][1] for key in self.having(*RESIDENT, device=device))
@@ -169,7 +188,7 @@ class Host:
         entry = self.entry(key)
         if entry is None or not self._is_candidate(key) or other != RevisionKey(key.name, entry.revision):
             return False
-        device, need = self.sizes[key.name]
+        device, need = self.device(other), self.sizes[key.name][1]
         pinned = [each for each in self.having(*RESIDENT, device=device) if self.is_pinned(each) and each != other]
         return need + sum(self.sizes[each.name][1] for each in (other, *pinned)) <= self.capacities[device]
 
@@ -185,9 +204,12 @@ class Host:
             catalogue=self.catalogue,
             states=dict(self.states),
             demand=demand,
-            needs={key: Need(*self.sizes[key.name]) for key in keys | set(self.having(*RESIDENT))},
+            needs={
+                key: Need(self.devices(key), self.sizes[key.name][1])
+                for key in keys | {each.first for each in self.having(*RESIDENT)}
+            },
             devices={name: Device(capacity, capacity - self.held(name)) for name, capacity in self.capacities.items()},
-            busy={waiter.key for waiter in self.waiters if waiter.status == "active"},
+            busy={waiter.key._replace(replica=waiter.replica) for waiter in self.waiters if waiter.status == "active"},
         )
 
     # What the agent does
@@ -205,7 +227,7 @@ class Host:
 
     def do(self, action: Action) -> None:
         key = action.key
-        state = self.states.get(key, ModelState(name=key.name, revision=key.revision))
+        state = self.states.get(key, ModelState(**key._asdict()))
         match action:
             case Enqueue():
                 self.states[key] = enqueue(state, self.now)
@@ -243,16 +265,19 @@ class Host:
         if wanted is None:
             assert not self.waiting(key) and not self.active(key), "what is needed stays"
             entry = self.entry(key)
-            idle = self.now - (state.since if state.last_used is None else state.last_used)
+            alike = [self.states[each] for each in self.having("ready", revision=key.first)]
+            idle = self.now - max(each.since if each.last_used is None else each.last_used for each in alike)
             dropped = entry is None or key.revision < entry.revision
             assert dropped or (entry is not None and entry.keep_alive is not None and idle >= entry.keep_alive)
             return
         assert self.now - state.since >= RULES.least_residency, "no thrashing"
-        assert self.states[wanted].status == "queued" and self.sizes[wanted.name][0] == self.sizes[key.name][0]
+        assert self.states[wanted].status == "queued" and state.device in self.devices(wanted)
+        assert not self.is_further(wanted), "nothing makes room for a further replica"
         entry = self.entry(wanted)
         assert entry is not None
-        assert not self._has_room_beside(wanted, key), "a swap keeps the old revision where it can"
-        device, need = self.sizes[wanted.name]
+        is_further = any(other < key for other in self.having("ready", revision=key.first))
+        assert is_further or not self._has_room_beside(wanted, key), "a swap keeps the old revision where it can"
+        device, need = self.device(key), self.sizes[wanted.name][1]
         leaving = sum(self.sizes[other.name][1] for other in self.having("draining", device=device))
         assert self.capacities[device] - self.held(device) + leaving < need, "none goes in vain"
         if self.waiting(key) or self.active(key):
@@ -260,35 +285,37 @@ class Host:
             assert waited >= RULES.longest_wait, "a busy one drains only for an overdue one"
 
     def _check_refusal(self, key: RevisionKey, state: ModelState, action: Refuse) -> None:
-        device, need = self.sizes[key.name]
+        need = self.sizes[key.name][1]
+        assert not self.is_further(key), "one that serves is enough"
         if self.entry(key) is None:
             assert "was removed" in action.reason
         elif "could not be loaded" in action.reason:
             assert state.retry_at is not None and action.retry_after == state.retry_at - self.now > 0
             assert str(state.reason) in action.reason
         else:
-            assert f"needs {need:,} bytes" in action.reason and f"may take {self.capacities[device]:,}" in action.reason
-            resident = self.having(*RESIDENT, device=device)
-            kept = [other for other in resident if self.is_pinned(other) and not self._is_candidate(other)]
-            kept = [other for other in kept if other.name != key.name]
-            held = sum(self.sizes[other.name][1] for other in kept)
-            assert need + held > self.capacities[device], "only what cannot fit is refused"
+            assert f"needs {need:,} bytes" in action.reason and action.elsewhere
+            for device in self.devices(key):
+                resident = self.having(*RESIDENT, device=device)
+                kept = [other for other in resident if self.is_pinned(other) and not self._is_candidate(other)]
+                kept = [other for other in kept if other.name != key.name]
+                held = sum(self.sizes[other.name][1] for other in kept)
+                assert need + held > self.capacities[device], "only what cannot fit is refused"
 
     def check(self) -> None:
         """What holds whenever the planner rests."""
         for waiter in self.waiters:
-            state = self.states.get(waiter.key)
-            status = state.status if state else "unloaded"
+            alike = self.having("queued", *RESIDENT, revision=waiter.key)
             if waiter.status == "waiting":
-                assert status in ("queued", *RESIDENT), f"lost: {waiter}, {state}"
+                assert alike, f"lost: {waiter}"
             if waiter.status == "active":
-                assert status in ("ready", "draining"), f"cut off: {waiter}, {state}"
+                state = self.states[waiter.key._replace(replica=waiter.replica)]
+                assert state.status in ("ready", "draining"), f"cut off: {waiter}, {state}"
         for device in self.capacities:
             self._check_progress(device)
 
     def _check_progress(self, device: str) -> None:
         """A queue that could move moves."""
-        queued = self.having("queued", device=device)
+        queued = [key for key in self.having("queued", device=device) if not self.is_further(key)]
         if not queued or self.having("loading", "draining", device=device):
             return
         room = self.capacities[device] - self.held(device)

@@ -17,7 +17,15 @@ from fastapi.responses import StreamingResponse
 
 from ....schemas.catalogue import Catalogue, RevisionKey
 from ....schemas.errors import Conflict
-from ....schemas.model_state import IllegalTransition, ModelState, ModelStatus, enqueue, start_draining, unload
+from ....schemas.model_state import (
+    IllegalTransition,
+    ModelState,
+    ModelStatus,
+    by_revision,
+    enqueue,
+    start_draining,
+    unload,
+)
 from ....schemas.registry import ModelCard
 from ....streams.outages import outage_logged
 from ....streams.stores.catalogue import CatalogueStore
@@ -78,13 +86,9 @@ class ModelRoutes:
         swaps = self._swaps(catalogue, states)
         models: list[dict[str, Any]] = []
         reached: list[ModelStatus] = []
-        for card in self._registry.models.values():
+        cards = list(self._registry.models.values())
+        for card, waiting in zip(cards, await asyncio.gather(*map(self._num_waiting, cards)), strict=True):
             state = states.get(RevisionKey(card.name, card.revision))
-            token = lanes_of(card.name, card.revision)
-            waiting = 0
-            if token in self._registry.lanes:
-                lanes = [await self._gateway.broker.held(batch_stream(token, priority)) for priority in PRIORITIES]
-                waiting = sum(lane.messages for lane in lanes)
             reached.append(self._state(card, state))
             models.append(
                 {
@@ -93,6 +97,7 @@ class ModelRoutes:
                     "state": reached[-1],
                     "progress": state.progress if state and state.status == "loading" else None,
                     "queue_length": waiting,
+                    "workers": len(self._registry.workers_for(card.name, card.revision)),
                     "loads": state.loads if state else 0,
                     "last_error": self._last_error(card, state),
                     "swap": swaps.get(card.name),
@@ -110,9 +115,17 @@ class ModelRoutes:
                         "last_error": refusal.reason if refusal else None,
                         "swap": swaps[entry.name],
                     }
-                    | {"progress": None, "queue_length": 0, "loads": 0}
+                    | {"progress": None, "queue_length": 0, "workers": 0, "loads": 0}
                 )
         return {"state": _overall(reached), "models": models}
+
+    async def _num_waiting(self, card: ModelCard) -> int:
+        token = lanes_of(card.name, card.revision)
+        if token not in self._registry.lanes:
+            return 0
+        broker = self._gateway.broker
+        lanes = await asyncio.gather(*(broker.held(batch_stream(token, priority)) for priority in PRIORITIES))
+        return sum(lane.messages for lane in lanes)
 
     async def load(self, request: Request) -> Any:
         """Load a model before it is asked for."""
@@ -123,7 +136,9 @@ class ModelRoutes:
     async def unload(self, request: Request) -> Any:
         """Unload a model once it has finished what it runs; what waits for it then loads it again."""
         key = await self._key(request)
-        await self._change(key, partial(_unwanted, now=time.time()))
+        replicas = [each for each in await (await self._store()).states() if each.first == key and each != key]
+        for each in (key, *replicas):
+            await self._change(each, partial(_unwanted, now=time.time()))
         return {"success": True}
 
     async def news(self, request: Request) -> StreamingResponse:
@@ -161,12 +176,12 @@ class ModelRoutes:
 
     async def _known(self) -> tuple[Catalogue, Mapping[RevisionKey, ModelState]]:
         store = await self._store()
-        return await store.read(), await store.states()
+        return await store.read(), by_revision((await store.states()).values())
 
     async def _states(self) -> Mapping[RevisionKey, ModelState]:
         if not any(card.catalogued for card in self._registry.models.values()):
             return {}
-        return await (await self._store()).states()
+        return by_revision((await (await self._store()).states()).values())
 
     async def _store(self) -> CatalogueStore:
         if self._kept is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from applications import Script
 from asgi import ask
 
-from penstock.schemas.registry import ModelCard
+from penstock.schemas.registry import AgentCard, ModelCard
 from penstock.streams.stores.catalogue import CatalogueStore
 
 
@@ -18,7 +18,7 @@ async def test_a_model_is_added_only_where_an_agent_could_load_it() -> None:
     assert "--models" in refused.error["message"]
     store = await CatalogueStore.of(script.broker)
     assert (await store.read()).entries == ()
-    await script.registry.announce_agent("host")
+    await script.registry.announce_agent("host", AgentCard())
     assert (await ask(script.app, "POST", "/models/add", body)).status == 200
     assert [entry.name for entry in (await store.read()).entries] == ["small"]
 

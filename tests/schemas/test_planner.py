@@ -15,17 +15,19 @@ from model_host import RETRIES, RULES, Host
 from penstock.schemas.catalogue import RevisionKey
 from penstock.schemas.jobs import Priority
 from penstock.schemas.model_state import RESIDENT, ModelState, become_ready, enqueue, fail, start_draining, touch
-from penstock.schemas.placement import Device, Load, plan
+from penstock.schemas.placement import Device, Load
+from penstock.schemas.planner import plan
 
 SIZES = {"a": ("cpu", 4), "b": ("cpu", 4), "c": ("cpu", 5), "d": ("cpu", 2), "huge": ("cpu", 11), "g": ("gpu", 3)}
-SIZES |= {"h": ("gpu", 2)}
-CAPACITIES = {"cpu": 8, "gpu": 4}
+SIZES |= {"h": ("gpu", 2), "r": ("gpu,gpu2", 2)}
+CAPACITIES = {"cpu": 8, "gpu": 4, "gpu2": 3}
+GIVEN: dict[str, dict[str, object]] = {"r": {"device": "gpu,gpu2"}}  # so that it has two replicas
 MODELS = st.sampled_from(sorted(SIZES))
 PRIORITIES: st.SearchStrategy[Priority] = st.sampled_from(["high", "normal", "low"])
 
 
 class Models(RuleBasedStateMachine):
-    """One host with two devices and seven models, of which one fits nowhere."""
+    """One host with three devices and eight models, of which one fits nowhere, and one has two replicas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +38,8 @@ class Models(RuleBasedStateMachine):
         self.host.add("a", pin=pinned)
         self.host.add("b", preload=preload)
         self.host.add("c", keep_alive=keep_alive)
-        for name in ("d", "huge", "g", "h"):
-            self.host.add(name)
+        for name in ("d", "huge", "g", "h", "r"):
+            self.host.add(name, **GIVEN.get(name, {}))
         self.host.settle()
 
     @rule(asked=st.lists(st.tuples(MODELS, PRIORITIES), min_size=1, max_size=5))
@@ -92,7 +94,7 @@ class Models(RuleBasedStateMachine):
         if any(entry.name == name for entry in self.host.catalogue.entries):
             self.host.catalogue = self.host.catalogue.remove(name)
         else:
-            self.host.add(name)
+            self.host.add(name, **GIVEN.get(name, {}))
         self.host.settle()
 
     @rule(name=MODELS)
@@ -107,6 +109,8 @@ class Models(RuleBasedStateMachine):
     def operate(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.host.having("unloaded", "ready")))
         state = self.host.states[key]
+        if state.status == "unloaded" and key.replica:  # none asks for a further one
+            return
         if state.status == "unloaded":
             self.host.states[key] = enqueue(state, self.host.now, requested=True)
         else:
@@ -467,3 +471,115 @@ def test_a_former_revision_stays_until_all_know_the_newer_one() -> None:
     host.now += RULES.least_residency
     host.settle()
     assert host.having("ready") == [RevisionKey("a", 2)]
+
+
+def replicated(capacities: dict[str, int], **given: object) -> Host:
+    """The model `a` with two replicas of 4 bytes, and the model `b` on `one`."""
+    host = Host({"a": ("one,two", 4), "b": ("one", 4)}, capacities)
+    host.add("a", **{"device": "one,two"} | given)
+    host.add("b")
+    host.settle()
+    return host
+
+
+FIRST, SECOND = RevisionKey("a", 1), RevisionKey("a", 1, 1)
+
+
+def test_replicas_are_on_as_many_devices_as_they_can() -> None:
+    host = replicated({"one": 8, "two": 8}, replicas=3)
+    host.ask("a")
+    host.settle()
+    run(host, lambda: len(host.having("ready")) == 3)
+    assert sorted(state.device or "" for state in host.states.values()) == ["one", "one", "two"]
+
+
+def test_the_emptiest_device_is_chosen() -> None:
+    host = Host({"a": ("one,two", 4), "b": ("one,two", 4)}, {"one": 8, "two": 9})
+    for name in "ab":
+        host.add(name)
+        host.ask(name)
+        host.settle()
+    assert [host.states[RevisionKey(name, 1)].device for name in "ab"] == ["two", "one"]
+
+
+def test_nothing_makes_room_for_a_further_replica_and_it_goes_first() -> None:
+    host = replicated({"one": 4, "two": 4})
+    host.ask("b")
+    host.settle()
+    run(host, lambda: host.waiters[-1].status == "served")
+    host.ask("a")
+    host.settle()
+    run(host, lambda: host.waiters[-1].status == "served")
+    host.now += 100.0
+    host.settle()
+    assert host.having("ready") == [FIRST, RevisionKey("b", 1)] and host.having("queued") == [SECOND]
+    assert host.states[FIRST].device == "two"
+    host.states[RevisionKey("b", 1)] = start_draining(host.states[RevisionKey("b", 1)], host.now, "asked")
+    host.settle()
+    run(host, lambda: SECOND in host.having("ready"))
+    host.now += 100.0
+    host.states[SECOND] = touch(host.states[SECOND], host.now - RULES.least_residency)  # more lately than the first
+    host.ask("b")
+    host.settle()
+    assert host.having("loading") == [RevisionKey("b", 1)] and host.having("ready") == [FIRST]
+
+
+def test_while_one_replica_serves_the_others_fail_nobody() -> None:
+    host = replicated({"one": 4, "two": 4})
+    waiter = host.ask("a")
+    host.settle()
+    host.end_load(FIRST, ok=True)
+    host.settle()
+    assert host.having("loading") == [SECOND]
+    host.end_load(SECOND, ok=False)
+    host.settle()
+    assert waiter.status == "waiting" and host.having("failed") == [SECOND]
+    run(host, lambda: host.having("ready") == [FIRST, SECOND])
+    host.die(FIRST)  # whose requests the second takes over
+    host.ask("a")
+    host.settle()
+    assert host.waiters[-1].status == "waiting" and host.having("ready") == [SECOND]
+
+
+def test_replicas_stay_together_as_long_as_one_is_used() -> None:
+    host = replicated({"one": 4, "two": 4}, keep_alive=3.0)
+    host.ask("a")
+    host.settle()
+    run(host, lambda: host.having("ready") == [FIRST, SECOND])
+    host.ask("a")
+    host.dispatch(SECOND)
+    host.now += 10.0
+    host.settle()
+    assert host.having("ready") == [FIRST, SECOND], "the second is busy"
+    host.finish(SECOND)
+    host.now += 3.0
+    host.settle()
+    assert not host.having(*RESIDENT, "queued")
+
+
+def test_a_host_leaves_a_second_replica_to_others_for_a_while() -> None:
+    host = replicated({"one": 8, "two": 8})
+    host.ask("a")
+    host.settle()
+    host.end_load(FIRST, ok=True)
+    host.states[SECOND] = enqueue(ModelState(name="a", replica=1), host.now)
+    view = replace(host.view(), has_peers=True)
+    assert plan(view, RULES, host.now) == []
+    assert plan(replace(view, has_peers=False), RULES, host.now) == [Load(SECOND, "two")]
+    assert plan(view, RULES, host.now + RULES.spread) == [Load(SECOND, "two")]
+    other = replace(view, agent="other", devices={name: Device(8, 8) for name in ("one", "two")})
+    assert plan(other, RULES, host.now) == [Load(SECOND, "one")]
+
+
+def test_a_swap_lets_a_further_replica_go_and_keeps_the_first() -> None:
+    host = Host({"a": ("one", 4)}, {"one": 8})
+    host.add("a", replicas=2)
+    host.ask("a")
+    host.settle()
+    run(host, lambda: host.having("ready") == [FIRST, SECOND])
+    host.now += 100.0
+    host.catalogue = host.catalogue.swap("a", "/models/new")
+    host.settle()
+    assert host.having("ready") == [FIRST] and host.having("loading") == [RevisionKey("a", 2)]
+    host.end_load(RevisionKey("a", 2), ok=True)
+    run(host, lambda: len(host.having("ready")) == 2 and not host.having("ready", revision=FIRST))
