@@ -59,7 +59,7 @@ from .workers import HostedWorkers
 
 log = structlog.get_logger(__name__)
 
-PAUSE, IDLE_PAUSE = 0.25, 1.0  # seconds between two plans; while nothing loads, runs or waits
+PAUSE, IDLE_PAUSE = 0.25, 1.0  # seconds between two plans, at most a heartbeat; while nothing loads, runs or waits
 ANNOUNCED = 60.0  # seconds between two announcements of a model; one that nobody announces is forgotten in ten minutes
 EVERYWHERE = 8  # plans for each that looks at all lanes; the others look where something waits
 USED = 1.0  # seconds; a busy model's last use is noted no more often
@@ -109,6 +109,7 @@ class ModelAgent:
                 pause = PAUSE
                 with outage_logged("models cannot be placed"):
                     pause = PAUSE if await self._step() else IDLE_PAUSE
+                pause = min(pause, self._settings.heartbeat_interval)
                 waits = [asyncio.create_task(each.wait()) for each in (until, self._due)]
                 await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 for wait in waits:

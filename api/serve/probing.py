@@ -26,7 +26,7 @@ from ...streams.port import DEADLINE, SCHEMA, Broker
 from ...streams.topology import EVENTS, Subjects, lane_of
 
 PAUSE = 0.1  # seconds between two looks for the answer
-GRACE = 5.0  # seconds after the deadline in which the pipeline may say why there is no answer
+GRACE = 5.0  # seconds after the deadline in which the pipeline may say why there is no answer; at most the time-out
 TENANT = BRIDGE = "probe"
 PROMPT, TOKENS = 10, 4  # a token id that every vocabulary has; tokens to generate
 
@@ -61,7 +61,7 @@ async def _probe(broker: Broker, settings: Settings, card: ModelCard, adapter: A
     )
     await through_outages(publish, events)
     try:
-        while time.time() < job.deadline + GRACE:
+        while time.time() < job.deadline + min(GRACE, settings.probe_timeout):
             newest = await through_outages(lambda: broker.last(EVENTS, events), events)
             if newest is not None and isinstance(event := codec.decode_event(newest.data), FINAL):
                 return _fault(event, name)

@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         '[models.two]\nsource = "no-files-2"\nbackend = "echo"\n'
     )
     keys = ("--api-keys", "one=sk-user-here,two=sk-admin-here admin")
-    with serving(root / "state", "--models", str(file), *keys) as served:
+    with serving(root / "state", "--models", str(file), "--heartbeat-interval", "0.3", *keys) as served:
 
         def command(*arguments: str, key: str = "sk-admin-here") -> Result:
             return CliRunner().invoke(app, ["models", *arguments, "--url", served.url, "--api-key", key])

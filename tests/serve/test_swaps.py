@@ -35,7 +35,9 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     table = {"source": str(tiny_model), "dtype": "float32", "kv_cache_memory": "64MiB", "max_sequence_length": 256}
     file.write_text("\n".join(["[models.m]", *(f"{key} = {value!r}" for key, value in table.items())]))
     keys = ("--api-keys", "one=sk-user-of-swaps,two=sk-admin-of-swaps admin")
-    with serving(root / "state", "--models", str(file), "--models-memory", "8GiB", *keys) as served:
+    with serving(
+        root / "state", "--models", str(file), "--models-memory", "8GiB", "--heartbeat-interval", "0.3", *keys
+    ) as served:
         yield served
 
 
