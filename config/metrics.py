@@ -130,6 +130,7 @@ HTTP_DURATION = _histogram(
     _PHASE,
     ("method", "handler"),
 )
+CANARY = _gauge("penstock_answering", "Whether requests are answered, as the bridge finds by asking itself: 1 or 0.")
 HTTP_OPEN = _gauge("http_requests_in_progress", "HTTP requests that are being answered.")
 
 # What every process counts.

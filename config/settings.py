@@ -120,6 +120,9 @@ class Settings(ModelsSettings):
         "auto", description="auto: readable on a terminal, JSON elsewhere."
     )
     access_log: bool = Field(True, description="Log a line for each HTTP request, without its text.")
+    canary_interval: float = Field(
+        15.0, ge=0, description="Ask a model after so long without an answer, to know if requests succeed; 0: never."
+    )
     metrics_port: int | None = Field(
         None, ge=1, le=65535, description="Also serve this process's metrics here, for Prometheus, without a key."
     )

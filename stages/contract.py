@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol
 
 from ..config.settings import Settings
 from ..schemas import codec
+from ..schemas.canaries import CANARY
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Superseded
 from ..schemas.events import FINAL, Accepted, Cancelled, Event, Usage
 from ..schemas.jobs import Priority, ValidatedJob
@@ -99,14 +100,14 @@ class Pipe:
         """
         request = event.request
         subject, name = self.subjects.events(tenant, bridge, request), f"{tenant}.{request}.{key}"
-        is_over = await self._add(event, subject, name)
+        is_over = await self._add(event, subject, name, counts=tenant != CANARY)
         if isinstance(event, FINAL) and (turn := TurnId.of(request)):
             step = Step(id=turn.response, turn=request, tenant=tenant, bridge=bridge)
             await self.store(self.subjects.tools(priority, tenant), codec.encode(step), name, codec.STEP)
         return is_over
 
-    async def _add(self, event: Event, subject: str, name: str) -> bool:
-        """Store an event behind the last one of its request, unless it is stored already.
+    async def _add(self, event: Event, subject: str, name: str, *, counts: bool) -> bool:
+        """Store an event behind the last one of its request, unless it is stored already; `counts` for the metrics.
 
         Returns whether the request has ended.
         """
@@ -121,7 +122,7 @@ class Pipe:
                 trail.merge(known)
             else:
                 trail.add(event, stored.sequence)
-                if isinstance(event, FINAL) and not stored.duplicate:
+                if counts and isinstance(event, FINAL) and not stored.duplicate:
                     count_outcome(event)
                 break
         if trail.overlaps(event):

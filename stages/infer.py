@@ -16,6 +16,7 @@ import structlog
 from ..config import metrics
 from ..engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ..schemas import codec
+from ..schemas.canaries import CANARY
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal
 from ..schemas.events import FINAL
 from ..schemas.jobs import InferenceBatch, Priority, ValidatedJob
@@ -31,7 +32,7 @@ from .arrivals import Arrivals
 from .contract import Intake, Pipe, Stage
 from .degradation import slots
 from .relay import OutputPublisher
-from .request_metrics import EngineMetrics, RequestMetrics, WorkerMetrics
+from .request_metrics import EngineMetrics, RequestMetrics, Unmeasured, WorkerMetrics
 from .transcript import Transcript
 
 log = structlog.get_logger(__name__)
@@ -224,7 +225,7 @@ class Infer(Stage):
         return max(self.pipe.settings.relay_interval, len(self._publishers) / _MESSAGES)
 
     async def _publish_outputs(self, job: ValidatedJob, newest: int, adapter: str | None) -> None:
-        measured = RequestMetrics(job, self._metrics)
+        measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics)
         publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter)
         self._publishers[job.tenant, job.id] = publisher
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), publisher.expire)

@@ -113,6 +113,18 @@ class RequestMetrics:
                 worker.time_per_token.observe(decoding / (longest - 1))
 
 
+class Unmeasured(RequestMetrics):
+    """Of a canary, which is nobody's request."""
+
+    def began(self) -> None: ...
+
+    def continued(self, token_ids: Sequence[Sequence[int]]) -> None: ...
+
+    def published(self, deltas: Sequence[Delta]) -> None: ...
+
+    def ended(self) -> None: ...
+
+
 class EngineMetrics(Collector):
     """The state of a worker's engine at the moment somebody asks."""
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -31,6 +32,7 @@ class Bridge:
     def __init__(self, broker: Broker, subjects: Subjects, name: str | None = None) -> None:
         self.name = name or f"b{secrets.token_hex(8)}"
         self.draining = False  # set by drain
+        self.last_answer = self.last_failure = time.monotonic()  # when the newest token and failure came
         self.broker = broker
         self.subjects = subjects
         self._early_refusal = EarlyRefusal()

@@ -11,7 +11,20 @@ import structlog
 
 from ...schemas import codec
 from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, Refusal
-from ...schemas.events import FINAL, Accepted, Cancelled, Done, ErrorBody, Event, Failed, ItemEvent, Queued, Token, Turn
+from ...schemas.events import (
+    FINAL,
+    Accepted,
+    Cancelled,
+    Done,
+    ErrorBody,
+    Event,
+    Expired,
+    Failed,
+    ItemEvent,
+    Queued,
+    Token,
+    Turn,
+)
 from ...schemas.loops import is_response
 from ...streams.port import Broker, Message, Subscription
 from ...streams.topology import Subjects
@@ -31,6 +44,9 @@ class Opener(Protocol):
 
     @property
     def subjects(self) -> Subjects: ...
+
+    last_answer: float  # when the newest answer began, by the monotonic clock; set by Reading.feed
+    last_failure: float  # when a request failed last; set by Reading.feed and end
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background."""
@@ -99,7 +115,8 @@ class Reading:
                         self._finished.add(event.choice)
                     self._next[event.choice] = expected + len(event.token_ids)
                     if self.first_token is None:
-                        self.first_token = time.monotonic() - self._opened
+                        self._bridge.last_answer = now = time.monotonic()
+                        self.first_token = now - self._opened
                     self._ready.append(event)
                 elif event.index > expected:
                     self._missed = True
@@ -127,6 +144,8 @@ class Reading:
             case _ if isinstance(event, FINAL):
                 self.final = event
                 self._ready.append(event)
+                if isinstance(event, Expired) or (isinstance(event, Failed) and event.error.status == 500):
+                    self._bridge.last_failure = time.monotonic()
             case _:
                 self._ready.append(event)
         self._news.set()
@@ -135,6 +154,7 @@ class Reading:
         """Stop reading: the last event that `take` returns is this failure."""
         if self.final is None:
             self.is_cut = True
+            self._bridge.last_failure = time.monotonic()
             self.final = Failed(self.request, ErrorBody.of(refusal))
             self._ready.append(self.final)
             self._news.set()

@@ -23,6 +23,7 @@ from ...streams.port import Broker
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
+from ..bridge.canary import Canary
 from .access import AccessLog, note
 from .answers import error_response
 from .batches import add_batches
@@ -58,8 +59,10 @@ def create_app(
     settings: Settings,
     version: str,
     family: FamilyMetrics | None = None,
+    canary: Canary | None = None,
 ) -> FastAPI:
-    """The ASGI application. The caller starts `bridge` and runs `registry`; `family` has what other processes count.
+    """The ASGI application. The caller starts `bridge` and runs `registry` and `canary`; `family` has what other
+    processes count.
 
     Raises `ConfigurationError` for malformed API keys.
     """
@@ -93,7 +96,8 @@ def create_app(
     @app.get("/health", tags=["health"], responses={503: _NOT_READY})
     @app.get("/health/ready", tags=["health"], responses={503: _NOT_READY})
     async def ready() -> Any:
-        """Answer 200 if a request would be answered now; otherwise 503 with what is `missing`.
+        """Answer 200 if a request would be answered now; otherwise 503 with what is `missing`, or the `fault` for which
+        the last requests were not answered.
 
         A custom stage need not send heartbeats, so one without them is `unseen`, not `missing`. `slow_paths` says for
         each worker which fast paths its model cannot take, and why.
@@ -106,10 +110,12 @@ def create_app(
         unseen = [stage for stage in absent if stage in settings.job_stages and stage not in BUILT_IN_STAGES]
         missing = [part for part in absent if part not in unseen]
         answer: dict[str, Any] = {"status": "waiting", "missing": missing} if missing else {"status": "ready"}
+        if canary and canary.fault and not missing:
+            answer = {"status": "failing", "fault": canary.fault._asdict()}
         slow = {card.id: card.slow_paths for card in registry.workers if card.slow_paths}
         answer |= {"workers": len(registry.workers)}
         answer |= ({"unseen": unseen} if unseen else {}) | ({"slow_paths": slow} if slow else {})
-        return JSONResponse(answer, 503 if missing else 200)
+        return JSONResponse(answer, 200 if answer["status"] == "ready" else 503)
 
     add_streams(app, gateway)
     return app

@@ -19,6 +19,7 @@ from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
 from ..batches.runner import BatchRunner
 from ..bridge.bridge import Bridge
+from ..bridge.canary import Canary
 from .app import create_app
 from .connections import protocol
 from .metrics import MetricsRoutes
@@ -40,7 +41,8 @@ async def serve_http(
     await bridge.start()
     family = FamilyMetrics()
     await family.listen(broker, subjects)
-    application = create_app(bridge, broker, registry, settings, __version__, family)
+    canary = Canary(bridge, registry, settings.canary_interval)
+    application = create_app(bridge, broker, registry, settings, __version__, family, canary)
     server = _Server(
         uvicorn.Config(
             application,
@@ -55,7 +57,8 @@ async def serve_http(
 
     shown: MetricsRoutes = application.state.metrics
     serve_metrics(settings.host, settings.metrics_port, shown.whole)
-    showing = asyncio.create_task(shown.keep_fresh()) if settings.metrics_port else None
+    beside = [asyncio.create_task(shown.keep_fresh())] if settings.metrics_port else []
+    beside += [asyncio.create_task(canary.run())] if settings.canary_interval else []
     batches = asyncio.create_task(BatchRunner(bridge, settings).run())
     batches.add_done_callback(lambda _: stopping.set())  # a bridge without its batch runner restarts
 
@@ -72,8 +75,8 @@ async def serve_http(
             await batches
     finally:
         stopper.cancel()
-        if showing:
-            showing.cancel()
+        for task in beside:
+            task.cancel()
         batches.cancel()
 
 

@@ -17,6 +17,7 @@ import structlog
 
 from ...config import metrics
 from ...schemas import codec
+from ...schemas.canaries import CANARY
 from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
 from ...schemas.registry import WorkerCard
@@ -144,8 +145,9 @@ class Batch(JobStage):
         if self._leaving:
             raise _leaving()
         self._check_size(job, self._workers.living(job.model, job.revision))
-        self._tenants[job.tenant] = self.pipe.now()
-        self._tenants.move_to_end(job.tenant)
+        if job.tenant != CANARY:  # which nobody makes room for
+            self._tenants[job.tenant] = self.pipe.now()
+            self._tenants.move_to_end(job.tenant)
         if len(self._tenants) > MOST_TENANTS:
             self._tenants.popitem(last=False)
         lanes = self._lanes[job.model, job.revision]
