@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import orjson
 from nats.aio.msg import Msg
@@ -60,9 +61,12 @@ class JetStreamBroker:
     broker creates them again, empty, as soon as it has reconnected.
     """
 
-    def __init__(self, link: Link, *, namespace: str, replicas: int = 1) -> None:
+    def __init__(self, link: Link, again: Callable[[], Awaitable[Link]], *, namespace: str, replicas: int = 1) -> None:
+        """`again` opens another connection to the same servers."""
         self.replicas = replicas  # of streams created from now on; set by Deployment
         self._link = link
+        self._again = again
+        self._aside: list[Link] = []  # connections for what may come faster than it is read; set by refuse
         self._namespace = namespace
         self._configs: dict[str, Json] = {}  # as `ensure` requested them, by stream name
         self._consumers: list[PullConsumer] = []
@@ -82,7 +86,8 @@ class JetStreamBroker:
 
         Raises `BrokerAway` if no server answers or JetStream is off, and `StartupError` if the server refuses us.
         """
-        link = await Link.connect(url, name=name, timeout=timeout)
+        again = partial(Link.connect, url, name=name, timeout=timeout)
+        link = await again()
         try:
             await call(link, "INFO")
         except BrokerUnavailable as error:
@@ -90,7 +95,7 @@ class JetStreamBroker:
             raise BrokerAway(
                 f"the NATS server at {link.address} offers no JetStream: {error}; start it with -js"
             ) from error
-        return cls(link, namespace=namespace, replicas=replicas)
+        return cls(link, again, namespace=namespace, replicas=replicas)
 
     @property
     def max_payload(self) -> int:
@@ -240,12 +245,16 @@ class JetStreamBroker:
                 answer = {"type": PUBLISHED, "error": {"code": 400, "description": reason}}
                 await self._link.send(message.reply, orjson.dumps(answer))
 
-        return await self._listening(await self._link.subscribe(subject, heard, group=group))
+        # A publisher sets the pace of what arrives here, and the server cuts off a connection that lags behind.
+        link = await self._again()
+        self._aside.append(link)
+        return await self._listening(await link.subscribe(subject, heard, group=group), link)
 
-    async def _listening(self, subscription: Subscription) -> _Listening:
-        listening = _Listening(self._link, subscription)
+    async def _listening(self, subscription: Subscription, link: Link | None = None) -> _Listening:
+        link = link or self._link
+        listening = _Listening(link, subscription)
         try:
-            await self._link.flush()
+            await link.flush()
         except BaseException:
             await listening.close()
             raise
@@ -257,6 +266,8 @@ class JetStreamBroker:
     async def close(self) -> None:
         for consumer in self._consumers:
             await consumer.close()
+        for link in self._aside:
+            await link.close()
         await self._link.close()
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> Published:

@@ -41,9 +41,11 @@ log = logging.getLogger(__name__)
 
 _EXPIRES = 30.0  # seconds until the server drops a request
 _HEARTBEAT = 3.0  # seconds between the server's heartbeats while it delivers nothing
+_MOST_BYTES = 16 << 20  # that a request may bring, and half of what lies here unread when the next one is sent
 _RETRY_WAIT = 0.25  # seconds before a failed open is retried
 _IDLE = "100"
 _EXPIRED = ("404", "408")
+_TOO_MANY_BYTES = "MaxBytes"  # in the description of a request that has brought its bytes
 _HOLDER = "penstock-holder"
 
 
@@ -92,6 +94,10 @@ class JetStreamDelivery:
         await self._link.send(self._reply, b"+WPI")
 
 
+def _description(message: Msg) -> str:
+    return (message.headers or {}).get("Description", "")
+
+
 class PullConsumer:
     """Implements `Consumer`. Create it with `open`."""
 
@@ -104,6 +110,7 @@ class PullConsumer:
         self._inbox = link.new_inbox()
         self._clock = asyncio.get_running_loop().time
         self._buffer: deque[JetStreamDelivery] = deque()
+        self._held = 0  # bytes in the buffer
         self._requested = 0  # messages requested and not received; `_start` resets it
         self._generation = 0  # of requests; the end of an older one is ignored
         self._pulling = False  # set by `_start`, reset by `_lose`
@@ -145,6 +152,7 @@ class PullConsumer:
                 await self._ask()
             except asyncio.CancelledError:
                 self._buffer.extendleft(reversed(taken))
+                self._held += sum(len(delivery.message.data) for delivery in taken)
                 raise
             if taken:
                 return list(taken)
@@ -166,6 +174,7 @@ class PullConsumer:
         stale = self._clock() - self._spec.ack_wait
         while self._buffer and len(taken) < limit:
             delivery = self._buffer.popleft()
+            self._held -= len(delivery.message.data)
             # If its lease has expired in the buffer, the server has delivered the message again.
             if delivery.received > stale:
                 taken.append(delivery)
@@ -176,9 +185,14 @@ class PullConsumer:
         # A request sent while disconnected would reach the server in addition to those after the reconnect.
         if 2 * wanted < self._prefetch or not self._pulling or not self._link.connected:
             return
+        # The server cuts off whoever has too much to read, and with it everything else on the connection.
+        most = max(_MOST_BYTES, 2 * self._link.max_payload)
+        if 2 * self._held >= most:
+            return
         self._requested += wanted
         self._heard = self._clock()
-        request = {"batch": wanted, "expires": nanoseconds(_EXPIRES), "idle_heartbeat": nanoseconds(_HEARTBEAT)}
+        request = {"batch": wanted, "max_bytes": most, "expires": nanoseconds(_EXPIRES)}
+        request["idle_heartbeat"] = nanoseconds(_HEARTBEAT)
         await self._link.send(
             f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._spec.name}",
             orjson.dumps(request),
@@ -198,6 +212,7 @@ class PullConsumer:
             await delivery.nak()
         else:
             self._buffer.append(delivery)
+            self._held += len(message.data)
             self._arrived.set()
 
     async def _request_ended(self, message: Msg) -> None:
@@ -205,7 +220,7 @@ class PullConsumer:
         if code == _IDLE or message.subject != f"{self._inbox}.{self._generation}":
             return
         remaining = (message.headers or {}).get("Nats-Pending-Messages")
-        if code in _EXPIRED and remaining is not None:
+        if remaining is not None and (code in _EXPIRED or _TOO_MANY_BYTES in _description(message)):
             self._requested = max(0, self._requested - int(remaining))
             await self._ask()
         else:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 from collections import Counter
 from dataclasses import replace
+from urllib.parse import urlsplit
 
+import nats
+import nats.errors
 import pytest
 
 from penstock.schemas.errors import BrokerUnavailable, StartupError, StreamFull
@@ -16,7 +21,7 @@ from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.management import call
 from penstock.streams.nats.pull import parse_reply_subject
 from penstock.streams.nats.server import EmbeddedServer
-from penstock.streams.port import BucketSpec, Consumer, ConsumerSpec, Message, Published, StreamSpec
+from penstock.streams.port import BucketSpec, Consumer, ConsumerSpec, Delivery, Message, Published, StreamSpec
 
 PATIENCE = 20.0  # seconds until a wait counts as endless
 PROMPT = 5.0  # seconds; missing heartbeats would have told only later
@@ -251,6 +256,54 @@ async def test_a_full_stream_does_not_block_others(jetstream: JetStreamBroker, n
     )
     assert all(isinstance(result, StreamFull) for result in results[::2])
     assert [getattr(result, "sequence", None) for result in results[1::2]] == list(range(1, 11))
+
+
+async def test_large_messages_do_not_cost_the_connection(jetstream: JetStreamBroker, namespace: str) -> None:
+    """The server sends what a consumer asks for at once, and cuts off a connection that cannot read so fast."""
+    await jetstream.ensure([StreamSpec("QUEUE", (f"{namespace}.queue.>",), "work_queue", "memory")], [])
+    count, data = 40, b"x" * (4 << 20)
+    for number in range(count):
+        await jetstream.publish(f"{namespace}.queue.a", data, message_id=f"m{number}")
+    spec = ConsumerSpec("QUEUE", "reader", f"{namespace}.queue.>", ack_wait=60.0)
+    consumer = await jetstream.consume(spec, prefetch=64)
+    taken: list[Delivery] = []
+    async with asyncio.timeout(60):
+        while len(taken) < count:
+            taken += await consumer.take(1)
+            await taken[-1].ack()
+    assert [delivery.attempt for delivery in taken] == [1] * count
+    assert [delivery.message.sequence for delivery in taken] == list(range(1, count + 1))
+    assert jetstream.outages == 0
+
+
+def flood(url: str, subject: str, count: int, data: bytes) -> None:
+    """Publish without a pause, and without the event loop."""
+    at = urlsplit(url)
+    with socket.create_connection((at.hostname or "", at.port or 0)) as connection, connection.makefile("rwb") as wire:
+        wire.readline()  # INFO
+        wire.write(b'CONNECT {"verbose":false,"auth_token":"%s"}\r\n' % (at.username or "").encode())
+        for _ in range(count):
+            wire.write(b"PUB %s %d\r\n%s\r\n" % (subject.encode(), len(data), data))
+        wire.write(b"PING\r\n")
+        wire.flush()
+        assert wire.readline().startswith(b"PONG")
+
+
+async def test_who_hears_more_than_it_reads_keeps_its_connection(own_server: EmbeddedServer, namespace: str) -> None:
+    """What others publish on the subjects of `refuse` cuts off nothing else."""
+    broker = await JetStreamBroker.connect(own_server.url, namespace=namespace)
+    await broker.refuse(f"{namespace}.jobs.>", "g", lambda _: "no such lane")
+    flood(own_server.url, f"{namespace}.jobs.a", 40, b"x" * (4 << 20))  # the loop reads nothing meanwhile
+    publisher = await nats.connect(own_server.url)
+    async with asyncio.timeout(PATIENCE):
+        while True:  # until the other connection is there again, if it was cut off
+            with contextlib.suppress(nats.errors.Error):
+                answer = await publisher.request(f"{namespace}.jobs.a", b"", timeout=1)
+                break
+    assert b"no such lane" in answer.data
+    assert broker.outages == 0
+    await publisher.close()
+    await broker.close()
 
 
 async def test_a_stream_has_more_than_a_thousand_consumers(jetstream: JetStreamBroker, namespace: str) -> None:
