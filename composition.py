@@ -31,7 +31,7 @@ from .api.terminal.options import with_settings
 from .config import metrics
 from .config.catalogue import offered_models
 from .config.logging import configure_logging
-from .config.process import host, keep_loaded
+from .config.process import end_quietly, host, keep_loaded
 from .config.settings import Settings
 from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
@@ -94,6 +94,7 @@ def worker(
     configure_logging(loaded.settings, process="worker")
     whole = replace(loaded, settings=_with_model(loaded.settings))
     _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}", revision))
+    end_quietly()
 
 
 @with_settings

@@ -70,3 +70,12 @@ def keep_loaded() -> None:
     all of them and stop the process for some tenths of a second.
     """
     gc.freeze()
+
+
+def end_quietly() -> None:
+    """End this process now, if the interpreter's own end would be noisy: torch imports triton where that is installed,
+    and its binding then lists "leaks" by the hundred."""
+    if "triton" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
