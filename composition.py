@@ -208,10 +208,9 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
     from .engine.sizing import CACHING, human, sized
     from .stages.infer import Infer
 
-    settings = loaded.settings
+    settings, directory = loaded.settings, None if loaded.settings.model is None else Path(loaded.settings.model)
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     given = {name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"}
-    directory = None if settings.model is None else Path(settings.model)
     lower_priority()
     prepare_process(settings.threads or worker_threads(directory, settings.workers))
     sizes = sized(EngineConfig(**given), settings.workers)
