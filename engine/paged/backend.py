@@ -95,34 +95,34 @@ class PagedBackend:
         self.tokenizer = Tokenizer(directory)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
         model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
-        self._runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels, make_head)
-        if self._runner.uncompiled:
-            self._slow_paths.append(f"decoding is not compiled: {self._runner.uncompiled}")
+        self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels, make_head)
+        if self.runner.uncompiled:
+            self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")
         chunked = config.enable_chunked_prefill is not False
         chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
         longest = min(chunk, info.context_length) if chunked else info.context_length
         groups = plan_blocks(
             config.kv_cache_memory,
-            self._runner.groups,
-            self._runner.specs,
-            token_block=self._runner.block_size,
-            number_size=self._runner.dtype.itemsize,
+            self.runner.groups,
+            self.runner.specs,
+            token_block=self.runner.block_size,
+            number_size=self.runner.dtype.itemsize,
             max_batch_size=config.max_batch_size,
             max_step_tokens=longest,
         )
-        self._runner.allocate([group.num_blocks for group in groups])
-        self.blocks = KVBlocks(self._runner.block_size, groups, longest)
+        self.runner.allocate([group.num_blocks for group in groups])
+        self.blocks = KVBlocks(self.runner.block_size, groups, longest)
         self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked, config.reserved_batch_size)
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._unread: _Unread | None = None  # set by `step`
         self._kv_cache_memory = config.kv_cache_memory
         context = self._context(config, info.context_length)
-        if self._runner.on_triton and config.enable_cuda_graph is not False:
+        if self.runner.on_triton and config.enable_cuda_graph is not False:
             self._record_graphs(config, context)
         elif config.enable_cuda_graph:
             raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
         elif device.type == "cuda":
-            reason = "enable_cuda_graph is false" if self._runner.on_triton else "Triton is missing; install it"
+            reason = "enable_cuda_graph is false" if self.runner.on_triton else "Triton is missing; install it"
             self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {reason}")
         for reason in self._slow_paths:
             _log.warning("%s: %s", config.model, reason)
@@ -142,7 +142,7 @@ class PagedBackend:
 
     def _record_graphs(self, config: SizedConfig, context_length: int) -> None:
         try:
-            self._runner.record_graphs(context_length, config.max_batch_size)
+            self.runner.record_graphs(context_length, config.max_batch_size)
         except RuntimeError as error:
             if config.enable_cuda_graph:
                 raise ModelLoadError(
@@ -200,7 +200,7 @@ class PagedBackend:
         stats = self.blocks.stats()
         return CacheStats(
             memory=self._kv_cache_memory,
-            num_tokens=max(pool.num_blocks for pool in self.blocks.pools) * self._runner.block_size,
+            num_tokens=max(pool.num_blocks for pool in self.blocks.pools) * self.runner.block_size,
             usage=self.blocks.usage,
             num_blocks=stats.num_blocks,
             num_cached_blocks=stats.num_cached,
@@ -213,15 +213,15 @@ class PagedBackend:
     @property
     def weight_bytes(self) -> int:
         """The bytes of weights that a decoding step of one row reads."""
-        return self._runner.weight_bytes
+        return self.runner.weight_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self._runner.dtype.itemsize * sum(spec.numbers for spec in self._runner.specs)
+        return self.runner.dtype.itemsize * sum(spec.numbers for spec in self.runner.specs)
 
     def flops(self, num_tokens: int, num_logits: int, num_attended: int) -> int:
         """The floating-point operations of a step whose queries attend to `num_attended` keys in all."""
-        runner = self._runner
+        runner = self.runner
         products = num_tokens * (runner.num_weights - runner.num_head_weights) + num_logits * runner.num_head_weights
         return 2 * products + num_attended * runner.attention_flops
 
@@ -232,18 +232,18 @@ class PagedBackend:
         self._scheduler.remove(choice)
 
     def save_prefixes(self, path: Path) -> int:
-        return save_prefixes(path, self.blocks, self._runner, self.info.source)
+        return save_prefixes(path, self.blocks, self.runner, self.info.source)
 
     @torch.inference_mode()
     def load_prefixes(self, path: Path) -> int:
-        return load_prefixes(path, self.blocks, self._runner, self.info.source)
+        return load_prefixes(path, self.blocks, self.runner, self.info.source)
 
     def adapter_targets(self) -> Targets:
-        return self._runner.adaptation.targets
+        return self.runner.adaptation.targets
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
-        adapter = self._runner.load_adapter(files)
-        reason = self._runner.slow_adapters
+        adapter = self.runner.load_adapter(files)
+        reason = self.runner.slow_adapters
         if reason and reason not in self.info.slow_paths:
             _log.warning("%s: %s", self.info.source, reason)
             self.info = replace(self.info, slow_paths=(*self.info.slow_paths, reason))
@@ -253,7 +253,7 @@ class PagedBackend:
         return 0.0 if self.num_running or self.num_waiting else inf
 
     def close(self) -> None:
-        del self._runner
+        del self.runner
         gc.collect()
 
     def check_integrity(self) -> None:
@@ -282,7 +282,7 @@ class PagedBackend:
         indices = {row: index for index, row in enumerate(before.rows)} if before else {}
         segments = [to_segment(one, indices.get(one.row)) for one in scheduled]
         chosen = before.chosen.tokens if before and before.rows else None
-        logits, sampled, best = self._runner.forward(segments, chosen)
+        logits, sampled, best = self.runner.forward(segments, chosen)
         if any(segment.scores for segment in segments):
             logits, sampled = split_scores(scheduled, logits, sampled)
         rows = [scheduled[index].row for index in sampled]
@@ -303,7 +303,7 @@ class PagedBackend:
             if choice not in self._scheduler:  # cancelled meanwhile
                 continue
             if isinstance(result, Refusal):  # its keys and values may be NaN
-                self._runner.clear(self._scheduler.discard(choice))
+                self.runner.clear(self._scheduler.discard(choice))
                 if choice.finish is None:
                     deltas.append(choice.fail(result))
                 continue

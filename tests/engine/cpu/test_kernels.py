@@ -364,7 +364,7 @@ def test_the_switch(shape: str, quantization: str | None, model_directory: Calla
         )
         with InferenceEngine(config) as engine:
             backend: Any = engine._driver.backend
-            assert (backend._runner._compiled is not None) is compiled
+            assert (backend.runner._compiled is not None) is compiled
             assert engine.model_info().slow_paths == (
                 () if compiled else ("decoding is not compiled: compile_kernels is false",)
             )

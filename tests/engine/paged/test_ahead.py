@@ -79,13 +79,13 @@ def answer(backend: PagedBackend, prompt: list[int] = PROMPT, params: Generation
 
 def count_passes(backend: PagedBackend) -> list[int]:
     """The tokens of each pass from now on."""
-    forward, passes = backend._runner.forward, list[int]()
+    forward, passes = backend.runner.forward, list[int]()
 
     def counted(segments: Any, chosen: torch.Tensor | None = None) -> Any:
         passes.append(sum(len(segment.tokens) for segment in segments))
         return forward(segments, chosen)
 
-    backend._runner.forward = counted  # type: ignore[method-assign]
+    backend.runner.forward = counted  # type: ignore[method-assign]
     return passes
 
 
@@ -183,7 +183,7 @@ class TestLateEnds:
         """The token that ends one has no numbers; only the step too many computes it, in a block that others get."""
         known = answer(load(ahead=False))
         backend = load(kv_cache_memory=ByteSize(2 * BLOCK_BYTES), compile_kernels=False)  # which read no padding
-        backend._runner._decoder.embedding.data[known[0]] = torch.nan  # type: ignore[union-attr]
+        backend.runner._decoder.embedding.data[known[0]] = torch.nan  # type: ignore[union-attr]
         first = add(backend, params=GREEDY.model_copy(update={"stop_token_ids": (known[0],), "max_tokens": 20}))
         backend.step()
         assert not backend.step()[0].error and first.finish == "stop" and first.tokens == known[:1]

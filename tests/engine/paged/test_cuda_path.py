@@ -185,7 +185,7 @@ def test_recorded_steps_launched_ahead_change_no_answer(
     expected = play(paged.PagedBackend(config))
     monkeypatch.setattr(paged, "Runner", CudaLike)
     backend = paged.PagedBackend(config, ahead=True)
-    capture = record(backend._runner)
+    capture = record(backend.runner)
     rows = play(backend)
     assert capture.replays > 5
     for one, other in zip(rows, expected, strict=True):

@@ -65,12 +65,12 @@ def finish_step(backend: PagedBackend) -> bool:
 
 def poison(backend: PagedBackend) -> Any:
     """From now on a step with the token POISON has numbers that are none; how steps were run before."""
-    run = backend._runner.forward
+    run = backend.runner.forward
 
     def poisoned(segments: Any, chosen: torch.Tensor | None = None) -> Any:
         if not any(POISON in segment.tokens for segment in segments):
             return run(segments, chosen)
-        weight = backend._runner._decoder.embedding  # type: ignore[union-attr]
+        weight = backend.runner._decoder.embedding  # type: ignore[union-attr]
         saved = weight[POISON].clone()
         weight[POISON] = torch.nan
         try:
@@ -78,7 +78,7 @@ def poison(backend: PagedBackend) -> Any:
         finally:
             weight[POISON] = saved
 
-    backend._runner.forward = poisoned  # type: ignore[method-assign]
+    backend.runner.forward = poisoned  # type: ignore[method-assign]
     return run
 
 
@@ -102,14 +102,14 @@ class TestFailures:
     def test_a_step_that_fails_ends_only_the_culprit(self, load: Load) -> None:
         expected = self.alone(load)
         backend = load()
-        forward = backend._runner.forward
+        forward = backend.runner.forward
 
         def fail(segments: Any, chosen: torch.Tensor | None = None) -> Any:
             if any(POISON in segment.tokens for segment in segments):
                 raise torch.OutOfMemoryError("too much")
             return forward(segments, chosen)
 
-        backend._runner.forward = fail  # type: ignore[method-assign]
+        backend.runner.forward = fail  # type: ignore[method-assign]
         rows = [add(backend, prompt) for prompt in self.prompts]
         backend.step()
         culprit = add(backend, [1, POISON, 2])
@@ -127,7 +127,7 @@ class TestFailures:
         culprit = add(backend, [*range(40, 60), POISON, *range(40, 60)])
         finish(backend)
         assert culprit.finish == "error" and [row.tokens for row in rows] == expected
-        backend._runner.forward = run  # type: ignore[method-assign]
+        backend.runner.forward = run  # type: ignore[method-assign]
         heirs = [add(backend, prompt) for prompt in [*self.prompts, list(culprit.prompt), list(range(100, 300))]]
         finish(backend)
         assert [row.tokens for row in heirs[:3]] == expected
@@ -139,14 +139,14 @@ class TestFailures:
         expected = self.alone(load)
         backend = load()
         poison(backend)
-        forward = backend._runner.forward
+        forward = backend.runner.forward
 
         def fail(segments: Any, chosen: torch.Tensor | None = None) -> Any:
             if any(RAISING in segment.tokens for segment in segments):
                 raise torch.OutOfMemoryError("too much")
             return forward(segments, chosen)
 
-        backend._runner.forward = fail  # type: ignore[method-assign]
+        backend.runner.forward = fail  # type: ignore[method-assign]
         kinds = [*self.prompts, [1, RAISING, 2], [1, 2, POISON]]
         arrivals = st.tuples(st.integers(0, len(kinds) - 1), st.integers(0, 3))  # who, and how many steps later
 
@@ -221,7 +221,7 @@ class TestPrefixes:
         for group, (pool, twin) in enumerate(zip(first.blocks.pools, second.blocks.pools, strict=True)):
             assert [key for key, _ in pool.cached()] == [key for key, _ in twin.cached()]
             where, there = ([block for _, block in one.cached()] for one in (pool, twin))
-            for memory, copy in zip(first._runner.pools(group), second._runner.pools(group), strict=True):
+            for memory, copy in zip(first.runner.pools(group), second.runner.pools(group), strict=True):
                 assert torch.equal(memory.blocks(where), copy.blocks(there))
 
     def test_a_restarted_engine_knows_what_the_last_one_knew(
