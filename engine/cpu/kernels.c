@@ -22,7 +22,8 @@ enum { RUN = 4 };               /* rows of one adapter whose sums fit into regis
 /* x W' + b, [R, I] -> [R, O]. The weight is stored in blocks of 64 outputs, each in pairs of inputs:
    [O / 64, I / 2, 64, 2], zeros behind O and I.
    PLAIN: float32 is [O / 64, I, 64]. oneDNN uses the same layout, except for bfloat16 with AMX.
-   INT8: signs and magnitudes, each 64 bytes in the order that `interleave_bytes` undoes; float32 scales [O].
+   INT8: signs and magnitudes, each 64 bytes in the order that `interleave_bytes` undoes; level * scale, by groups of
+   32 inputs; T [O / 64, I / 32, 64].
    INT4: two to a byte, outputs 0 to 31 in the low nibbles; (level - 8) * scale + zero; T [O / 64, I / 32, 2, 64]. */
 typedef struct {
     const void *weight, *scales;
@@ -157,6 +158,14 @@ INLINE int64_t padded(const Product *p, int half) {
 
 INLINE int64_t pair_bytes(int kind, int half) { return kind == INT4 ? 64 : kind == INT8 ? 128 : half ? 256 : 512; }
 
+INLINE int64_t groups(const Product *p) { return (p->inputs + GROUP - 1) / GROUP; }
+
+/* The scales of a quantised weight's group that holds the pair `i` of a block; INT4's zeros follow them. */
+INLINE const void *scales_of(const Product *p, int64_t block, int64_t i, int kind, int half) {
+    const int64_t group = block * groups(p) + i / (GROUP / 2);
+    return (const uint8_t *)p->scales + group * (kind == INT4 ? 2 : 1) * BLOCK * (half ? 2 : 4);
+}
+
 INLINE __m512 group_sum(const void *x, int64_t i, int half) {
     return _mm512_set1_ps(
         _mm512_reduce_add_ps(_mm512_add_ps(load(x, i, 0xffff, half), load(x, i + 16, 0xffff, half))));
@@ -168,12 +177,13 @@ INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, con
                  const void *x, float (*to)[BLOCK], int rows, int kind, int half) {
     const int64_t stride = p->inputs, bytes = pair_bytes(kind, half);
     const uint8_t *weight = (const uint8_t *)p->weight + (block * (padded(p, half) / 2) + from) * bytes;
-    const int64_t step = kind == INT4 ? GROUP / 2 : end - from; /* pairs that have the same scales */
-    for (int64_t start = from; start < end; start += step) {
+    int64_t stop; /* the end of the pairs that have the same scales */
+    for (int64_t start = from; start < end; start = stop) {
+        stop = kind == PLAIN || start + GROUP / 2 > end ? end : start + GROUP / 2;
         __m512 sums[TILE][4];
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
-        for (int64_t i = start; i < start + step; i++, weight += bytes, next += share) {
+        for (int64_t i = start; i < stop; i++, weight += bytes, next += share) {
             for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
             __m512i pair[4];
             if (half || kind != PLAIN) dequantize_pair(weight, kind, pair);
@@ -195,12 +205,11 @@ INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, con
                     }
             }
         }
-        const int64_t group = block * (p->inputs / GROUP) + start / (GROUP / 2);
-        const void *scales = (const uint8_t *)p->scales + (kind == INT8 ? 4 * block : (half ? 4 : 8) * group) * BLOCK;
+        const void *scales = scales_of(p, block, start, kind, half);
         for (int r = 0; r < rows; r++) {
             __m512 input = kind == INT4 ? group_sum(x, r * stride + 2 * start, half) : _mm512_setzero_ps();
             for (int j = 0; j < 4; j++) {
-                __m512 scale = kind == PLAIN ? _mm512_set1_ps(1) : load(scales, 16 * j, 0xffff, kind == INT4 && half);
+                __m512 scale = kind == PLAIN ? _mm512_set1_ps(1) : load(scales, 16 * j, 0xffff, half);
                 __m512 sum = start ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
                 sum = _mm512_fmadd_ps(sums[r][j], scale, sum);
                 if (kind == INT4) sum = _mm512_fmadd_ps(input, load(scales, BLOCK + 16 * j, 0xffff, half), sum);
@@ -242,22 +251,19 @@ TILES(int8_f32, INT8, 0)
 TILES(int4_bf16, INT4, 1)
 TILES(int4_f32, INT4, 0)
 
-/* Write the pairs `from` to `end` of a quantised weight's block in PLAIN's layout: of INT8 the levels, not yet
-   scaled. */
+/* Write the pairs `from` to `end` of a quantised weight's block in PLAIN's layout. */
 INLINE void unpack(const Product *p, int64_t block, int64_t from, int64_t end, uint8_t *to, int kind, int half) {
     const int64_t num_pairs = padded(p, half) / 2, bytes = pair_bytes(kind, half), width = half ? 2 : 4;
     const uint8_t *weight = (const uint8_t *)p->weight + (block * num_pairs + from) * bytes;
     for (int64_t i = from; i < end; i++, weight += bytes, to += 2 * BLOCK * width) {
-        const int64_t group = (block * num_pairs + i) / (GROUP / 2);
-        const uint8_t *scales = (const uint8_t *)p->scales + group * 2 * BLOCK * width;
+        const void *scales = scales_of(p, block, i, kind, half);
         __m512i pair[4];
         dequantize_pair(weight, kind, pair);
         for (int j = 0; j < 4; j++) {
             __m512 even = even_or_odd(pair[j], 0), odd = even_or_odd(pair[j], 1);
-            if (kind == INT4) {
-                __m512 scale = load(scales, 16 * j, 0xffff, half), zero = load(scales, BLOCK + 16 * j, 0xffff, half);
-                even = _mm512_fmadd_ps(even, scale, zero), odd = _mm512_fmadd_ps(odd, scale, zero);
-            }
+            const __m512 scale = load(scales, 16 * j, 0xffff, half);
+            const __m512 zero = kind == INT4 ? load(scales, BLOCK + 16 * j, 0xffff, half) : _mm512_setzero_ps();
+            even = _mm512_fmadd_ps(even, scale, zero), odd = _mm512_fmadd_ps(odd, scale, zero);
             if (half) {
                 __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
                 __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
@@ -291,21 +297,13 @@ BY_TILES(plain_tiles, PLAIN)
 BY_TILES(int8_tiles, INT8)
 BY_TILES(int4_tiles, INT4)
 
-/* Multiply [rows, 64] by the scales of a block, in place: the sums over INT8 levels become products. */
-INLINE void scale_rows(const Product *p, int64_t block, int64_t rows, float (*to)[BLOCK]) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int j = 0; j < BLOCK; j += 16)
-            store(to[r], j, _mm512_mul_ps(load(to[r], j, 0xffff, 0), load(p->scales, block * BLOCK + j, 0xffff, 0)),
-                  0xffff, 0);
-}
-
 /* x [rows, I] times one block of 64 outputs, plus the bias -> [rows, 64]. Returns how many of the 64 are real
    outputs. */
 INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t rows, float (*to)[BLOCK], int half) {
     const int tiles = half && has_tiles && (p->kind == PLAIN || rows >= UNPACK);
     switch (p->kind + (tiles ? 3 : 0)) {
     case PLAIN + 3: plain_tiles(p, block, x, rows, to); break;
-    case INT8 + 3: int8_tiles(p, block, x, rows, to), scale_rows(p, block, rows, to); break;
+    case INT8 + 3: int8_tiles(p, block, x, rows, to); break;
     case INT4 + 3: int4_tiles(p, block, x, rows, to); break;
     case PLAIN: (half ? plain_bf16 : plain_f32)(p, block, x, rows, to); break;
     case INT8: (half ? int8_bf16 : int8_f32)(p, block, x, rows, to); break;
@@ -741,7 +739,7 @@ void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int6
     }
 }
 
-/* Write a quantised weight in PLAIN's layout: of INT8 the levels, not yet scaled; of INT4 the numbers. */
+/* Write a quantised weight in PLAIN's layout. */
 void expand(const Product *p, void *to, int64_t half, int64_t threads) {
     const int64_t num_pairs = padded(p, half) / 2, size = num_pairs * pair_bytes(PLAIN, half);
 #pragma omp parallel for num_threads(threads) schedule(static)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .library import BLOCK, INT4, INT8, PLAIN, Product, span
+from .library import BLOCK, GROUP, INT4, INT8, PLAIN, Product, span
 
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
@@ -46,15 +46,15 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
         pairs = lines if dtype == torch.bfloat16 else lines.transpose(2, 3)
         return pairs.transpose(1, 2).flatten(2).flatten(0, 1)[:, : product.inputs]
     assert scales is not None
-    packed = weight[start:stop]
+    packed, groups = weight[start:stop], scales[start:stop].float().transpose(1, 3).flatten(0, 1)  # [O, 1 or 2, G]
     if product.kind == INT8:
         levels = _spread(packed)
         signed = (levels & 127).float() * (1 - 2 * (levels >> 7).float())
-        return signed[:, : product.inputs] * scales.view(-1, BLOCK)[start:stop].reshape(-1, 1)
+        factors = groups[:, 0].repeat_interleave(GROUP, dim=1)
+        return signed[:, : product.inputs] * factors[:, : product.inputs]
     assert product.kind == INT4
     levels = _spread(torch.stack((packed & 15, packed >> 4), dim=2)).float()
-    groups = scales[start:stop].float().transpose(1, 3).flatten(0, 1)[..., None]  # [O, 2, G, 1]
-    return ((levels.view(len(levels), groups.shape[2], -1) - 8) * groups[:, 0] + groups[:, 1]).flatten(1)
+    return ((levels.view(len(levels), -1, GROUP) - 8) * groups[:, 0, :, None] + groups[:, 1, :, None]).flatten(1)
 
 
 def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,6 +27,9 @@ MOST_ROWS = 256
 BLOCK = 64
 """Outputs in one block of a weight, as in the source."""
 
+GROUP = 32
+"""Inputs of a quantised weight that share a scale, as in the source."""
+
 PLAIN, INT8, INT4 = range(3)
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "kernels.c", "sampling.c"))
@@ -114,7 +117,7 @@ class Kernels:
         return result
 
     def expand(self, product: Product, packed: Tensor, dtype: torch.dtype) -> None:
-        """Write a quantised weight into `packed`, of the same shape in oneDNN's layout; int8 without the scales."""
+        """Write a quantised weight into `packed`, of the same shape in oneDNN's layout."""
         self.library.expand(ctypes.byref(product), span(packed)[0], dtype == torch.bfloat16, torch.get_num_threads())
 
     def draw(self, logits: Tensor, params: Sequence[DrawParams]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Weight-only quantisation at load, from the same checkpoint: int8 by output row, int4 by groups of 32 weights.
+"""Weight-only quantisation at load, from the same checkpoint: int8 and int4 by groups of 32 inputs (`rounding`).
 
 With int4 the output head is int8: its errors would directly change which token is chosen.
 
@@ -10,9 +10,8 @@ numbers of `dequantized`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,13 @@ from transformers import PreTrainedModel
 
 from ...schemas.errors import ConfigurationError
 from ..cpu.layouts import interleaved, padded
-from ..cpu.library import BLOCK, INT4, INT8, MOST_ROWS, Kernels, Product
+from ..cpu.library import BLOCK, GROUP, INT4, INT8, MOST_ROWS, Kernels, Product
 from .linear import CompiledLinear, Linear, PlainLinear, Unfused, make_packed, multiply_packed, reorder
+from .rounding import Rounded, to_int4, to_int8
 
 METHODS = ("int8", "int4")
 
-_GROUP = 32
-_INT8_ROWS, _INT4_ROWS = 32, 112  # the most rows for which torch's kernels are faster than expanding
+_INT8_ROWS, _INT4_ROWS = 16, 112  # the most rows for which torch's kernels are faster than expanding
 
 
 def linear_maker(
@@ -60,49 +59,27 @@ def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str
             yield name, module, of_head(quantization) or quantization if module is head else quantization
 
 
-def dequantized(weight: Tensor, quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that the quantised `weight` [O, I] stands for, with scales rounded to `dtype`: float32 [O, I]."""
-    if quantization == "int8" or not _fits_int4(weight):
-        rows, scales = _by_row(weight)
-        return rows * scales.to(dtype).float()[:, None]
-    groups = _by_group(weight)
-    scales, zeros = groups.scales.to(dtype).float(), groups.zeros.to(dtype).float()
-    return ((groups.levels - 8) * scales[..., None] + zeros[..., None]).view_as(weight)
+def dequantized(weight: Tensor, quantization: str) -> Tensor:
+    """The numbers that the quantised `weight` [O, I] stands for, float32 [O, I]."""
+    return _rounded(weight, quantization).numbers
+
+
+def _rounded(weight: Tensor, method: str) -> Rounded:
+    return to_int4(weight) if method == "int4" and _fits_int4(weight.shape) else to_int8(weight)
 
 
 def _quantize(weight: Tensor, bias: Tensor | None, method: str, buffer: _Buffer, kernels: Kernels | None) -> Linear:
-    is_int4 = method == "int4" and _fits_int4(weight)
+    rounded = _rounded(weight, method)
     if kernels is not None and kernels.take(weight):
-        return _Compiled(weight, bias, INT4 if is_int4 else INT8, buffer, kernels)
-    return (_Int4Linear if is_int4 else _Int8Linear)(weight, bias, buffer)
+        return _Compiled(rounded, bias, weight.dtype, buffer, kernels)
+    if rounded.zeros is None:
+        return _Int8Linear(rounded, bias, weight.dtype, buffer)
+    return _Int4Linear(rounded, bias, weight.dtype, buffer)
 
 
-def _fits_int4(weight: Tensor) -> bool:
-    """Whether torch's int4 kernel supports the shape; if not, int8 replaces it."""
-    return weight.shape[0] % 16 == 0 and weight.shape[1] % (2 * _GROUP) == 0
-
-
-def _by_row(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers from -127 to 127 as float32 [O, I], and the scale of each row [O]."""
-    weight = weight.float()
-    scales = (weight.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weight / scales[:, None]).round(), scales
-
-
-class _Groups(NamedTuple):
-    """`levels` 0 to 15 [O, G, 32]; a weight is (level - 8) · scale + zero, `scales` and `zeros` [O, G]."""
-
-    levels: Tensor
-    scales: Tensor
-    zeros: Tensor
-
-
-def _by_group(weight: Tensor) -> _Groups:
-    groups = weight.float().view(len(weight), -1, _GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
-    scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
-    levels = ((groups - low[..., None]) / scales[..., None]).round().clamp_(0, 15)
-    return _Groups(levels, scales, low + 8 * scales)
+def _fits_int4(shape: Sequence[int]) -> bool:
+    """Whether torch's int4 kernel supports the shape [O, I]; if not, int8 replaces it."""
+    return shape[0] % 16 == 0 and shape[1] % (2 * GROUP) == 0
 
 
 class _Buffer:
@@ -155,27 +132,26 @@ class _Quantized(Unfused):
 class _Compiled(CompiledLinear):
     """One copy of the levels, in the layout of `kernels.c`; without AMX, expanded for oneDNN if there are many rows."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kind: int, buffer: _Buffer, kernels: Kernels) -> None:
+    def __init__(
+        self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, buffer: _Buffer, kernels: Kernels
+    ) -> None:
         self._buffer, self._bias = buffer, bias
-        self._scales: Tensor | None = None  # those that the expanded weight does not include
-        if kind == INT8:
-            rows, row_scales = _by_row(weight)
-            self._scales = row_scales.to(weight.dtype)
-            scales = padded(self._scales.float()[:, None], BLOCK, 1)
-            packed = interleaved(rows.abs().to(torch.uint8) | (rows < 0).to(torch.uint8) << 7, weight.dtype)
+        levels, scales, zeros = rounded
+        if zeros is None:
+            packed = interleaved(levels.abs().to(torch.uint8) | (levels < 0).to(torch.uint8) << 7, dtype)
+            factors = scales[..., None]  # [O, G, 1]
         else:
-            groups = _by_group(weight)
-            both = torch.stack((groups.scales, groups.zeros), dim=-1).to(weight.dtype)  # [O, G, 2]
-            blocks = padded(both.flatten(1), BLOCK, 1).view(-1, BLOCK, both.shape[1], 2)
-            scales = blocks.permute(0, 2, 3, 1).contiguous()
-            low, high = interleaved(groups.levels.view_as(weight).to(torch.uint8), weight.dtype).unbind(2)
+            low, high = interleaved(levels.to(torch.uint8), dtype).unbind(2)
             packed = low | high << 4
-        product = Product.of(weight.shape, kind, packed, scales, bias)
-        super().__init__(product, packed, packed.nbytes + scales.nbytes, kernels)
-        self._for_onednn = not (kernels.has_tiles and weight.dtype == torch.bfloat16)
+            factors = torch.stack((scales, zeros), dim=-1)  # [O, G, 2]
+        blocks = padded(factors.to(dtype).flatten(1), BLOCK, 1).view(-1, BLOCK, *factors.shape[1:])
+        factors = blocks.permute(0, 2, 3, 1).contiguous()  # [O / 64, G, 1 or 2, 64]
+        product = Product.of(levels.shape, INT8 if zeros is None else INT4, packed, factors, bias)
+        super().__init__(product, packed, packed.nbytes + factors.nbytes, kernels)
+        self._for_onednn = not (kernels.has_tiles and dtype == torch.bfloat16)
         if self._for_onednn:
-            expanded = buffer.take_packed(weight.shape[0], weight.shape[1], weight.dtype)
-            self._for_onednn = kernels.agree(product, expanded, weight.dtype, self._expanded)
+            expanded = buffer.take_packed(levels.shape[0], levels.shape[1], dtype)
+            self._for_onednn = kernels.agree(product, expanded, dtype, self._expanded)
             buffer.clear()  # an output head's is large and rarely needed
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -184,63 +160,79 @@ class _Compiled(CompiledLinear):
     def _expanded(self, x: Tensor) -> Tensor:
         weight = self._buffer.take_packed(self.product.outputs, self.product.inputs, x.dtype)
         self._kernels.expand(self.product, weight, x.dtype)
-        result = multiply_packed(x, weight)
-        if self._scales is not None:
-            result.mul_(self._scales)
-        return result if self._bias is None else result.add_(self._bias)
+        return multiply_packed(x, weight, self._bias)
 
 
 class _Int8Linear(_Quantized):
-    most_few = _INT8_ROWS
+    """Stores the levels twice if the shape allows: for torch's int4 kernel in two halves, and for expanding.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _Buffer) -> None:
-        super().__init__(len(weight), bias)
-        rows, scales = _by_row(weight)
-        self.weight, self._scales = rows.to(torch.int8), scales.to(weight.dtype)
-        if weight.dtype == torch.bfloat16 and weight.shape[1] % 16:  # torch's kernel reads past the end of a row
-            self.most_few = 0
+    torch's own int8 kernel has one scale for each row, which loses twice as much.
+    """
+
+    def __init__(self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, buffer: _Buffer) -> None:
+        super().__init__(len(rounded.levels), bias)
+        self._buffer, self.weight, self._scales = buffer, rounded.levels, rounded.scales.to(dtype)
         self.nbytes = self.weight.nbytes + self._scales.nbytes
-        self._buffer = buffer
+        self.most_few = _INT8_ROWS if _fits_int4(self.weight.shape) else 0
+        if self.most_few:
+            levels = self.weight.to(torch.int32) + 128  # = 16 · high + low
+            self._halves = [_pack_int4(half) for half in (levels >> 4, levels & 15)]
+            zeros = torch.zeros_like(self._scales)
+            factors = (16 * self._scales, zeros), (self._scales, 8 * self._scales)
+            self._factors = [_pack_factors(*both) for both in factors]
 
     def _few(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self._scales)
-        return product
+        high, low = (_int4_product(x, *both) for both in zip(self._halves, self._factors, strict=True))
+        return high.add_(low)
 
     def _many(self, x: Tensor) -> Tensor:
         rows, columns = self.weight.shape
         expanded = self._buffer.take(rows, columns, x.dtype).copy_(self.weight)
-        return functional.linear(x, expanded).mul_(self._scales)
+        whole = columns // GROUP * GROUP  # a rest has a scale of its own
+        expanded[:, :whole].view(rows, -1, GROUP).mul_(self._scales[:, : whole // GROUP, None])
+        expanded[:, whole:].mul_(self._scales[:, whole // GROUP :])
+        return functional.linear(x, expanded)
 
 
 class _Int4Linear(_Quantized):
-    """Stores the levels twice: in the kernel's format, and two to a byte for expanding, the row's halves side by side.
-
-    Source of the kernel's format: torch's `aten/src/ATen/native/cpu/int4mm_kernel.cpp`.
-    """
+    """Stores the levels twice: in torch's format, and two to a byte for expanding, the row's halves side by side."""
 
     most_few = _INT4_ROWS
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _Buffer) -> None:
-        super().__init__(len(weight), bias)
-        groups = _by_group(weight)
-        levels = groups.levels.view_as(weight).to(torch.int32)
-        self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
-        both = torch.stack((groups.scales, groups.zeros), dim=-1)  # [O, G, 2]
-        self._scales_and_zeros = both.transpose(0, 1).contiguous().to(weight.dtype)
-        self.nbytes = self.weight.nbytes + self._scales_and_zeros.nbytes
-        low, high = levels.to(torch.uint8).chunk(2, dim=-1)
+    def __init__(self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, buffer: _Buffer) -> None:
+        super().__init__(len(rounded.levels), bias)
+        assert rounded.zeros is not None
+        self.weight = _pack_int4(rounded.levels.to(torch.int32))
+        self._factors = _pack_factors(rounded.scales.to(dtype), rounded.zeros.to(dtype))
+        self.nbytes = self.weight.nbytes + self._factors.nbytes
+        low, high = rounded.levels.to(torch.uint8).chunk(2, dim=-1)
         self._halves = low | high << 4  # [O, I / 2]
         self._buffer = buffer
 
     def _few(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, _GROUP, self._scales_and_zeros)
-        return product
+        return _int4_product(x, self.weight, self._factors)
 
     def _many(self, x: Tensor) -> Tensor:
         rows, half = self._halves.shape
         expanded = self._buffer.take(rows, 2 * half, x.dtype)
         expanded[:, :half].copy_(self._halves & 15)
         expanded[:, half:].copy_(self._halves >> 4)
-        scales, zeros = self._scales_and_zeros.transpose(0, 1)[..., None].unbind(-2)  # [O, G, 1]
-        expanded.view(rows, -1, _GROUP).sub_(8).mul_(scales).add_(zeros)
+        scales, zeros = self._factors.transpose(0, 1)[..., None].unbind(-2)  # [O, G, 1]
+        expanded.view(rows, -1, GROUP).sub_(8).mul_(scales).add_(zeros)
         return functional.linear(x, expanded)
+
+
+def _pack_int4(levels: Tensor) -> Tensor:
+    """Levels 0 to 15 as torch's kernel reads them (`aten/src/ATen/native/cpu/int4mm_kernel.cpp`)."""
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    return packed
+
+
+def _pack_factors(scales: Tensor, zeros: Tensor) -> Tensor:
+    """[O, G] → [G, O, 2]."""
+    return torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous()
+
+
+def _int4_product(x: Tensor, packed: Tensor, factors: Tensor) -> Tensor:
+    product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, factors)
+    return product

@@ -84,7 +84,7 @@ def test_products(
     x = torch.randn((rows, 2 * pairs), generator=random).to(dtype)
     linear = linear_maker(method, torch.device("cpu"), kernels())(weight, bias)
     assert linear.product is not None
-    exact = weight if method is None else dequantized(weight, method, dtype)
+    exact = weight if method is None else dequantized(weight, method)
     expected = x.double() @ exact.double().T + (0 if bias is None else bias.double())
     assert distance(linear(x), expected) < TOLERANCE[dtype]
     assert distance(kernels().multiply(linear.product, x), expected) < TOLERANCE[dtype]
