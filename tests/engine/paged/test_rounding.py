@@ -45,14 +45,20 @@ def test_int8_is_nearer_than_by_row_and_by_the_largest_weight() -> None:
 def test_int4_is_nearer_than_by_the_extremes() -> None:
     weight = random(64, 512) * random(64, 512, seed=1).exp()
     rounded = to_int4(weight)
-    assert 0 <= rounded.levels.min() and rounded.levels.max() <= 15
+    assert rounded.levels.min() >= 0 and rounded.levels.max() <= 15
     assert error(weight, rounded.numbers) < 0.85 * error(weight, by_extremes(weight))
 
 
 @pytest.mark.parametrize("round_weight", [to_int8, to_int4])
-def test_what_is_rounded_stays(round_weight: Any) -> None:
-    once = round_weight(random(32, 128)).numbers
-    assert torch.allclose(round_weight(once).numbers, once, atol=1e-6)
+def test_weights_on_a_grid_are_exact(round_weight: Any) -> None:
+    """Where each group reaches both ends of it."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = (-127, 127) if round_weight is to_int8 else (0, 15)
+    levels = torch.randint(low, high + 1, (16, 4, 32), generator=generator)
+    levels[..., 3], levels[..., 9] = low, high
+    scales, zeros = random(16, 4, 1).abs().bfloat16().float(), random(16, 4, 1, seed=1).bfloat16().float()
+    weight = levels * scales if round_weight is to_int8 else (levels - 8) * scales + zeros
+    assert torch.allclose(round_weight(weight.flatten(1)).numbers, weight.flatten(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("round_weight", [to_int8, to_int4])
