@@ -56,6 +56,25 @@ async def test_each_host_gets_a_replica_and_the_one_that_stays_takes_over() -> N
     await hosting.stop()
 
 
+async def test_a_swap_replaces_every_replica_and_each_answer_is_one_revisions() -> None:
+    hosting = await Hosting.start({"replicas": 2}, runs=False)
+    for name in ("one", "two"):
+        hosting.start_agent(name)
+    await hosting.until(lambda: hosting.revision == 1)
+    await (await hosting.ask()).answer()
+    await hosting.until(lambda: len(hosting.workers) == 2)
+    registry = hosting.pipeline.pipe.registry
+    asked = [await hosting.ask() for _ in range(8)]
+    await hosting.swap("b")
+    while hosting.revision == 1:
+        asked.append(await hosting.ask())
+    asked += [await hosting.ask() for _ in range(8)]
+    served = [await each.answer() for each in asked]
+    assert served == sorted(served) and {*served} == {"a" * TOKENS, "b" * TOKENS}, "the old one's, then the new one's"
+    await hosting.until(lambda: len(hosting.workers) == 2 and not registry.workers_for(MODEL, 1))
+    await hosting.stop()
+
+
 async def test_what_does_not_fit_on_one_host_is_loaded_on_another() -> None:
     """Nor does a swap fail that only the other one can hold."""
     hosting = await Hosting.start(runs=False)
