@@ -60,8 +60,11 @@ class Reclaimer:
         living = {card.id for card in self._pipe.registry.workers}
         left = {subject.rpartition(".")[2] for subject in held.by_subject} - living
         gone = left if now >= self._trusted else left & ended.keys()
-        for worker in gone - self._held.keys():
-            if worker in self._pipe.registry.leaving and worker not in ended:
+        registry, found = self._pipe.registry, gone - self._held.keys()
+        if found:  # one may have said that it ends since the registry was read
+            await registry.refresh()
+        for worker in found:
+            if worker in registry.leaving and worker not in registry.ended:
                 log.info("a worker is ending, others take what it has not begun", worker=worker)
             else:
                 log.warning("a worker is gone, others take over its requests", worker=worker)

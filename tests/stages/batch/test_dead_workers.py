@@ -101,13 +101,13 @@ async def test_the_log_tells_a_worker_that_ends_from_one_that_died(dead: int) ->
     async def logged(worker: str) -> set[tuple[str, str]]:
         await pipe.broker.publish(pipe.subjects.infer(worker), b"{}", message_id=worker)
         with capture_logs() as logs:
-            await pipe.registry.refresh()
             assert await looks(Reclaimer(pipe, Intake(pipe)))
         return {(entry["log_level"], entry["event"]) for entry in logs if entry.get("worker") == worker}
 
     card = WorkerCard(id="w7", model=model, capacity=4, pid=dead, incarnation=uuid.uuid4().hex, host=host())
     await pipe.registry.announce_worker(card)
-    await pipe.registry.withdraw(card)
+    await pipe.registry.refresh()
+    await pipe.registry.withdraw(card)  # which the registry has yet to learn
     assert await logged("w7") == {("info", "a worker is ending, others take what it has not begun")}
     await pipe.registry.announce_worker(card)  # the next process of this name, which is killed
     assert await logged("w7") == {("warning", "a worker is gone, others take over its requests")}
