@@ -37,7 +37,7 @@ from .config.sources import Loaded
 from .engine import BACKENDS, InferenceEngine, resolve_model
 from .engine.backend import ProgressCallback
 from .engine.cpu.process import lower_priority, prepare_process, worker_threads
-from .engine.models import BUNDLED, read_model_info
+from .engine.models import BUNDLED, model_name, read_model_info
 from .engine.text.forms import choose_form
 from .schemas.errors import ConfigurationError, StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
@@ -65,7 +65,7 @@ log = structlog.get_logger(__name__)
 @with_settings
 def serve(
     loaded: Loaded,
-    model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Directory, GGUF file or Hugging Face id of the model.")] = None,
 ) -> None:
     """Serve a model: broker, pipeline, engine and HTTP bridge in one command.
 
@@ -84,7 +84,7 @@ def serve(
 @with_settings
 def worker(
     loaded: Loaded,
-    model: Annotated[str | None, typer.Argument(help="Directory or Hugging Face id of the model.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Directory, GGUF file or Hugging Face id of the model.")] = None,
     id: Annotated[str | None, typer.Option(help="A name to keep over restarts; random by default.")] = None,
     revision: Annotated[int | None, typer.Option(hidden=True, help="Of a model of the catalogue.")] = None,
 ) -> None:
@@ -326,18 +326,18 @@ def _check(settings: Settings) -> None:
 
 
 def _with_model(settings: Settings) -> Settings:
-    """The settings with the model's directory, downloaded if necessary, and its name. Raises `Fatal` errors early."""
+    """The settings with the model's path, downloaded if necessary, and its name. Raises `Fatal` errors early."""
     if settings.backend not in BACKENDS:
         raise ConfigurationError([f"unknown backend {settings.backend!r}; choose one of {', '.join(sorted(BACKENDS))}"])
     choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
     if settings.model is None and settings.backend == "echo":
         return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
     source = settings.model or BUNDLED
-    directory = resolve_model(source)
-    read_model_info(directory, source, settings.max_sequence_length)
-    is_path = Path(source).expanduser().is_dir()
-    name = settings.served_model_name or (directory.resolve().name if is_path else source)
-    return settings.model_copy(update={"model": str(directory.resolve()), "served_model_name": name})
+    path = resolve_model(source)
+    read_model_info(path, source, settings.max_sequence_length)
+    is_path = Path(source).expanduser().exists()
+    name = settings.served_model_name or (model_name(path) if is_path else source)
+    return settings.model_copy(update={"model": str(path), "served_model_name": name})
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -1,7 +1,8 @@
-"""Reads the models to serve from a TOML file with one table a model, and from a directory with one folder a model.
+"""Reads the models to serve from a TOML file with one table a model, and from a directory with one folder or GGUF file
+a model.
 
     [models.qwen]
-    source = "models/Qwen3-8B"      # relative to this file, or absolute, or a Hugging Face id
+    source = "models/Qwen3-8B"      # a directory or GGUF file, relative to this file or absolute, or a Hugging Face id
     aliases = ["fast"]
     keep_alive = "10m"
     defaults = { temperature = 0.7 }
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ..schemas.catalogue import GGUF, CatalogueEntry, check_source, looks_like_path, parse_keep_alive
+from ..schemas.catalogue import CatalogueEntry, parse_keep_alive
 from ..schemas.errors import ConfigurationError
+from ..schemas.sources import gguf_model, is_gguf, looks_like_path
 from .sources import Loaded
 
 _KEPT = ("version", "name", "revision", "others", "failed_swap")  # not the file's to set
@@ -192,15 +194,20 @@ def _to_bytes(value: object) -> int:
 
 
 def _resolve(source: str, base: Path) -> str:
-    """An absolute path if `source` is a directory, seen from `base`; otherwise a Hugging Face id as it is."""
-    check_source(source)
+    """An absolute path if `source` is a directory or a file, seen from `base`; otherwise a Hugging Face id as it is."""
     path = base / Path(source).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not _holds_model(path):
             raise ValueError(f"{path} has no config.json: name a model's directory in Hugging Face's format")
         return str(path.resolve())
+    if path.is_file():
+        if not is_gguf(path):
+            raise ValueError(f"{path} is no GGUF file: name one, or a model's directory in Hugging Face's format")
+        return str(path.absolute())  # the target of a link may have another name
     if path.exists() or looks_like_path(source) or ("/" in source and path.parent.is_dir()):
-        raise ValueError(f"no such directory: {path}; check the path (a relative one begins at the file's directory)")
+        raise ValueError(
+            f"no such directory or file: {path}; check the path (a relative one begins at the file's directory)"
+        )
     return source
 
 
@@ -213,27 +220,35 @@ def _explain(fault: Mapping[str, Any]) -> str:
 
 
 def _from_directory(directory: Path, faults: list[str]) -> list[_Found]:
-    """Each folder with a config.json; others are passed over."""
+    """Each GGUF file, and each folder with a model; others are passed over."""
     if not directory.is_dir():
-        faults.append(f"{directory}: no such directory; name one that holds a folder for each model")
+        faults.append(f"{directory}: no such directory; name one that holds a folder or a GGUF file for each model")
         return []
     found = []
     for path in sorted(directory.iterdir()):
-        if path.suffix.lower() == GGUF:
-            faults.append(f"{path} is a GGUF file, which this release cannot load; move it out of the directory")
-        elif (path / "config.json").is_file():
-            try:
-                entry = CatalogueEntry(name=path.name, source=str(path.resolve()))
-            except ValidationError as error:
-                faults.append(
-                    f"{path}: {error.errors(include_url=False)[0]['msg'].removeprefix('Value error, ')}; "
-                    "rename the folder"
-                )
-                continue
-            found.append(_Found(path.name, (), (), str(path), entry))
+        name = gguf_model(path.name) if path.is_file() else path.name if _holds_model(path) else None
+        if name is None:
+            continue
+        try:
+            entry = CatalogueEntry(name=name, source=str(path.absolute() if path.is_file() else path.resolve()))
+        except ValidationError as error:
+            faults.append(
+                f"{path}: {error.errors(include_url=False)[0]['msg'].removeprefix('Value error, ')}; rename it"
+            )
+            continue
+        found.append(_Found(name, (), (), str(path), entry))
     if not found and not faults:
-        faults.append(f"{directory}: holds no model; put a folder with config.json and safetensors there for each")
+        faults.append(
+            f"{directory}: holds no model; put a GGUF file or a folder with config.json and safetensors there for each"
+        )
     return found
+
+
+def _holds_model(path: Path) -> bool:
+    """Whether a folder holds a model: one with a config.json, or a single one in GGUF."""
+    if (path / "config.json").is_file():
+        return True
+    return path.is_dir() and len([file for file in path.iterdir() if gguf_model(file.name)]) == 1
 
 
 def _check_names(found: list[_Found], faults: list[str]) -> None:

@@ -32,7 +32,7 @@ class ModelsSettings(BaseSettings):
         "for, and unloaded when another needs its memory.",
     )
     model_dir: Path | None = Field(
-        None, description="Directory whose folders are models that `serve` offers, each under its folder's name."
+        None, description="Directory whose folders and GGUF files are models that `serve` offers, under their names."
     )
     lora_modules: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_pairs)] = Field(
         (),

@@ -47,11 +47,13 @@ class Settings(ModelsSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)
 
     # Serving
-    model: str | None = Field(None, min_length=1, description="Directory or Hugging Face id of the model to serve.")
+    model: str | None = Field(None, min_length=1, description="Directory, GGUF file or Hugging Face id to serve.")
     host: str = Field("127.0.0.1", min_length=1, description="Address the HTTP bridge listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP bridge; 0 takes a free one.")
     served_model_name: str | None = Field(
-        None, min_length=1, description="Name under which clients ask for the model; its directory's name by default."
+        None,
+        min_length=1,
+        description="Name under which clients ask for the model; by default its directory's or file's.",
     )
     max_body_size: ByteSize = Field(ByteSize(4 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
     body_timeout: float = Field(30.0, gt=0, description="How long a request's body may take to arrive; then 408.")

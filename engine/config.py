@@ -12,14 +12,14 @@ from ..schemas.errors import ConfigurationError
 class EngineConfig(BaseModel):
     """One engine: its model, device and limits.
 
-    `model` is a local directory or a Hugging Face id. `dtype` "auto" keeps the checkpoint's. `max_sequence_length`
-    counts prompt and answer together and can only shorten the model's own context. `kv_cache_memory` is in bytes or a
-    string such as "4GiB". If it or `max_batch_size` is left out, the engine chooses it to suit the machine. The backend
-    chooses where `attention` is "auto", or where chunked prefill, `prefill_chunk_size` in tokens, or CUDA graphs are
-    None. `compile_kernels` lets a CPU run short steps in `kernels.c`, if it can be compiled. `cache_answers` answers
-    identical greedy requests from memory. `echo_rate` is in tokens a second for each choice, 0 for as fast as possible.
-    If the engine computes nothing for a scheduled request in `stall_timeout` seconds, it restarts the request; the
-    second time the request fails.
+    `model` is a local directory, a GGUF file or a Hugging Face id. `dtype` "auto" keeps the checkpoint's.
+    `max_sequence_length` counts prompt and answer together and can only shorten the model's own context.
+    `kv_cache_memory` is in bytes or a string such as "4GiB". If it or `max_batch_size` is left out, the engine chooses
+    it to suit the machine. The backend chooses where `attention` is "auto", or where chunked prefill,
+    `prefill_chunk_size` in tokens, or CUDA graphs are None. `compile_kernels` lets a CPU run short steps in
+    `kernels.c`, if it can be compiled. `cache_answers` answers identical greedy requests from memory. `echo_rate` is in
+    tokens a second for each choice, 0 for as fast as possible. If the engine computes nothing for a scheduled request
+    in `stall_timeout` seconds, it restarts the request; the second time the request fails.
 
     The backend checks, when the engine is built, that it can honour every setting: see `refuse`.
     """

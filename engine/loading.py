@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from ..schemas.errors import ConfigurationError, ModelLoadError
+from ..schemas.sources import is_gguf
 from .backend import ProgressCallback
+from .checkpoints.gguf import read_gguf
+from .checkpoints.gguf_models import config_of, rope_factors
+from .checkpoints.gguf_weights import lazy_weights
 from .config import EngineConfig
 
 
@@ -40,15 +44,25 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def load_config(path: Path) -> PreTrainedConfig:
+    """The configuration of the model in a directory or a GGUF file, in transformers' class for it."""
+    config: PreTrainedConfig
+    if is_gguf(path):
+        config = AutoConfig.for_model(**config_of(read_gguf(path)))
+    else:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    return config
+
+
 def load_causal_lm(
     config: EngineConfig,
-    directory: Path,
+    path: Path,
     architecture: str,
     device: torch.device,
     progress: ProgressCallback | None,
     attention: str | None,
 ) -> PreTrainedModel:
-    """Load the weights in `directory` onto `device`; with `attention` None transformers chooses its implementation.
+    """Load the weights at `path` onto `device`; with `attention` None transformers chooses its implementation.
 
     Call `count_parameters` first: it checks the files. Raises `ModelLoadError` and `ConfigurationError`.
     """
@@ -59,13 +73,9 @@ def load_causal_lm(
         )
     try:
         with counting_weights(progress):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=config.dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                **({} if attention is None else {"attn_implementation": attention}),
-            )
+            options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+            load = _load_gguf if is_gguf(path) else _load_directory
+            loaded = load(path, config.dtype, local_files_only=True, output_loading_info=True, **options)
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(
@@ -75,10 +85,26 @@ def load_causal_lm(
         raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ModelLoadError(
-            f"the weight files in {directory} lack {len(missing)} tensors, such as {missing[0]}: they are another "
+            f"the weight files of {path} lack {len(missing)} tensors, such as {missing[0]}: they are another "
             "model's or incomplete; download them again"
         )
     return model
+
+
+def _load_directory(path: Path, dtype: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+
+
+def _load_gguf(path: Path, name: str, **options: Any) -> Any:
+    gguf, config = read_gguf(path), load_config(path)
+    dtype: Any = config.dtype if name == "auto" else getattr(torch, name)
+    weights = lazy_weights(gguf, dtype)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+    if factors := rope_factors(gguf):
+        rotary = loaded[0].model.rotary_emb
+        rotary.inv_freq /= torch.tensor(factors)
+    return loaded
 
 
 @contextmanager

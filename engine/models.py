@@ -1,7 +1,7 @@
 """Find a model, read what its files say about it, and check that its weight files are whole. Needs no torch.
 
-Source of the weights' format: https://github.com/huggingface/safetensors#format (8 bytes of header length, little
-endian; a JSON header; the data).
+A model is a directory in Hugging Face's format, or a GGUF file. Source of the format of a directory's weights:
+https://github.com/huggingface/safetensors#format (8 bytes of header length, little endian; a JSON header; the data).
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..schemas.catalogue import looks_like_path
 from ..schemas.errors import ConfigurationError, ModelLoadError
+from ..schemas.sources import gguf_model, is_gguf, looks_like_path
+from .checkpoints.gguf import read_gguf
+from .checkpoints.gguf_models import config_of, weights_of
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
@@ -41,31 +43,55 @@ class ModelInfo:
 
 
 def resolve_model(source: str) -> Path:
-    """The local directory of `source`: a path, the bundled model's name, or a Hugging Face id, which is downloaded.
+    """The directory or GGUF file of `source`: a path, the bundled model's name, or a Hugging Face id.
 
-    Raises `ModelLoadError`.
+    A model on the hub is downloaded. The path is absolute. Raises `ModelLoadError`.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return path
+        return path.resolve() if (path / "config.json").is_file() else _only_gguf(path)
     if path.is_file():
-        raise ModelLoadError(f"{source} is a file; name the directory that holds config.json and the weights")
+        if is_gguf(path):
+            return path.absolute()  # the target of a link may have another name, and its shards
+        raise ModelLoadError(f"{source} is no GGUF file; name one, or the directory with config.json and the weights")
     if looks_like_path(source):
-        raise ModelLoadError(f"no such directory: {source}; check the path")
+        raise ModelLoadError(f"no such directory or file: {source}; check the path")
     if source == BUNDLED:
         return _BUNDLED_AT
-    return _download(source)
+    return _download(source).resolve()
 
 
-def read_model_info(directory: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:
-    """Read config.json and generation_config.json; `max_sequence_length` shortens the context, never lengthens it.
+def _only_gguf(directory: Path) -> Path:
+    """The one model in GGUF that lies in a directory without a config.json; with none, the directory."""
+    found = sorted(path for path in directory.iterdir() if gguf_model(path.name))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ModelLoadError(f"{directory} holds several models; name one of its files: {names}")
+    return found[0].absolute() if found else directory.resolve()
+
+
+def model_name(path: Path) -> str:
+    """What a model is called unless it is given a name: like its directory or file."""
+    return gguf_model(path.name) or path.name
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a model, or what a GGUF file has in its place. Raises `ModelLoadError`."""
+    if is_gguf(path):
+        return config_of(read_gguf(path))
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(
+            f"{path} has no config.json: it is neither a model directory in Hugging Face's format nor a GGUF file"
+        )
+    return read_json(path / "config.json")
+
+
+def read_model_info(path: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:
+    """Read a model's configuration; `max_sequence_length` shortens the context, never lengthens it.
 
     Raises `ModelLoadError` for missing or broken files, `ConfigurationError` for a length above the model's.
     """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{directory} has no config.json: it is not a model directory in Hugging Face's format")
-    config = read_json(path)
+    config = read_config(path)
     text = config.get("text_config", config)
     own = next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), None)
     if own is not None and max_sequence_length is not None and max_sequence_length > own:
@@ -77,7 +103,7 @@ def read_model_info(directory: Path, source: str, max_sequence_length: int | Non
         raise ModelLoadError(f"{path} does not give the context length; set max_sequence_length")
     if not isinstance(text.get("vocab_size"), int):
         raise ModelLoadError(f"{path} has no vocab_size: it is not a language model's; choose a language model")
-    generation = directory / "generation_config.json"
+    generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
     eos = dict.fromkeys(_as_ids(text.get("eos_token_id")) + _as_ids(generation_config.get("eos_token_id")))
     return ModelInfo(
@@ -107,17 +133,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def count_parameters(directory: Path) -> int:
-    """Check every weight file of the model in `directory`, and count its numbers.
+def count_parameters(path: Path) -> int:
+    """Check every weight file of a model, and count its numbers.
 
-    Raises `ModelLoadError` naming a missing or broken file.
+    Raises `ModelLoadError` naming a missing or broken file, or a weight that is not supported.
     """
-    return sum(map(prod, read_shapes(directory).values()))
+    return sum(map(prod, read_shapes(path).values()))
 
 
-def read_shapes(directory: Path) -> dict[str, list[int]]:
+def read_shapes(path: Path) -> dict[str, list[int]]:
     """The shapes of all weights by name, from the headers of the files, which are checked as by `count_parameters`."""
-    return {name: shape for path in weight_files(directory) for name, shape in read_header(path).items()}
+    if is_gguf(path):
+        return {name: list(weight.shape) for name, weight in weights_of(read_gguf(path)).items()}
+    return {name: shape for file in weight_files(path) for name, shape in read_header(file).items()}
 
 
 def weight_files(directory: Path) -> list[Path]:

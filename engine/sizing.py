@@ -17,7 +17,7 @@ from pydantic import ByteSize
 from ..schemas.errors import ConfigurationError
 from .config import EngineConfig
 from .cpu.process import available_cores
-from .models import read_json, read_model_info, read_shapes, resolve_model
+from .models import read_config, read_model_info, read_shapes, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -136,13 +136,13 @@ class _Files(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        directory = resolve_model(config.model)
-        info = read_model_info(directory, config.model, config.max_sequence_length)
-        whole = read_json(directory / "config.json")
+        path = resolve_model(config.model)
+        info = read_model_info(path, config.model, config.max_sequence_length)
+        whole = read_config(path)
         settings = whole.get("text_config", whole)
         name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
         width = settings.get("hidden_size") or settings.get("n_embd") or 0
-        shapes = read_shapes(directory)
+        shapes = read_shapes(path)
         return cls(
             settings=settings,
             context=info.context_length,

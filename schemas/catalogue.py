@@ -18,7 +18,6 @@ from .base import Record
 from .errors import InvalidRequest, ModelNotFound
 from .params import GenerationParams
 
-GGUF = ".gguf"
 DEFAULTS = (
     "max_tokens",
     "min_tokens",
@@ -36,21 +35,6 @@ DEFAULTS = (
 _NEAREST = 3  # names that an error suggests
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def looks_like_path(source: str) -> bool:
-    """Whether `source` can only be a path: a hub id is `name` or `owner/name`."""
-    return source.startswith(("/", ".", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
-
-
-def check_source(source: str) -> str:
-    """Return `source`, or raise `ValueError` if it is a GGUF file."""
-    if source.lower().endswith(GGUF):
-        raise ValueError(
-            f"{source} is a GGUF file, which this release cannot load: name a directory with config.json and "
-            "safetensors, or a Hugging Face id"
-        )
-    return source
 
 
 def parse_keep_alive(value: object) -> float | None:
@@ -89,7 +73,7 @@ def _check_path(path: str) -> str:
 ModelName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f\x7f]+$")]
 AdapterName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f\x7f,=]+$")]
 AdapterPath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
-Source = Annotated[str, Field(min_length=1), AfterValidator(check_source)]
+Source = Annotated[str, Field(min_length=1)]
 
 
 class RevisionKey(NamedTuple):
@@ -106,7 +90,7 @@ class RevisionKey(NamedTuple):
 
 
 class Revision(Record):
-    """`source` is a directory or a Hugging Face id."""
+    """`source` is a directory, a GGUF file or a Hugging Face id."""
 
     number: Annotated[int, Field(ge=1)]
     source: Source

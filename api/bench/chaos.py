@@ -54,7 +54,7 @@ PROBE_LIMIT = 30.0  # seconds in which every seat has to be taken once
 def bench_chaos(
     loaded: Loaded,
     model: Annotated[
-        str | None, typer.Argument(help="Directory or Hugging Face id; the echo backend by default.")
+        str | None, typer.Argument(help="Directory, GGUF file or Hugging Face id; the echo backend by default.")
     ] = None,
     requests: Annotated[int, Option(min=1, help="Of mixed priority, length and sampling; asked twice.")] = 300,
     concurrency: Annotated[int, Option(min=1, max=1024, help="Requests at once.")] = 16,

@@ -41,7 +41,7 @@ Limits = list[dict[str, float]]
 @with_settings
 def bench_engine(
     loaded: Loaded,
-    model: Annotated[str | None, Argument(help="Directory or Hugging Face id of the model.")] = None,
+    model: Annotated[str | None, Argument(help="Directory, GGUF file or Hugging Face id of the model.")] = None,
     batch: Annotated[str, Option(help="Rows that decode together: one measurement each.")] = "1,8,32",
     prompt: Annotated[str, Option(help="Tokens of a prompt to be prefilled: one measurement each.")] = "512",
     context: Annotated[int, Option(min=1, help="Tokens of a row's prompt before decoding is measured.")] = 128,
@@ -62,7 +62,7 @@ def bench_engine(
     lengths = bench_report.whole_numbers(prompt, "--prompt")
     given = loaded.settings
     if given.model is None and given.backend != "echo":
-        raise StartupError("name a model: penstock bench engine MODEL (a directory or a Hugging Face id)")
+        raise StartupError("name a model: penstock bench engine MODEL (a directory, a GGUF file or a Hugging Face id)")
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
     directory = None if given.model is None or given.backend == "echo" else resolve_model(given.model)
     prepare_process(given.threads or worker_threads(directory, given.workers))

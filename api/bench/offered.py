@@ -27,7 +27,7 @@ PATIENCE = 600  # seconds that a request may wait for its model
 
 def offered(settings: Settings, names: int, state: Path) -> Settings:
     """Settings under which an agent offers the model under several names, with room for two at once."""
-    source = "no-files" if settings.model is None else str(resolve_model(settings.model).resolve())
+    source = "no-files" if settings.model is None else str(resolve_model(settings.model))
     values: dict[str, Any] = {"backend": settings.backend, "queue_limit": 10_000, "wait_limit": PATIENCE}
     cache = None if settings.backend == "echo" else settings.kv_cache_memory or ByteSize(CACHE)
     values |= {} if cache is None else {"kv_cache_memory": int(cache), "dtype": settings.dtype}

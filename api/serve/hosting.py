@@ -109,10 +109,10 @@ class Host:
         own = {name: getattr(entry, name) for name in _OWN}
         settings = self._settings.model_copy(update=own | {"model": source, "workers": 1})
         context = entry.max_sequence_length or _ECHO_CONTEXT
-        if entry.backend != "echo" or Path(source).expanduser().is_dir():
-            directory = resolve_model(source).resolve()
-            context = read_model_info(directory, source, entry.max_sequence_length).context_length
-            settings = settings.model_copy(update={"model": str(directory)})
+        if entry.backend != "echo" or Path(source).expanduser().exists():
+            path = resolve_model(source)
+            context = read_model_info(path, source, entry.max_sequence_length).context_length
+            settings = settings.model_copy(update={"model": str(path)})
         else:
             settings = settings.model_copy(update={"model": None})
         shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()

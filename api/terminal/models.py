@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ...config import sources
-from ...schemas.catalogue import looks_like_path
+from ...schemas.sources import looks_like_path
 from .chat_client import ChatError, answer_of, server_at
 from .chat_client import models as served_by
 from .options import ApiKey, ServerUrl, fatal_errors
@@ -28,7 +28,7 @@ models = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(help="A model's name or alias, from `penstock models list`.", metavar="NAME")]
-_SOURCE = "Directory of the model, as the server's machine sees it, or a Hugging Face id."
+_SOURCE = "Directory or GGUF file of the model, as the server's machine sees it, or a Hugging Face id."
 
 
 @contextlib.contextmanager
@@ -262,12 +262,12 @@ def _fail(message: str) -> Never:
 
 
 def _resolved(source: str) -> str:
-    """A directory here as an absolute path; what else may be on the server's machine, or a Hugging Face id."""
+    """What is here as an absolute path; what else may be on the server's machine, or a Hugging Face id."""
     path = Path(source).expanduser()
-    if path.is_dir():
-        return str(path.resolve())
+    if path.exists():
+        return str(path.resolve() if path.is_dir() else path.absolute())
     if looks_like_path(source) and not path.is_absolute():
-        raise ChatError(f"no such directory: {path}; give an absolute path if it is on another machine")
+        raise ChatError(f"no such directory or file: {path}; give an absolute path if it is on another machine")
     return str(path) if path.is_absolute() else source
 
 

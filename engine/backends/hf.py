@@ -44,7 +44,7 @@ class HfBackend(NoPrefixes):
     """`kv_cache_memory` is a threshold: above it no choice is admitted, but running ones may exceed it."""
 
     capabilities = Capabilities(
-        formats=("safetensors",),
+        formats=("safetensors", "gguf"),
         devices=("cpu", "cuda", "mps"),
         parameters=frozenset(GenerationParams.model_fields) - {"prompt_logprobs"},
     )
@@ -56,12 +56,12 @@ class HfBackend(NoPrefixes):
         if config.attention not in _ATTENTION:
             raise ConfigurationError([f"attention={config.attention!r}: must be one of {', '.join(_ATTENTION)}"])
         self._device = resolve_device(config.device)
-        directory = resolve_model(config.model)
-        info = read_model_info(directory, config.model, config.max_sequence_length)
-        self.info = replace(info, parameters=count_parameters(directory))
-        self.tokenizer = Tokenizer(directory)
+        path = resolve_model(config.model)
+        info = read_model_info(path, config.model, config.max_sequence_length)
+        self.info = replace(info, parameters=count_parameters(path))
+        self.tokenizer = Tokenizer(path)
         attention = None if config.attention == "auto" else config.attention
-        self._model = load_causal_lm(config, directory, info.architecture, self._device, progress, attention)
+        self._model = load_causal_lm(config, path, info.architecture, self._device, progress, attention)
         self._accepted = frozenset(inspect.signature(self._model.forward).parameters)
         if self._model._is_stateful or "past_key_values" not in self._accepted:
             raise ModelLoadError(

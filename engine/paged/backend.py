@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoConfig
 
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
@@ -27,7 +26,7 @@ from ..backend import Capabilities, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..cpu.library import Kernels, NoKernels, load_kernels
-from ..loading import load_causal_lm, resolve_device
+from ..loading import load_causal_lm, load_config, resolve_device
 from ..models import ModelInfo, count_parameters, read_model_info, resolve_model
 from ..output import CacheStats
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
@@ -61,7 +60,7 @@ class _Unread(NamedTuple):
 class PagedBackend:
     """`kv_cache_memory` is a limit: a choice that does not fit waits; one that no longer fits is preempted."""
 
-    capabilities = Capabilities(formats=("safetensors",), devices=("cpu", "cuda", "mps"))
+    capabilities = Capabilities(formats=("safetensors", "gguf"), devices=("cpu", "cuda", "mps"))
 
     def __init__(
         self, config: EngineConfig, progress: ProgressCallback | None = None, *, ahead: bool | None = None
@@ -88,13 +87,13 @@ class PagedBackend:
         self._kernels = kernels = self._load_kernels(config) if device.type == "cpu" else None
         make_linear = linear_maker(config.quantization, device, kernels)
         make_head = linear_maker(of_head(config.quantization), device, kernels)
-        directory = resolve_model(config.model)
-        info = read_model_info(directory, config.model, config.max_sequence_length)
-        info = replace(info, context_length=self._steady_length(config, directory, info.context_length))
-        parameters = count_parameters(directory)
-        self.tokenizer = Tokenizer(directory)
+        path = resolve_model(config.model)
+        info = read_model_info(path, config.model, config.max_sequence_length)
+        info = replace(info, context_length=self._steady_length(config, path, info.context_length))
+        parameters = count_parameters(path)
+        self.tokenizer = Tokenizer(path)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
-        model = load_causal_lm(config, directory, info.architecture, device, progress, ATTENTION)
+        model = load_causal_lm(config, path, info.architecture, device, progress, ATTENTION)
         self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels, make_head)
         if self.runner.uncompiled:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")
@@ -151,12 +150,12 @@ class PagedBackend:
             self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {error}")
 
     @staticmethod
-    def _steady_length(config: EngineConfig, directory: Path, length: int) -> int:
+    def _steady_length(config: EngineConfig, path: Path, length: int) -> int:
         """The context length up to which a token's rotation depends only on its position.
 
         Some models rotate all tokens of a longer choice differently, which would invalidate the cached keys.
         """
-        steady = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+        steady = load_config(path).get_text_config()
         rope = getattr(steady, "rope_parameters", None) or {}
         if rope.get("rope_type") not in ("longrope", "dynamic"):
             return length

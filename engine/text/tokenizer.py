@@ -7,8 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...schemas.catalogue import looks_like_path
 from ...schemas.errors import InvalidRequest, ModelLoadError
+from ...schemas.sources import is_gguf, looks_like_path
+from ..checkpoints.gguf import read_gguf
+from ..checkpoints.gguf_tokens import load_gguf_tokenizer
 from ..models import read_json, read_model_info, resolve_model
 from .byte_tokenizer import ByteTokenizer
 from .tokenizer_port import Piece, TokenizerLike
@@ -17,12 +19,12 @@ from .tokenizer_port import Piece, TokenizerLike
 def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
     """The tokenizer of the model `source` as `backend` will use it.
 
-    With the echo backend a `source` that is no directory needs no files: it gets bytes for tokens. Neither does "echo",
+    With the echo backend a `source` that is no path needs no files: it gets bytes for tokens. Neither does "echo",
     which stands for no model, whatever the working directory holds.
     Raises `ModelLoadError`.
     """
-    is_directory = source != "echo" and (Path(source).expanduser().is_dir() or looks_like_path(source))
-    if backend == "echo" and not is_directory:
+    is_path = source != "echo" and (Path(source).expanduser().is_dir() or looks_like_path(source))
+    if backend == "echo" and not is_path:
         return ByteTokenizer()
     kind = EmbeddingTokenizer if backend == "sentence_transformers" else Tokenizer
     return kind(resolve_model(source))
@@ -31,15 +33,16 @@ def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
 class Tokenizer:
     """A Hugging Face tokenizer."""
 
-    def __init__(self, directory: Path) -> None:
-        """Load from a model directory. Raises `ModelLoadError`."""
+    def __init__(self, path: Path) -> None:
+        """Load from a model directory or a GGUF file. Raises `ModelLoadError`."""
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-        info = read_model_info(directory, str(directory))
+        info = read_model_info(path, str(path))
+        tokenizer: PreTrainedTokenizerBase
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+            tokenizer = load_gguf_tokenizer(read_gguf(path)) if is_gguf(path) else AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ModelLoadError(f"{directory} has no usable tokenizer: {error}") from error
+            raise ModelLoadError(f"{path} has no usable tokenizer: {error}") from error
         # Switches truncation and padding off where the files have them on; later, with another thread decoding at the
         # same moment, the tokenizer would refuse to be changed.
         tokenizer.encode("")

@@ -123,8 +123,8 @@ def test_five_faults_are_five_lines(models: Path) -> None:
         "[models.a] max_batch_size: Input should be a valid integer, got 'four'",
         "[models.a] keep_alive: a pinned model is never unloaded: set keep_alive to -1, or leave pin or keep_alive "
         "out, got 300.0",
-        f"[models.b] source: no such directory: {directory / 'models/none'}; check the path (a relative one begins at "
-        "the file's directory)",
+        f"[models.b] source: no such directory or file: {directory / 'models/none'}; check the path (a relative one "
+        "begins at the file's directory)",
         "[models.b] queue_limit: Input should be greater than or equal to 0, got -1",
     ]
 
@@ -135,11 +135,11 @@ def test_five_faults_are_five_lines(models: Path) -> None:
         ("", "source: missing; give a directory or a Hugging Face id"),
         ('source = ""', "source: String should have at least 1 character, got ''"),
         ("source = 5", "source: Input should be a valid string, got 5"),
-        ('source = "x.gguf"', "source: x.gguf is a GGUF file, which this release cannot load: name a directory with "),
+        ('source = "x.gguf"', "source: no such directory or file: "),
         ('source = "models"', "has no config.json: name a model's directory in Hugging Face's format"),
-        ('source = "models/notes.txt"', "source: no such directory: "),
-        ('source = "./none"', "source: no such directory: "),
-        ('source = "a/b/c"', "source: no such directory: "),
+        ('source = "models/notes.txt"', "is no GGUF file: name one, or a model's directory in Hugging Face's format"),
+        ('source = "./none"', "source: no such directory or file: "),
+        ('source = "a/b/c"', "source: no such directory or file: "),
         ('source = "o/m"\nrevision = 2', "revision: no such key; the keys are source, aliases, backend"),
         ('source = "o/m"\nkeep_alive = "soon"', 'keep_alive: must be a duration such as "5m" or "1h30m", a number '),
         ('source = "o/m"\nkeep_alive = true', "keep_alive: must be a duration"),
@@ -216,9 +216,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         read_models(tmp_path / "none.toml", tmp_path / "none")
     assert refused.value.faults == (
         f"{tmp_path / 'none.toml'}: no such file; name an existing one",
-        f"{tmp_path / 'none'}: no such directory; name one that holds a folder for each model",
+        f"{tmp_path / 'none'}: no such directory; name one that holds a folder or a GGUF file for each model",
     )
-    with pytest.raises(ConfigurationError, match="holds no model; put a folder"):
+    with pytest.raises(ConfigurationError, match="holds no model; put a GGUF file or a folder"):
         read_models(directory=tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"[models.\xe9]")
     with pytest.raises(ConfigurationError, match=r"cannot be read: .* check its permissions and encoding"):
@@ -226,18 +226,38 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_directory_cannot_serve_is_named(models: Path) -> None:
-    (models / "small.gguf").write_bytes(b"GGUF")
+    (models / "two words.gguf").write_bytes(b"GGUF")
     (models / "two words").mkdir()
     (models / "two words" / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError) as refused:
         read_models(directory=models)
-    gguf, name = refused.value.faults
-    assert (
-        gguf == f"{models / 'small.gguf'} is a GGUF file, which this release cannot load; move it out of the directory"
-    )
-    assert name.startswith(f"{models / 'two words'}: String should match pattern") and name.endswith(
-        "rename the folder"
-    )
+    for name, fault in zip(("two words", "two words.gguf"), refused.value.faults, strict=True):
+        assert fault.startswith(f"{models / name}: String should match pattern") and fault.endswith("rename it")
+
+
+def test_gguf_files_of_a_directory_are_models(models: Path) -> None:
+    """Under their own names; shards together are one, and the vision part of a model is none."""
+    for name in ("small.Q4_K_M.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "mmproj-small.gguf"):
+        (models / name).write_bytes(b"GGUF")
+    (models / "downloaded").mkdir()
+    (models / "downloaded" / "only.gguf").write_bytes(b"GGUF")
+    found = {entry.name: entry.source for entry in read_models(directory=models)}
+    assert {name: found.get(name) for name in ("small.Q4_K_M", "big", "downloaded")} == {
+        "small.Q4_K_M": str(models / "small.Q4_K_M.gguf"),
+        "big": str(models / "big-00001-of-00002.gguf"),
+        "downloaded": str(models / "downloaded"),
+    }
+    assert not {"big-00002-of-00002", "mmproj-small"} & found.keys()
+
+
+def test_a_file_is_a_source_seen_from_the_catalogues_directory(models: Path) -> None:
+    """A link keeps its name: its target may have another, as in the hub's cache."""
+    (models / "blob").write_bytes(b"GGUF")
+    (models / "small.gguf").symlink_to(models / "blob")
+    file = models.parent / "models.toml"
+    file.write_text('[models.small]\nsource = "models/small.gguf"\n')
+    (small,) = read_models(file)
+    assert small.source == str(models / "small.gguf")
 
 
 def test_every_key_of_an_entry_can_be_set() -> None:

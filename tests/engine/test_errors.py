@@ -29,14 +29,14 @@ def load(model: Path | str, **settings: Any) -> None:
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"no such directory: .*nowhere"):
+    with pytest.raises(ModelLoadError, match=r"no such directory or file: .*nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ModelLoadError, match=r"no such directory: \./nowhere"):
+    with pytest.raises(ModelLoadError, match=r"no such directory or file: \./nowhere"):
         resolve_model("./nowhere")
 
 
 def test_a_file_in_place_of_a_directory(copy: Path) -> None:
-    with pytest.raises(ModelLoadError, match="is a file; name the directory"):
+    with pytest.raises(ModelLoadError, match="is no GGUF file; name one, or the directory"):
         load(copy / "model.safetensors")
 
 

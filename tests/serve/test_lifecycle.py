@@ -213,7 +213,7 @@ def test_a_state_directory_in_use_is_told_at_once(serve: Serve, start: Start) ->
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["serve", "/no/such/directory"], "no such directory: /no/such/directory"),
+        (["serve", "/no/such/directory"], "no such directory or file: /no/such/directory"),
         (["serve", "EMPTY"], "has no config.json"),
         (["serve", "BROKEN"], "model.safetensors"),
         (["serve", "--prot", "1"], "No such option"),

@@ -59,7 +59,7 @@ def test_models_are_looked_after_from_the_command_line(run: Run, tmp_path: Path)
     failed = run("swap", "three", "--to", "sick", key="sk-user-here")
     assert failed.exit_code == 2 and "use one with the word admin" in failed.stderr
     absent = run("swap", "three", "--to", "./absent")
-    assert absent.exit_code == 2 and "no such directory: absent" in absent.stderr
+    assert absent.exit_code == 2 and "no such directory or file: absent" in absent.stderr
     for command in (("load", "thre"), ("swap", "thre", "--to", "x"), ("remove", "thre"), ("show", "thre")):
         unknown = run(*command)
         assert unknown.exit_code == 2 and "three" in unknown.stderr, unknown.output

@@ -10,10 +10,11 @@ from fastapi import FastAPI, Request
 from pydantic import ConfigDict, Field
 
 from ....config.catalogue import parse_model
-from ....schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey, looks_like_path
+from ....schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ....schemas.errors import ConfigurationError, Conflict, Forbidden, InvalidRequest, ModelNotFound
 from ....schemas.model_state import ModelState
 from ....schemas.openai.chat import Body
+from ....schemas.sources import looks_like_path
 from ....streams.stores.catalogue import CatalogueStore
 from ..openapi import body_of, refusals
 from ..requests import Gateway, read_object, read_parsed

@@ -1,0 +1,256 @@
+"""Reads the header of a GGUF file: its metadata, and where each tensor lies. Reads no weights, and needs no torch.
+
+Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every size in the header is checked
+against the file before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...schemas.errors import ModelLoadError
+
+_MAGIC = b"GGUF"
+BLOCKS = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+"""The types that can be read: the weights of a block, and its bytes. A block never spans two rows."""
+
+_TYPES = {
+    **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K"},
+    **{12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
+    **{29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_length_at = struct.Struct("<Q").unpack_from
+_ENTRY = 8 + 4 + 8 + 4 + 8  # the least bytes of a tensor's entry: name, rank, one dimension, type and offset
+_PAIR = 8 + 4 + 1  # the least bytes of a key, its type and its value
+_VERSIONS = (2, 3)
+_MOST_DIMENSIONS = 4
+_SHARD = re.compile(r"(.*)-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
+
+
+class GgufTensor(NamedTuple):
+    """`shape` is in torch's order, rows first; `start` is the offset of its first byte in `path`."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    path: Path
+    start: int
+    nbytes: int
+
+
+class GgufStrings(NamedTuple):
+    """An array of strings that has been skipped: see `Gguf.strings`."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """What the header of a model's file says, or those of all its shards; arrays of strings are `GgufStrings`."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor] = field(repr=False)
+
+    def floats(self, name: str) -> list[float]:
+        """The numbers of a small tensor of 32-bit floats."""
+        tensor = self.tensors[name]
+        if tensor.type != "F32":
+            raise ModelLoadError(f"{self.path}: {name} has the type {tensor.type}, and must have F32; convert it again")
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start)
+            return list(struct.unpack(f"<{prod(tensor.shape)}f", file.read(tensor.nbytes)))
+
+    def strings(self, key: str) -> list[str]:
+        """The strings of an array in the metadata; none if it is missing."""
+        array = self.metadata.get(key)
+        if not isinstance(array, GgufStrings):
+            return []
+        found, at = [], array.start
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for _ in range(array.length):
+                end = at + 8 + _length_at(data, at)[0]
+                found.append(data[at + 8 : end].decode("utf-8", errors="replace"))
+                at = end
+        return found
+
+
+def read_gguf(path: Path) -> Gguf:
+    """Read the header of a file and of its other shards.
+
+    Raises `ModelLoadError` for a file that is incomplete or not GGUF, for a missing shard, and for a tensor whose type
+    is not supported.
+    """
+    first = _read_file(path)
+    count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return first
+    if first.metadata.get("split.no"):
+        raise ModelLoadError(f"{path} is not the first of {count} shards; name the one with 00001 in its name")
+    match = _SHARD.fullmatch(path.name)
+    if match is None or int(match[2]) != count:
+        raise ModelLoadError(
+            f"{path} is one of {count} shards, whose names must end in -00001-of-{count:05}.gguf; rename them"
+        )
+    others = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}{match[3]}") for number in range(2, count + 1)]
+    if missing := [other.name for other in others if not other.is_file()]:
+        raise ModelLoadError(f"{path} lacks its shards {', '.join(missing)}; put them into the same directory")
+    tensors = dict(first.tensors)
+    for other in others:
+        for name, tensor in _read_file(other).tensors.items():
+            if name in tensors:
+                raise _broken(other, f"the tensor {name} is also in {tensors[name].path.name}")
+            tensors[name] = tensor
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise _broken(path, f"its shards have {len(tensors)} tensors instead of {expected}")
+    return Gguf(path, first.metadata, tensors)
+
+
+def _broken(path: Path, why: str) -> ModelLoadError:
+    return ModelLoadError(f"{path} is not a complete GGUF file: {why}; download it again")
+
+
+def _read_file(path: Path) -> Gguf:
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise _broken(path, "it does not begin with GGUF")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data).read()
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}; check its permissions") from error
+
+
+class _Reader:
+    """Reads a header from its start to its end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data = path, data
+        self._at = len(_MAGIC)  # the next byte
+
+    def read(self) -> Gguf:
+        version = self._scalar("I")
+        if version not in _VERSIONS:
+            kind = "big-endian" if version and not version & 0xFFFF else f"GGUF of version {version}"
+            raise ModelLoadError(
+                f"{self._path} is {kind}, which cannot be read; convert the model again with a current llama.cpp"
+            )
+        num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
+        self._check_count(num_pairs, _PAIR, "entries of metadata")
+        self._check_count(num_tensors, _ENTRY, "tensors")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):
+            key = self._string()
+            metadata[key] = self._value(self._scalar("I"), key)
+        entries = [self._entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise _broken(self._path, f"its alignment is {alignment!r}, which is no power of two")
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in entries:
+            if name in tensors:
+                raise _broken(self._path, f"the tensor {name} is there twice")
+            tensors[name] = self._tensor(name, shape, kind, start + offset, alignment)
+        return Gguf(self._path, metadata, tensors)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: str, start: int, alignment: int) -> GgufTensor:
+        if kind not in BLOCKS:
+            raise ModelLoadError(
+                f"{self._path}: the tensor {name} has the type {kind}, which is not supported; use a file whose types "
+                f"are among {', '.join(BLOCKS)}"
+            )
+        weights, size = BLOCKS[kind]
+        if shape[-1] % weights:
+            raise _broken(self._path, f"the rows of {name} have {shape[-1]} numbers, which is no multiple of {weights}")
+        nbytes = prod(shape) // weights * size
+        if start % alignment or start + nbytes > len(self._data):
+            raise _broken(self._path, f"the tensor {name} ends at byte {start + nbytes} of {len(self._data)}")
+        return GgufTensor(name, shape, kind, self._path, start, nbytes)
+
+    def _entry(self) -> tuple[str, tuple[int, ...], str, int]:
+        """Name, shape, type and offset of a tensor."""
+        name, rank = self._string(), self._scalar("I")
+        if not 1 <= rank <= _MOST_DIMENSIONS:
+            raise _broken(self._path, f"the tensor {name} has {rank} dimensions")
+        shape = tuple(self._scalar("Q") for _ in range(rank))[::-1]
+        if not all(shape):
+            raise _broken(self._path, f"the tensor {name} has the shape {list(shape)}")
+        number = self._scalar("I")
+        return name, shape, _TYPES.get(number, f"number {number}"), self._scalar("Q")
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise _broken(self._path, f"its metadata {key} has the unknown type {kind}")
+        kind, count = self._scalar("I"), self._scalar("Q")
+        if kind == _STRING:
+            self._check_count(count, 8, f"strings in {key}")
+            return self._skip_strings(count)
+        if kind not in _SCALARS:
+            raise _broken(self._path, f"the array {key} has items of the type {kind}")
+        code = _SCALARS[kind]
+        size = struct.calcsize(code)
+        self._check_count(count, size, f"items in {key}")
+        values = struct.unpack_from(f"<{count}{code}", self._data, self._at)
+        self._at += count * size
+        return list(values)
+
+    def _scalar(self, code: str) -> Any:
+        try:
+            (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
+        except struct.error:
+            raise _broken(self._path, f"its header ends after {len(self._data)} bytes") from None
+        self._at += struct.calcsize(code)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("Q")
+        self._check_count(length, 1, "bytes in a string")
+        text = self._data[self._at : self._at + length]
+        self._at += length
+        return text.decode("utf-8", errors="replace")
+
+    def _skip_strings(self, count: int) -> GgufStrings:
+        data, at = self._data, self._at
+        found = GgufStrings(at, count)
+        try:
+            for _ in range(count):
+                at += 8 + _length_at(data, at)[0]
+        except (struct.error, OverflowError):
+            at = len(data) + 1
+        if at > len(data):
+            raise _broken(self._path, f"its header ends after {len(data)} bytes, within an array of strings")
+        self._at = at
+        return found
+
+    def _check_count(self, count: int, size: int, what: str) -> None:
+        """`count` items of at least `size` bytes each must fit into the rest of the file."""
+        if count * size > len(self._data) - self._at:
+            raise _broken(self._path, f"its header names {count} {what}, and the file has {len(self._data)} bytes")

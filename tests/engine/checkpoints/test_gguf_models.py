@@ -1,0 +1,235 @@
+"""Tiny random models of each architecture, written as GGUF: the engine says what transformers says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from gguf_files import write_gguf
+from pydantic import ByteSize
+
+from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.checkpoints.gguf import read_gguf
+from penstock.engine.checkpoints.gguf_models import config_of, weights_of
+from penstock.engine.models import count_parameters, read_model_info
+from penstock.schemas.errors import ModelLoadError
+
+LENGTH = 24
+AutoConfig: Any = transformers.AutoConfig
+AutoModelForCausalLM: Any = transformers.AutoModelForCausalLM
+PROMPTS = [[7, 90, 301, 45, 12], [5 + 3 * index % 400 for index in range(40)]]
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32}
+_TIED = {"head_dim": 32, "tie_word_embeddings": True}
+_LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+
+
+class Case(NamedTuple):
+    """An architecture of GGUF, the model type, its own settings, and what the file says of them."""
+
+    architecture: str
+    model_type: str
+    settings: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+CASES = [
+    Case("llama", "llama", {}, {}),
+    Case("llama", "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, {}),
+    Case("llama", "llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}, _LINEAR),
+    Case(
+        "llama",
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    Case("qwen2", "qwen2", {"tie_word_embeddings": True}, {}),
+    Case("qwen2moe", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48}, _EXPERT_KEYS),
+    Case("qwen3", "qwen3", {"head_dim": 32}, {}),
+    Case("qwen3moe", "qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}, _EXPERT_KEYS),
+    Case("gemma", "gemma", _TIED, {}),
+    Case(
+        "gemma2",
+        "gemma2",
+        _MIXED | _TIED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {"attention.sliding_window": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    Case(
+        "gemma3",
+        "gemma3_text",
+        _MIXED | _TIED,
+        {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False]},
+    ),
+    Case(
+        "phi3",
+        "phi3",
+        {"sliding_window": 16, "partial_rotary_factor": 0.5},
+        {"attention.sliding_window": 16, "rope.dimension_count": 8},
+    ),
+    Case(
+        "granite",
+        "granite",
+        {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+        {"embedding_scale": 6.0, "attention.scale": 0.4, "residual_scale": 0.7, "logit_scale": 0.5},
+    ),
+    Case("olmo2", "olmo2", {}, {}),
+    Case("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
+    Case("starcoder2", "starcoder2", {"use_bias": True}, {"attention.layer_norm_epsilon": 1e-5}),
+]
+
+
+@pytest.fixture
+def make_model(tmp_path: Path, model_directory: Callable[[str], Path]) -> Callable[[Case], Path]:
+    """Write the directory of a tiny random model with the tokenizer of another one."""
+
+    def make(case: Case) -> Path:
+        config = AutoConfig.for_model(case.model_type, **SIZES | case.settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():  # biases and norms, too: as they begin they would hide faults
+                if parameter.ndim == 1:
+                    parameter.data += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path / "model")
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(model_directory("llama") / name, tmp_path / "model")
+        return tmp_path / "model"
+
+    return make
+
+
+def generate(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    config = EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory=ByteSize(16 << 20))
+    with InferenceEngine(config) as engine:
+        params = GenerationParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+        return [list(output.choices[0].token_ids) for output in engine.generate(prompts, params)]
+
+
+def reference(directory: Path, weights: dict[str, Any] | None = None) -> list[list[int]]:
+    """Greedy tokens by transformers' own hand, of the directory's model with other weights."""
+    if weights is None:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    else:
+        config = AutoConfig.from_pretrained(directory)
+        tensors = {name: torch.from_numpy(values) for name, values in weights.items()}
+        kind = type(AutoModelForCausalLM.from_config(config))
+        model = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        for _ in range(LENGTH):
+            best = model(input_ids=ids, use_cache=False).logits[0, -1].argmax()
+            ids = torch.cat((ids, best.view(1, 1)), dim=1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model_type}-{len(case.settings)}")
+def test_a_model_in_gguf_says_what_transformers_says(
+    case: Case, make_model: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    directory, path = make_model(case), tmp_path / "model.gguf"
+    write_gguf(directory, path, case.architecture, metadata=case.metadata)
+    assert generate(path, PROMPTS) == reference(directory)
+    assert count_parameters(path) == count_parameters(directory)
+
+
+QUANTIZED = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+
+
+def test_every_type_is_loaded_with_the_numbers_that_it_stands_for(
+    make_model: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    """One matrix of each type, in two shards; the reference has the same numbers in float32."""
+    directory, path = make_model(CASES[0]), tmp_path / "m.gguf"
+    kinds = iter(QUANTIZED * 10)
+    weights = write_gguf(
+        directory, path, "llama", lambda _, values: next(kinds) if values.ndim == 2 else None, shards=2
+    )
+    first = next(tmp_path.glob("m-00001-*"))
+    assert {tensor.type for tensor in read_gguf(first).tensors.values()} == {*QUANTIZED, "F32"}
+    assert generate(first, PROMPTS) == reference(directory, weights)
+
+
+def test_rotations_are_divided_by_the_files_factors(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    directory, path = make_model(Case("llama", "llama", {"rope_parameters": rope}, {})), tmp_path / "model.gguf"
+    scaled = AutoModelForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq
+    plain = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    write_gguf(directory, path, "llama", extra={"rope_freqs.weight": (plain / scaled).numpy()})
+    assert generate(path, PROMPTS) == reference(directory)
+
+
+def test_what_the_header_says_is_known_before_anything_is_read(
+    make_model: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    directory, path = make_model(CASES[0]), tmp_path / "model.gguf"
+    write_gguf(directory, path, "llama", lambda name, values: "Q8_0" if values.ndim == 2 else None)
+    info = read_model_info(path, "m")
+    assert (info.architecture, info.context_length, info.vocabulary_size) == ("LlamaForCausalLM", 256, 512)
+    assert (info.eos_token_ids, info.dtype) == ((0, 2), "bfloat16")
+    assert count_parameters(path) == count_parameters(directory)
+
+
+def broken(path: Path, name: str, **changes: Any) -> ModelLoadError:
+    """The error for a file that has one more tensor, or another architecture or setting."""
+    import gguf
+    import numpy as np
+
+    writer: Any = gguf.GGUFWriter(path, changes.pop("architecture", "llama"))
+    for key, value in {"block_count": 1, "embedding_length": 64, **changes}.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_tensor(name, np.zeros((64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_gguf(path)
+    with pytest.raises(ModelLoadError) as refused:
+        weights_of(found)
+        config_of(found)
+    return refused.value
+
+
+def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    assert "the architecture 'mamba', which is not supported in GGUF" in str(
+        broken(path, "token_embd.weight", architecture="mamba")
+    )
+    assert "the tensor blk.0.ssm_a.weight is unknown in a model of the architecture llama" in str(
+        broken(path, "blk.0.ssm_a.weight")
+    )
+    assert "the tensor v.patch_embd is unknown" in str(broken(path, "v.patch_embd"))
+    assert "has no token_embd.weight" in str(broken(path, "output.weight"))
+    assert "has no llama.feed_forward_length" in str(broken(path, "token_embd.weight"))
+    assert "llama.feed_forward_length differs between layers" in str(
+        broken(path, "token_embd.weight", feed_forward_length=[64, 128])
+    )
+    assert "has 64 rows for 3 heads" in str(broken(path, "blk.0.attn_q.weight", head_count=3))

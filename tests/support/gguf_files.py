@@ -1,0 +1,157 @@
+"""Writes models as GGUF files, with the reference package and the changes that llama.cpp's converters make."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
+
+Array = npt.NDArray[Any]
+WITH_PERMUTED_ROWS = ("llama", "granite", "smollm3")
+WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3")
+_EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
+
+
+def write_gguf(
+    directory: Path,
+    path: Path,
+    architecture: str,
+    kind: Callable[[str, Array], str | None] = lambda name, values: None,
+    metadata: Mapping[str, Any] | None = None,
+    shards: int = 1,
+    extra: Mapping[str, Array] | None = None,
+) -> dict[str, Array]:
+    """Write the model in `directory`; `kind` chooses the type of each tensor by transformers' name, else F32.
+
+    `metadata` are more keys, without the architecture's name, and `extra` more tensors. Returns the numbers
+    that the file stands for, by transformers' names.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=0 if shards == 1 else 12)
+    _add_settings(writer, architecture, config, metadata or {})
+    add_tokenizer(writer, directory)
+    expanded: dict[str, Array] = {}
+    for name, (values, kept) in _tensors(directory, architecture, config).items():
+        chosen = kind(kept[0], values)
+        if chosen is None:
+            writer.add_tensor(name, values)
+        else:
+            quantized = gguf.GGMLQuantizationType[chosen]
+            data = gguf.quants.quantize(values, quantized)
+            writer.add_tensor(name, data, raw_dtype=quantized)
+            values = gguf.quants.dequantize(data, quantized)
+        original = _restore(values, kept[0], architecture, config)
+        expanded.update({kept[0]: original} if len(kept) == 1 else dict(zip(kept, original, strict=True)))
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expanded
+
+
+def _add_settings(writer: Any, architecture: str, config: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    for key, value in more.items():
+        name = f"{architecture}.{key}"
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
+
+
+def add_tokenizer(writer: Any, directory: Path, kind: str = "gpt-2") -> None:
+    """Add the byte-level tokenizer of a model directory."""
+    whole = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+    settings = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
+    tokens = {index: token for token, index in whole["model"]["vocab"].items()}
+    types = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
+    for added in whole["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(kind)
+    writer.add_token_list([tokens[index] for index in sorted(tokens)])
+    writer.add_token_types([types[index] for index in sorted(tokens)])
+    writer.add_token_merges([" ".join(merge) for merge in whole["model"]["merges"]])
+    ids = {token: index for index, token in tokens.items()}
+    writer.add_eos_token_id(ids[settings["eos_token"]])
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text("utf-8"))
+
+
+def _tensors(directory: Path, architecture: str, config: Mapping[str, Any]) -> dict[str, tuple[Array, list[str]]]:
+    """Each tensor of the file by its name there, with transformers' names of it or, of experts, of its parts."""
+    kinds = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
+    found: dict[str, tuple[Array, list[str]]] = {}
+    experts: dict[str, list[tuple[str, Array]]] = {}
+    for name, values in load_file(directory / "model.safetensors").items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}.{match[2]}", []).append((name, values))
+            continue
+        found[_name(names, name)] = (_converted(values, name, architecture, config), [name])
+    for name, parts in experts.items():
+        parts.sort(key=lambda part: int(re.findall(r"\d+", part[0])[1]))
+        found[_name(names, name)] = (np.stack([values for _, values in parts]), [part for part, _ in parts])
+    return found
+
+
+def _name(names: Any, name: str) -> str:
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
+
+
+def _converted(values: Array, name: str, architecture: str, config: Mapping[str, Any]) -> Array:
+    heads = _rotated_heads(name, architecture, config)
+    if heads:
+        halves = values.reshape(heads, 2, -1, *values.shape[1:])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    if architecture in WITH_NORMS_FROM_ONE and name.endswith("norm.weight"):
+        values = values + np.float32(1)
+    return values
+
+
+def _restore(values: Array, name: str, architecture: str, config: Mapping[str, Any]) -> Array:
+    heads = _rotated_heads(name, architecture, config)
+    if heads:
+        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+        values = pairs.swapaxes(1, 2).reshape(values.shape)
+    if architecture in WITH_NORMS_FROM_ONE and name.endswith("norm.weight"):
+        values = values - np.float32(1)
+    return values
+
+
+def _rotated_heads(name: str, architecture: str, config: Mapping[str, Any]) -> int:
+    """The heads of queries and keys whose rows the converter permutes; 0 for other tensors."""
+    if architecture not in WITH_PERMUTED_ROWS:
+        return 0
+    if "q_proj" in name:
+        return int(config["num_attention_heads"])
+    return int(config["num_key_value_heads"]) if "k_proj" in name else 0
