@@ -20,7 +20,10 @@ from .backend import ProgressCallback
 from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import config_of, rope_factors
 from .checkpoints.gguf_weights import lazy_weights
+from .checkpoints.lazy import LazyWeight
+from .checkpoints.packed_weights import lazy_packed_weights
 from .config import EngineConfig
+from .models import packed_files
 
 
 def resolve_device(name: str) -> torch.device:
@@ -74,8 +77,7 @@ def load_causal_lm(
     try:
         with counting_weights(progress):
             options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-            load = _load_gguf if is_gguf(path) else _load_directory
-            loaded = load(path, config.dtype, local_files_only=True, output_loading_info=True, **options)
+            loaded = _load(path, config.dtype, local_files_only=True, output_loading_info=True, **options)
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(
@@ -91,20 +93,28 @@ def load_causal_lm(
     return model
 
 
-def _load_directory(path: Path, dtype: str, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+def _load(path: Path, name: str, **options: Any) -> Any:
+    """transformers' model and its notes on the load; `name` is that of the dtype, or "auto"."""
+    packed = None if is_gguf(path) else packed_files(path)
+    if not is_gguf(path) and packed is None:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=name, **options)
+    config = load_config(path)
+    dtype: Any = (config.dtype or torch.bfloat16) if name == "auto" else getattr(torch, name)
+    if packed is None:
+        gguf = read_gguf(path)
+        loaded = _build(config, lazy_weights(gguf, dtype), dtype, options)
+        if factors := rope_factors(gguf):
+            loaded[0].model.rotary_emb.inv_freq /= torch.tensor(factors)
+        return loaded
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what follows is not quantised any more
+    weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
+    return _build(config, weights, dtype, options)
 
 
-def _load_gguf(path: Path, name: str, **options: Any) -> Any:
-    gguf, config = read_gguf(path), load_config(path)
-    dtype: Any = config.dtype if name == "auto" else getattr(torch, name)
-    weights = lazy_weights(gguf, dtype)
+def _build(config: PreTrainedConfig, weights: dict[str, LazyWeight], dtype: torch.dtype, options: Any) -> Any:
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
-    if factors := rope_factors(gguf):
-        rotary = loaded[0].model.rotary_emb
-        rotary.inv_freq /= torch.tensor(factors)
-    return loaded
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
 
 
 @contextmanager

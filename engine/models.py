@@ -16,6 +16,7 @@ from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import gguf_model, is_gguf, looks_like_path
 from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import config_of, weights_of
+from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
@@ -83,7 +84,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelLoadError(
             f"{path} has no config.json: it is neither a model directory in Hugging Face's format nor a GGUF file"
         )
-    return read_json(path / "config.json")
+    config = read_json(path / "config.json")
+    packing_of(config, path)  # refuses what cannot be read
+    return config
 
 
 def read_model_info(path: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:
@@ -145,7 +148,32 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
     """The shapes of all weights by name, from the headers of the files, which are checked as by `count_parameters`."""
     if is_gguf(path):
         return {name: list(weight.shape) for name, weight in weights_of(read_gguf(path)).items()}
-    return {name: shape for file in weight_files(path) for name, shape in read_header(file).items()}
+    shapes = {name: shape for file in weight_files(path) for name, shape in read_header(file).items()}
+    packing = packing_of(read_json(path / "config.json"), path) if (path / "config.json").is_file() else None
+    return {
+        name: shapes[weight] if isinstance(weight, str) else list(weight.shape)
+        for name, weight in find_weights(shapes, packing, path).items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFiles:
+    """The weights of a directory with packed ones: how they are packed, and in which file each tensor lies."""
+
+    packing: Packing
+    weights: dict[str, PackedWeight | str]
+    files: dict[str, Path]
+
+
+def packed_files(path: Path) -> PackedFiles | None:
+    """What is to be expanded of the model in a directory; None if its weights are not packed."""
+    packing = packing_of(read_config(path), path)
+    if packing is None:
+        return None
+    headers = {file: read_header(file) for file in weight_files(path)}
+    shapes = {name: shape for header in headers.values() for name, shape in header.items()}
+    files = {name: file for file, header in headers.items() for name in header}
+    return PackedFiles(packing, find_weights(shapes, packing, path), files)
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -34,7 +34,7 @@ def check_adapters(settings: Settings, entries: Sequence[CatalogueEntry] | None)
             if name == model:
                 faults.append(f"adapter {name!r}: the model has the same name; choose another")
             try:
-                check_adapter(Path(path).expanduser().resolve(), base if base.is_dir() else None)
+                check_adapter(Path(path).expanduser().resolve(), base if base.exists() else None)
             except InvalidRequest as error:
                 faults.append(f"adapter {name!r} of {model}: {error}")
     if faults:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 
 from ...schemas.errors import ConfigurationError
 from ...schemas.events import Delta
@@ -18,7 +17,7 @@ from ...schemas.params import GenerationParams
 from ..backend import Capabilities, NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice, ChosenLogprob
 from ..config import EngineConfig
-from ..models import ModelInfo, read_model_info
+from ..models import ModelInfo, read_model_info, resolve_model
 from ..sizing import sized
 from ..text.byte_tokenizer import ByteTokenizer
 from ..text.tokenizer import load_tokenizer
@@ -64,7 +63,7 @@ class EchoBackend(NoAdapters, NoPrefixes):
                 parameters=0,
             )
             if isinstance(self.tokenizer, ByteTokenizer)
-            else read_model_info(Path(config.model).expanduser(), config.model, config.max_sequence_length)
+            else read_model_info(resolve_model(config.model), config.model, config.max_sequence_length)
         )
         self._rate = config.echo_rate
         self._max_batch_size = config.max_batch_size

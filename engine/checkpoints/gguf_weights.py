@@ -9,26 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from .gguf import BLOCKS, Gguf
 from .gguf_models import GgufWeight, weights_of
+from .lazy import LazyWeight
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class LazyWeight:
-    """Stands for a weight where transformers expects one: `weight[...]` reads and expands it."""
-
-    def __init__(self, read: Callable[[], Tensor]) -> None:
-        self._read = read
-
-    def __getitem__(self, _: EllipsisType) -> Tensor:
-        return self._read()
 
 
 def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:

@@ -154,7 +154,7 @@ def _described(asked: LoadAdapter, card: ModelCard) -> AddedAdapter:
     """The adapter, checked as far as its files and those of its model tell. Raises `InvalidRequest`."""
     path, base = Path(asked.lora_path).expanduser().resolve(), Path(card.source)
     try:
-        digest = check_adapter(path, base if base.is_dir() else None)
+        digest = check_adapter(path, base if base.exists() else None)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), code=error.code, param="lora_path") from None
     return AddedAdapter(name=asked.lora_name, path=str(path), digest=digest, model=card.name, created=int(time.time()))

@@ -16,7 +16,7 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.gguf import read_gguf
 from penstock.engine.checkpoints.gguf_models import config_of, weights_of
-from penstock.engine.models import count_parameters, read_model_info
+from penstock.engine.models import count_parameters, model_name, read_model_info, resolve_model
 from penstock.schemas.errors import ModelLoadError
 
 LENGTH = 24
@@ -233,3 +233,23 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
         broken(path, "token_embd.weight", feed_forward_length=[64, 128])
     )
     assert "has 64 rows for 3 heads" in str(broken(path, "blk.0.attn_q.weight", head_count=3))
+
+
+def test_the_files_tokenizer_serves_the_echo_backend(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    """Of a file, and of a directory that holds nothing but a model in GGUF."""
+    (tmp_path / "alone").mkdir()
+    write_gguf(make_model(CASES[0]), tmp_path / "alone" / "tiny-Q8.gguf", "llama")
+    for source in (tmp_path / "alone", tmp_path / "alone" / "tiny-Q8.gguf"):
+        with InferenceEngine(EngineConfig(model=str(source), backend="echo")) as engine:
+            assert engine.model_info().architecture == "LlamaForCausalLM"
+            assert engine.detokenize(engine.tokenize("Hello, world!")) == "Hello, world!"
+    (tmp_path / "alone" / "tiny-Q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ModelLoadError, match=r"holds several models; name one of its files: tiny-Q4\.gguf, tiny-Q8\.gguf"
+    ):
+        resolve_model(str(tmp_path / "alone"))
+
+
+def test_a_model_is_called_like_its_file(tmp_path: Path) -> None:
+    names = {"tiny-Q8.gguf": "tiny-Q8", "big-00001-of-00003.gguf": "big", "sha256-0123": "sha256-0123"}
+    assert {name: model_name(tmp_path / name) for name in names} == names

@@ -1,0 +1,106 @@
+"""Expands packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors and FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from .lazy import LazyWeight
+from .packed import PackedWeight, Packing
+
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word AWQ puts the weight of each of eight columns
+
+Get = Callable[[str], Tensor]
+
+
+def lazy_packed_weights(
+    files: Mapping[str, Path], weights: Mapping[str, PackedWeight | str], packing: Packing, dtype: torch.dtype
+) -> dict[str, LazyWeight]:
+    """All weights by name; `files` says in which file each tensor lies. Packed ones become `dtype`."""
+
+    def get(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def read(weight: PackedWeight | str) -> Tensor:
+        return get(weight) if isinstance(weight, str) else expand(weight, packing, get).to(dtype)
+
+    return {name: LazyWeight(partial(read, weight)) for name, weight in weights.items()}
+
+
+def expand(weight: PackedWeight, packing: Packing, get: Get) -> Tensor:
+    """The numbers [O, I] that a packed weight stands for, in float32; `get` reads a tensor by name."""
+    parts = {part: get(name) for part, name in weight.parts.items()}
+    if packing.method == "gptq":
+        return _gptq(parts, packing)
+    if packing.method == "awq":
+        return _awq(parts)
+    return _compressed(parts, packing)
+
+
+def _gptq(parts: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    levels = _unpack(parts["qweight"].T, packing.bits)  # [O, I]
+    zeros = _unpack(parts["qzeros"], packing.bits).T + packing.zero_offset  # [O, G]
+    scales = parts["scales"].float().T
+    columns = levels.shape[1]
+    groups = parts.get("g_idx")  # the group of each column: those of one need not be neighbours
+    if groups is None:
+        groups = torch.arange(columns) // (packing.group_size or columns)
+    return (levels - zeros[:, groups]) * scales[:, groups]
+
+
+def _awq(parts: Mapping[str, Tensor]) -> Tensor:
+    levels, zeros = (_in_order(_unpack(parts[name], 4)).T for name in ("qweight", "qzeros"))  # [O, I], [O, G]
+    size = levels.shape[1] // zeros.shape[1]
+    scales = parts["scales"].float().T
+    return (levels - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+
+
+def _in_order(columns: Tensor) -> Tensor:
+    return columns.view(len(columns), -1, 8)[..., _AWQ_PLACES].flatten(1)
+
+
+def _compressed(parts: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    scales, zeros = parts.get("weight_scale", parts.get("weight_scale_inv")), parts.get("weight_zero_point")
+    assert scales is not None, "a weight without a scale is none that is packed"
+    if "weight_packed" in parts:
+        middle = 1 << packing.bits - 1
+        levels = _unpack(parts["weight_packed"], packing.bits) - middle
+        if "weight_shape" in parts:
+            rows, columns = parts["weight_shape"].tolist()
+            levels = levels[:rows, :columns]
+        if zeros is not None and zeros.dtype == torch.int32:  # packed along the rows
+            zeros = _unpack(zeros.T, packing.bits).T[: len(levels)] - middle
+    else:
+        levels = parts["weight"].float()
+    spread = partial(_spread, shape=levels.shape, block=packing.block, groups=parts.get("weight_g_idx"))
+    return (levels if zeros is None else levels - spread(zeros)) * spread(scales)
+
+
+def _spread(values: Tensor, shape: torch.Size, block: tuple[int, int] | None, groups: Tensor | None) -> Tensor:
+    """One value for each weight, or one that broadcasts to that: given by tensor, row, group of a row, or block."""
+    values = values.float()
+    if values.numel() == 1:
+        return values.view(1, 1)
+    values = values.view(len(values), -1)
+    if groups is not None:
+        return values[:, groups]
+    if len(values) != shape[0]:
+        assert block is not None, f"{tuple(values.shape)} scales for weights {tuple(shape)}"
+        values = values.repeat_interleave(block[0], 0)[: shape[0]]
+    if values.shape[1] == 1:
+        return values
+    size = block[1] if block else -(-shape[1] // values.shape[1])
+    return values.repeat_interleave(size, 1)[:, : shape[1]]
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """[R, C] words of 32 bits → [R, C · 32 / bits] numbers without sign, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(1)
