@@ -214,7 +214,7 @@ class TestPrefixes:
             for pool in backend.blocks.pools:
                 pool.clear_cached(pool.num_cached)
         for prompt in prompts:
-            add(first, prompt)
+            add(first, prompt, GenerationParams(temperature=0, max_tokens=1))
         finish(first)
         saved = first.save_prefixes(path)
         assert second.load_prefixes(path) == saved == sum(pool.num_cached for pool in first.blocks.pools)
