@@ -215,7 +215,7 @@ def _explain(fault: Mapping[str, Any]) -> str:
     """One fault of a table, from pydantic's words."""
     location = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "missing":
-        return f"{location}: missing; give a directory or a Hugging Face id"
+        return f"{location}: missing; give a directory, a GGUF file or a Hugging Face id"
     return f"{location}: {fault['msg'].removeprefix('Value error, ')}, got {fault['input']!r}"
 
 

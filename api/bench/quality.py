@@ -67,7 +67,7 @@ def bench_quality(
     """
     given = loaded.settings
     if given.model is None:
-        raise StartupError("name a model: penstock bench quality MODEL (a directory or a Hugging Face id)")
+        raise StartupError("name a model: penstock bench quality MODEL (a directory, a GGUF file or a Hugging Face id)")
     if given.backend != "paged":
         raise StartupError(f"--backend {given.backend}: only the backend paged is measured; leave --backend out")
     directory = resolve_model(given.model)

@@ -132,7 +132,7 @@ def test_five_faults_are_five_lines(models: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "fault"),
     [
-        ("", "source: missing; give a directory or a Hugging Face id"),
+        ("", "source: missing; give a directory, a GGUF file or a Hugging Face id"),
         ('source = ""', "source: String should have at least 1 character, got ''"),
         ("source = 5", "source: Input should be a valid string, got 5"),
         ('source = "x.gguf"', "source: no such directory or file: "),
