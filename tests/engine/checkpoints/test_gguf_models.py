@@ -118,8 +118,10 @@ def make_model(tmp_path: Path, model_directory: Callable[[str], Path]) -> Callab
     return make
 
 
-def generate(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    config = EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory=ByteSize(16 << 20))
+def generate(model: Path, prompts: list[list[int]], backend: str = "paged") -> list[list[int]]:
+    config = EngineConfig(
+        model=str(model), backend=backend, dtype="float32", device="cpu", kv_cache_memory=ByteSize(16 << 20)
+    )
     with InferenceEngine(config) as engine:
         params = GenerationParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
         return [list(output.choices[0].token_ids) for output in engine.generate(prompts, params)]
@@ -168,7 +170,9 @@ def test_every_type_is_loaded_with_the_numbers_that_it_stands_for(
     )
     first = next(tmp_path.glob("m-00001-*"))
     assert {tensor.type for tensor in read_gguf(first).tensors.values()} == {*QUANTIZED, "F32"}
-    assert generate(first, PROMPTS) == reference(directory, weights)
+    expected = reference(directory, weights)
+    assert generate(first, PROMPTS) == expected
+    assert generate(first, PROMPTS, backend="hf") == expected
 
 
 def test_rotations_are_divided_by_the_files_factors(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
