@@ -15,7 +15,7 @@ from model_host import RETRIES, RULES, Host
 from penstock.schemas.catalogue import RevisionKey
 from penstock.schemas.jobs import Priority
 from penstock.schemas.model_state import RESIDENT, ModelState, become_ready, enqueue, fail, start_draining, touch
-from penstock.schemas.placement import Device, Load
+from penstock.schemas.placement import Device, Load, Refuse
 from penstock.schemas.planner import plan
 
 SIZES = {"a": ("cpu", 4), "b": ("cpu", 4), "c": ("cpu", 5), "d": ("cpu", 2), "huge": ("cpu", 11), "g": ("gpu", 3)}
@@ -583,3 +583,45 @@ def test_a_swap_lets_a_further_replica_go_and_keeps_the_first() -> None:
     assert host.having("ready") == [FIRST] and host.having("loading") == [RevisionKey("a", 2)]
     host.end_load(RevisionKey("a", 2), ok=True)
     run(host, lambda: len(host.having("ready")) == 2 and not host.having("ready", revision=FIRST))
+
+
+def test_a_host_that_cannot_hold_a_further_replica_refuses_nothing() -> None:
+    host = replicated({"one": 8, "two": 8})
+    waiter = host.ask("a")
+    host.settle()
+    host.end_load(FIRST, ok=True)
+    host.states[SECOND] = enqueue(ModelState(name="a", replica=1), host.now)
+    small = replace(host.view(), agent="other", devices={name: Device(3, 3) for name in ("one", "two")})
+    assert waiter.status == "waiting" and plan(small, RULES, host.now) == []
+    alone = replace(small, states={FIRST: enqueue(ModelState(name="a"), host.now)})
+    (refusal,) = plan(alone, RULES, host.now)
+    assert isinstance(refusal, Refuse) and refusal.elsewhere, "the first is another matter"
+
+
+def test_a_further_replica_goes_before_a_model_that_was_used_less_lately() -> None:
+    host = Host({name: ("one", 4) for name in "abc"}, {"one": 12})
+    host.add("a", replicas=2)
+    for name in "bc":
+        host.add(name)
+    for name in "ba":
+        host.ask(name)
+        host.settle()
+        run(host, lambda: host.waiters[-1].status == "served")
+    run(host, lambda: len(host.having("ready")) == 3)
+    host.now += RULES.least_residency
+    host.ask("c")
+    host.settle()
+    assert host.having("loading", "ready") == [FIRST, RevisionKey("b", 1), RevisionKey("c", 1)]
+
+
+def test_what_is_overdue_comes_before_what_is_loaded_ahead_and_was_queued_at_the_same_time() -> None:
+    host = Host({"a": ("cpu", 4), "b": ("cpu", 4), "c": ("cpu", 5)}, {"cpu": 8})
+    for name in "abc":
+        host.add(name, preload=name == "b")
+    for name in "ac":
+        host.ask(name)
+    host.settle()
+    host.now += RULES.longest_wait
+    host.end_load(host.having("loading")[0], ok=True)
+    host.settle()
+    assert host.having("loading") == [] and host.having("queued") == [RevisionKey("b", 1), RevisionKey("c", 1)]

@@ -313,16 +313,20 @@ class Host:
         for device in self.capacities:
             self._check_progress(device)
 
+    def _makes_room(self, key: RevisionKey) -> bool:
+        return bool(self.waiting(key)) or self.states[key].requested or self._is_candidate(key)
+
+    def _is_overdue(self, key: RevisionKey) -> bool:
+        return self._makes_room(key) and self.now - self.states[key].since >= RULES.longest_wait
+
     def _check_progress(self, device: str) -> None:
         """A queue that could move moves."""
         queued = [key for key in self.having("queued", device=device) if not self.is_further(key)]
         if not queued or self.having("loading", "draining", device=device):
             return
         room = self.capacities[device] - self.held(device)
-        for key in sorted(queued, key=lambda each: self.states[each].since):
-            state = self.states[key]
-            makes_room = bool(self.waiting(key)) or state.requested or self._is_candidate(key)
-            is_overdue = makes_room and self.now - state.since >= RULES.longest_wait
+        for key in sorted(queued, key=lambda each: (not self._is_overdue(each), self.states[each].since)):
+            makes_room, is_overdue = self._makes_room(key), self._is_overdue(key)
             evictable = sum(
                 self.sizes[other.name][1]
                 for other in self.having("ready", device=device)
