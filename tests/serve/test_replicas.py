@@ -10,6 +10,7 @@ from in_process import MODEL, TOKENS, Hosting
 
 from penstock.api.serve.hosting import Host, gpus
 from penstock.api.serve.supervisor import device_shares
+from penstock.api.serve.swapping import Swaps
 from penstock.config.settings import Settings
 from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 
@@ -97,6 +98,26 @@ async def test_what_fits_nowhere_is_refused_once_every_host_has_said_so() -> Non
     await hosting.until(lambda: hosting.revision == 1 and len(hosting.pipeline.pipe.registry.agents) == 2)
     with pytest.raises(AssertionError, match=r"m needs [\d,]+ bytes of memory on cpu, where models may take 1"):
         await (await hosting.ask()).answer()
+    await hosting.stop()
+
+
+async def test_files_that_one_host_lacks_fail_a_swap_only_if_no_other_has_them() -> None:
+    hosting = await Hosting.start(runs=False)
+    pipe = hosting.pipeline.pipe
+    key = RevisionKey(MODEL, await hosting.swap("b"))
+    for elsewhere in (True, False):
+        host = Host(pipe.settings, {})
+        host.faults[key] = "its files are not here"
+        others = {key} if elsewhere else set()
+        swaps = Swaps(
+            *(pipe.broker, hosting.store, pipe.registry, host, pipe.settings, "one"),
+            end=lambda _: None,
+            may_go_elsewhere=others.__contains__,
+        )
+        await swaps.step(await hosting.store.read(), {}, ())
+        assert (await hosting.entry()).candidate == (key.revision if elsewhere else None)
+    failed = (await hosting.entry()).failed_swap
+    assert failed is not None and failed.reason == "its files are not here"
     await hosting.stop()
 
 

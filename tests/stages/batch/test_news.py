@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from absent_model import ABSENT, PATIENCE, asked, with_absent
@@ -67,24 +67,28 @@ async def test_a_load_that_nobody_reports_any_more_has_ended(monkeypatch: pytest
 
 
 async def test_nothing_is_kept_of_a_model_whose_lanes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.stages.batch.news.SILENT", -1.0)
     pipeline = await with_absent()
     pipe = pipeline.pipe
-    batch = Batch(pipe)
-    await pipe.broker.listen(pipe.subjects.loading(), batch._news.hear)
+    (batch,) = [runner._stage for runner in pipeline._runners if isinstance(runner._stage, Batch)]
+    readings = [await asked(pipeline, model) for model in (MODEL, ABSENT)]
+    await news(readings[1])
     await loads(pipeline, 50, 1.0)
-    async with asyncio.timeout(PATIENCE):
-        while not batch._news._loads:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await readings[1].ask_to_stop()
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    await until(lambda: (ABSENT, 1) in batch._news._loads and not any(batch._lanes.values()))
+    assert {*batch._lanes} == {(MODEL, 1), (ABSENT, 1)}, "its lanes are there"
     (lanes,) = [lanes for lanes in pipe.registry.lanes.values() if lanes.model == ABSENT]
-    for model in (MODEL, ABSENT):
-        await batch._news.tell(model, 1, batch._lanes[model, 1])
-    batch._forget()
-    assert len(batch._lanes) == len(batch._news._drains) == 2 and not batch._news._loads
     await remove_lanes(pipe.broker, lanes)
-    await pipe.registry.refresh()
-    batch._forget()
-    assert [*batch._lanes] == [*batch._news._drains] == [(MODEL, 1)]
+    await until(lambda: [*batch._lanes] == [*batch._news._drains] == [(MODEL, 1)])
+    monkeypatch.setattr("penstock.stages.batch.news.SILENT", -1.0)
+    await until(lambda: not batch._news._loads)
+    for reading in readings:
+        reading.close()
     await pipeline.stop()
 
 
