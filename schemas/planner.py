@@ -70,7 +70,7 @@ class _Planner:
             if state.status in ("queued", *RESIDENT):
                 continue
             if key not in self._entries:
-                if waiting:
+                if waiting and not self._is_spare(key):
                     yield Refuse(key, f"{key.name} was removed from the models that are served")
             elif not self._wanted(key) or key.first not in self._view.needs:
                 continue

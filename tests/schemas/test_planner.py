@@ -625,3 +625,17 @@ def test_what_is_overdue_comes_before_what_is_loaded_ahead_and_was_queued_at_the
     host.end_load(host.having("loading")[0], ok=True)
     host.settle()
     assert host.having("loading") == [] and host.having("queued") == [RevisionKey("b", 1), RevisionKey("c", 1)]
+
+
+def test_what_waits_for_a_model_that_was_removed_is_served_while_a_replica_is_there() -> None:
+    host = replicated({"one": 4, "two": 4})
+    host.ask("a")
+    host.settle()
+    run(host, lambda: host.having("ready") == [FIRST, SECOND])
+    host.states[FIRST] = start_draining(host.states[FIRST], host.now, "asked")
+    waiter = host.ask("a")
+    host.catalogue = host.catalogue.remove("a")
+    host.settle()
+    run(host, lambda: waiter.status == "served")
+    host.settle()
+    assert not host.having(*RESIDENT, "queued")
