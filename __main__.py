@@ -86,6 +86,12 @@ COMMANDS = (
         "Look",
         help="Print the NATS messages and subjects as an AsyncAPI document, or only the messages as JSON Schemas.",
     ),
+    CommandEntry(
+        "quantize",
+        "api.terminal.quantize:quantize",
+        "Look",
+        help="Quantize a model with calibration, and save it as a checkpoint that `penstock serve OUT` loads.",
+    ),
     CommandEntry("bench", "api.bench.commands:bench", "Measure", help="Measure a server, or a part of Penstock."),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from .checkpoints.gguf_weights import lazy_weights
 from .checkpoints.lazy import LazyWeight
 from .checkpoints.packed_weights import lazy_packed_weights
 from .config import EngineConfig
-from .models import packed_files
+from .models import packed_files, read_quantized
+from .rounded import load_quantized
 
 
 def resolve_device(name: str) -> torch.device:
@@ -74,10 +76,16 @@ def load_causal_lm(
             f"{config.model} is a {architecture}, which transformers does not know as a causal language model; "
             "serve an embedding model with --backend sentence_transformers"
         )
+    quantized = read_quantized(path)
+    if quantized and config.quantization:
+        raise ConfigurationError(
+            [f"quantization={config.quantization!r}: {config.model} is quantised as {quantized.method}; leave it out"]
+        )
     try:
         with counting_weights(progress):
             options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-            loaded = _load(path, config.dtype, local_files_only=True, output_loading_info=True, **options)
+            load = partial(load_quantized, quantized=quantized) if quantized else _load
+            loaded = load(path, config.dtype, local_files_only=True, output_loading_info=True, **options)
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(

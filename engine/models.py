@@ -17,6 +17,7 @@ from ..schemas.sources import gguf_model, is_gguf, looks_like_path
 from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import config_of, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
+from .quantized import Quantized
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
@@ -149,6 +150,8 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
     if is_gguf(path):
         return {name: list(weight.shape) for name, weight in weights_of(read_gguf(path)).items()}
     shapes = {name: shape for file in weight_files(path) for name, shape in read_header(file).items()}
+    if quantized := read_quantized(path):
+        return quantized.shapes(shapes)
     packing = packing_of(read_json(path / "config.json"), path) if (path / "config.json").is_file() else None
     return {
         name: shapes[weight] if isinstance(weight, str) else list(weight.shape)
@@ -174,6 +177,12 @@ def packed_files(path: Path) -> PackedFiles | None:
     shapes = {name: shape for header in headers.values() for name, shape in header.items()}
     files = {name: file for file, header in headers.items() for name in header}
     return PackedFiles(packing, find_weights(shapes, packing, path), files)
+
+
+def read_quantized(path: Path) -> Quantized | None:
+    """What a model says of its quantisation; None unless `penstock quantize` wrote it."""
+    file = path / "config.json"
+    return Quantized.of(read_json(file), str(path)) if file.is_file() else None
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -17,7 +17,8 @@ from pydantic import ByteSize
 from ..schemas.errors import ConfigurationError
 from .config import EngineConfig
 from .cpu.process import available_cores
-from .models import read_config, read_model_info, read_shapes, resolve_model
+from .models import read_config, read_model_info, read_quantized, read_shapes, resolve_model
+from .quantized import PRECISE
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,6 @@ _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 _PREFIXES = 2  # times what a full batch needs, so that prefixes stay cached
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _WIDTHS = {"int8": 1.1, "int4": 0.6}  # bytes of a packed weight, scales included
-_HEAD_WIDTH = _WIDTHS["int8"]  # an output head is never packed more tightly
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
 _ECHO_PROCESS = 128 << 20  # bytes
 
@@ -106,12 +106,14 @@ def footprint(config: EngineConfig, workers: int = 1, machine: Memory | None = N
     files = _Files.of(config)
     raw = files.parameters * files.number
     weights = raw
-    if config.quantization in _WIDTHS:
-        products = files.parameters - files.embedding - files.head
-        packed = products * _WIDTHS[config.quantization] + files.head * _HEAD_WIDTH
+    packs = device == "cpu" and config.backend == "paged"
+    method = config.quantization or (files.method if packs else None)
+    if method in _WIDTHS:
+        products = files.parameters - files.embedding - files.precise
+        packed = products * _WIDTHS[method] + files.precise * _WIDTHS["int8"]
         weights = int(files.embedding * files.number + packed)
-    if device == "cpu" and config.backend == "paged" and not files.head:
-        width = files.number if config.quantization is None else _HEAD_WIDTH
+    if packs and not files.head:
+        width = files.number if method is None else _WIDTHS["int8"]
         weights += int(files.embedding * width)  # the embedding is the head, whose product packs a copy of it
     cache = 0
     if config.backend in CACHING:
@@ -132,6 +134,8 @@ class _Files(NamedTuple):
     parameters: int
     embedding: int
     head: int  # 0 if it is the embedding
+    precise: int  # the head's and those of other weights that int4 leaves at int8
+    method: str | None  # if the checkpoint is quantised
     number: int  # bytes of each number as it is loaded
 
     @classmethod
@@ -142,13 +146,17 @@ class _Files(NamedTuple):
         settings = whole.get("text_config", whole)
         name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
         width = settings.get("hidden_size") or settings.get("n_embd") or 0
-        shapes = read_shapes(path)
+        shapes, quantized = read_shapes(path), read_quantized(path)
+        head = sum(prod(shape) for name, shape in shapes.items() if name.endswith(_HEADS))
+        inputs = [prod(shape) for name, shape in shapes.items() if {*name.split(".")} & PRECISE]
         return cls(
             settings=settings,
             context=info.context_length,
             parameters=sum(map(prod, shapes.values())),
             embedding=info.vocabulary_size * width,
-            head=sum(prod(shape) for name, shape in shapes.items() if name.endswith(_HEADS)),
+            head=head,
+            precise=head + sum(inputs),
+            method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
         )
 

@@ -17,7 +17,7 @@ from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...engine import EngineConfig
 from ...engine.cpu.process import prepare_process, worker_threads
-from ...engine.models import read_model_info, resolve_model
+from ...engine.models import read_model_info, read_quantized, resolve_model
 from ...engine.progress import loading_bar
 from ...schemas.errors import StartupError
 from ..terminal.options import with_settings
@@ -61,7 +61,7 @@ def bench_quality(
 
         penstock bench quality MODEL --quantization int4 --against int8
 
-        penstock bench quality MODEL-INT4 --quantization none --against MODEL
+        penstock bench quality OUT --against MODEL    # OUT is from `penstock quantize MODEL OUT`
 
     A divergence below 0.01 is hard to notice; one above 0.1 shows in the answers.
     """
@@ -82,14 +82,16 @@ def bench_quality(
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
     base = EngineConfig(**shared | {"model": given.model, "quantization": None, "max_sequence_length": length})
     is_cpu = resolve_device(base.device).type == "cpu"
-    names = (given.quantization or (f"{NONE},int8,int4" if is_cpu else NONE)).split(",")
+    saved = read_quantized(directory)
+    names = (given.quantization or (f"{NONE},int8,int4" if is_cpu and not saved else NONE)).split(",")
     names = list(dict.fromkeys(name.strip() for name in names))
     if unknown := [name for name in names if name not in (NONE, *METHODS)]:
         raise StartupError(
             f"--quantization {unknown[0]}: must be {NONE}, {' or '.join(METHODS)}, or several with commas"
         )
+    whole = saved.method if saved else base.dtype
     candidates = {
-        base.dtype if name == NONE else name: base.model_copy(update={"quantization": None if name == NONE else name})
+        whole if name == NONE else name: base.model_copy(update={"quantization": None if name == NONE else name})
         for name in names
     }
     reference = _reference(base, against, METHODS)

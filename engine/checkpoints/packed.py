@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...schemas.errors import ModelLoadError
 
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
-_PASSED_ON = ("mxfp4",)  # transformers expands these itself
+_PASSED_ON = ("mxfp4", "penstock")  # transformers expands the first itself, and `rounded` reads our own
 _BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (4, 8)}
 _LAYOUTS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # any of them makes a weight a packed one

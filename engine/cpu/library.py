@@ -99,9 +99,9 @@ class Kernels:
         self.has_tiles = bool(self.library.use_tiles(wanted))
 
     @staticmethod
-    def take(weight: Tensor) -> bool:
-        """Whether the kernels support the weight's dtype and shape."""
-        return weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
+    def take(dtype: torch.dtype, inputs: int) -> bool:
+        """Whether the kernels support a weight of this dtype with so many inputs."""
+        return dtype in (torch.bfloat16, torch.float32) and inputs % 2 == 0
 
     def multiply(self, product: Product, x: Tensor) -> Tensor:
         """Multiply `x` [T, I] by a weight: [T, O]."""

@@ -36,7 +36,7 @@ from .attention_hook import ATTENTION
 from .blocks import KVBlocks
 from .kv_plan import check_memory, plan_blocks
 from .prefixes import load_prefixes, save_prefixes
-from .quantize import linear_maker, of_head
+from .quantize import ProductMaker
 from .rows import Row, Scheduled
 from .runner import Runner
 from .scheduler import Scheduler
@@ -85,8 +85,7 @@ class PagedBackend:
             raise ConfigurationError([f"enable_cuda_graph: {device} has no CUDA graphs; leave it out"])
         self._slow_paths: list[str] = []
         self._kernels = kernels = self._load_kernels(config) if device.type == "cpu" else None
-        make_linear = linear_maker(config.quantization, device, kernels)
-        make_head = linear_maker(of_head(config.quantization), device, kernels)
+        make_product = ProductMaker(config.quantization, device, kernels)
         path = resolve_model(config.model)
         info = read_model_info(path, config.model, config.max_sequence_length)
         info = replace(info, context_length=self._steady_length(config, path, info.context_length))
@@ -94,7 +93,7 @@ class PagedBackend:
         self.tokenizer = Tokenizer(path)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
         model = load_causal_lm(config, path, info.architecture, device, progress, ATTENTION)
-        self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_linear, kernels, make_head)
+        self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_product, kernels)
         if self.runner.uncompiled:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")
         chunked = config.enable_chunked_prefill is not False

@@ -132,7 +132,7 @@ class PackedLinear:
 
 def make_packed(weight: Tensor, bias: Tensor | None, kernels: Kernels | None) -> PackedLinear | CompiledLinear:
     """The product for a CPU: by oneDNN, by the kernels, or by both if they share the layout."""
-    if kernels is None or not kernels.take(weight):
+    if kernels is None or not kernels.take(weight.dtype, weight.shape[1]):
         return PackedLinear(weight, bias)
     if not (kernels.has_tiles and weight.dtype == torch.bfloat16):
         shared = PackedLinear(weight, bias, kernels)
@@ -204,3 +204,4 @@ def release(parts: Iterable[nn.Linear]) -> None:
     for part in parts:
         part.weight = nn.Parameter(part.weight.new_empty(0), requires_grad=False)
         part.register_parameter("bias", None)
+        vars(part).pop("rounded", None)

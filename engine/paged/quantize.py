@@ -1,6 +1,7 @@
 """Weight-only quantisation at load, from the same checkpoint: int8 and int4 by groups of 32 inputs (`rounding`).
 
-With int4 the output head is int8: its errors would directly change which token is chosen.
+With int4 the output head and the inputs of attention are int8: a head's errors directly change which token is chosen,
+and those of a few values' weights cost as much quality as all other products together.
 
 Kernels for quantised weights, compiled ones or torch's, read less memory, which sets the speed for few rows; for many
 they compute more slowly than a product of floats. Above some number of rows the weight is therefore expanded for each
@@ -21,8 +22,10 @@ from transformers import PreTrainedModel
 from ...schemas.errors import ConfigurationError
 from ..cpu.layouts import interleaved, padded
 from ..cpu.library import BLOCK, GROUP, INT4, INT8, MOST_ROWS, Kernels, Product
-from .linear import CompiledLinear, Linear, PlainLinear, Unfused, make_packed, multiply_packed, reorder
-from .rounding import Rounded, to_int4, to_int8
+from ..quantized import PRECISE
+from ..rounded import Rounded
+from .linear import CompiledLinear, Linear, PlainLinear, Unfused, fused_weight, make_packed, multiply_packed, reorder
+from .rounding import to_int4, to_int8
 
 METHODS = ("int8", "int4")
 
@@ -43,12 +46,30 @@ def linear_maker(
     if device.type != "cpu":
         raise ConfigurationError([f"quantization={quantization!r}: runs only on a CPU, not on {device}; leave it out"])
     buffer = _Buffer()
-    return lambda weight, bias: _quantize(weight, bias, quantization, buffer, kernels)
+    return lambda weight, bias: _place(rounded(weight, quantization), bias, weight.dtype, buffer, kernels)
 
 
-def of_head(quantization: str | None) -> str | None:
-    """How to quantise the output head if the other products use `quantization`."""
-    return "int8" if quantization == "int4" else quantization
+class ProductMaker:
+    """Turns the weights of modules into products for a device: rounded, or as levels if they were loaded as such."""
+
+    def __init__(self, quantization: str | None, device: torch.device, kernels: Kernels | None = None) -> None:
+        """Raises `ConfigurationError` as `linear_maker` does."""
+        self._make = linear_maker(quantization, device, kernels)
+        self._make_precise = linear_maker("int8" if quantization == "int4" else quantization, device, kernels)
+        self._is_cpu, self._kernels, self._buffer = device.type == "cpu", kernels, _Buffer()
+
+    def __call__(self, parts: Sequence[nn.Linear], name: str, is_head: bool) -> Linear:
+        """One product of modules that share their input; `name` is that of the first."""
+        weight, bias = fused_weight(parts)
+        loaded = Rounded.of_modules(parts) if self._is_cpu else None
+        if loaded is not None:
+            return _place(loaded, bias, weight.dtype, self._buffer, self._kernels)
+        return (self._make_precise if is_head or is_precise(name) else self._make)(weight, bias)
+
+
+def is_precise(name: str) -> bool:
+    """Whether int4 leaves the module of this name at int8, other than the output head."""
+    return name.rpartition(".")[2] in PRECISE
 
 
 def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str, nn.Linear, str]]:
@@ -56,28 +77,28 @@ def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
-            yield name, module, of_head(quantization) or quantization if module is head else quantization
+            yield name, module, "int8" if module is head or is_precise(name) else quantization
 
 
 def dequantized(weight: Tensor, quantization: str) -> Tensor:
     """The numbers that the quantised `weight` [O, I] stands for, float32 [O, I]."""
-    return _rounded(weight, quantization).numbers
+    return rounded(weight, quantization).numbers
 
 
-def _rounded(weight: Tensor, method: str) -> Rounded:
-    return to_int4(weight) if method == "int4" and _fits_int4(weight.shape) else to_int8(weight)
+def rounded(weight: Tensor, method: str) -> Rounded:
+    """Round a weight [O, I] by itself."""
+    return to_int4(weight) if method == "int4" and fits_int4(weight.shape) else to_int8(weight)
 
 
-def _quantize(weight: Tensor, bias: Tensor | None, method: str, buffer: _Buffer, kernels: Kernels | None) -> Linear:
-    rounded = _rounded(weight, method)
-    if kernels is not None and kernels.take(weight):
-        return _Compiled(rounded, bias, weight.dtype, buffer, kernels)
-    if rounded.zeros is None:
-        return _Int8Linear(rounded, bias, weight.dtype, buffer)
-    return _Int4Linear(rounded, bias, weight.dtype, buffer)
+def _place(
+    loaded: Rounded, bias: Tensor | None, dtype: torch.dtype, buffer: _Buffer, kernels: Kernels | None
+) -> Linear:
+    if kernels is not None and kernels.take(dtype, loaded.levels.shape[1]):
+        return _Compiled(loaded, bias, dtype, buffer, kernels)
+    return (_Int8Linear if loaded.zeros is None else _Int4Linear)(loaded, bias, dtype, buffer)
 
 
-def _fits_int4(shape: Sequence[int]) -> bool:
+def fits_int4(shape: Sequence[int]) -> bool:
     """Whether torch's int4 kernel supports the shape [O, I]; if not, int8 replaces it."""
     return shape[0] % 16 == 0 and shape[1] % (2 * GROUP) == 0
 
@@ -173,7 +194,7 @@ class _Int8Linear(_Quantized):
         super().__init__(len(rounded.levels), bias)
         self._buffer, self.weight, self._scales = buffer, rounded.levels, rounded.scales.to(dtype)
         self.nbytes = self.weight.nbytes + self._scales.nbytes
-        self.most_few = _INT8_ROWS if _fits_int4(self.weight.shape) else 0
+        self.most_few = _INT8_ROWS if fits_int4(self.weight.shape) else 0
         if self.most_few:
             levels = self.weight.to(torch.int32) + 128  # = 16 · high + low
             self._halves = [_pack_int4(half) for half in (levels >> 4, levels & 15)]

@@ -9,33 +9,18 @@ in llama.cpp's `make_qkx2_quants` (ggml-quants.c).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..cpu.library import GROUP
+from ..rounded import Rounded
 
 _CHUNK = 1 << 18  # weights rounded at a time: what a pass over them reads and writes stays in the cache
 _TINY = 2.0**-100  # the smallest scale
 _INT8_SCALES = 8  # that are tried: neighbouring bfloat16 numbers
 _SPREADS = (13.5, 14.0, 14.5, 15.0, 15.5, 16.0, 17.0, 18.0)  # levels that a group's range is first divided into
-
-
-class Rounded(NamedTuple):
-    """A weight [O, I]: `levels` int8 [O, I], `scales` and `zeros` bfloat16 [O, I / 32]; int8 has no zeros."""
-
-    levels: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-
-    @property
-    def numbers(self) -> Tensor:
-        """What the levels stand for, float32 [O, I]."""
-        inputs = self.levels.shape[1]
-        levels, scales = self.levels.float(), _spread(self.scales, inputs)
-        return levels * scales if self.zeros is None else (levels - 8) * scales + _spread(self.zeros, inputs)
 
 
 def to_int8(weight: Tensor) -> Rounded:
@@ -61,7 +46,7 @@ def _by_chunks(weight: Tensor, fit: Callable[[Tensor], tuple[Tensor, ...]]) -> R
 
 def _int8(groups: Tensor) -> tuple[Tensor, Tensor]:
     scales = fit_int8(groups)
-    return (groups / scales).round_(), scales[..., 0]
+    return int8_levels(groups, scales), scales[..., 0]
 
 
 def _int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,6 +66,11 @@ def fit_int8(groups: Tensor) -> Tensor:
         error = (groups / tried).round_().mul_(tried).sub_(groups).square_().sum(-1, keepdim=True)
         scales, smallest = scales.where(error >= smallest, tried), smallest.minimum(error)
     return scales
+
+
+def int8_levels(groups: Tensor, scales: Tensor) -> Tensor:
+    """As `int4_levels`."""
+    return (groups / scales).round_().clamp_(-127, 127)
 
 
 def int4_levels(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -123,8 +113,3 @@ def fit_int4(groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Ten
 def _up(numbers: Tensor) -> Tensor:
     """The next bfloat16 numbers, in float32, that are no smaller than these positive ones."""
     return ((numbers.contiguous().view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-
-
-def _spread(factors: Tensor, inputs: int) -> Tensor:
-    """[O, G] → float32 [O, I]."""
-    return factors.float().repeat_interleave(GROUP, dim=1)[:, :inputs]

@@ -32,7 +32,7 @@ from .attention import MatmulAttention, Rules, attend_alone
 from .compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoder import Decoder
 from .kv_cache import LayerSpec, Pool
-from .linear import Adaptable, Applied, Linear, Views, fused_weight, release
+from .linear import Adaptable, Applied, Linear, Views, release
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .precision import in_float32
 from .proof import Setting, differences, distance
@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
-"""Turns a weight [O, I] and a bias [O] into a product in the device's preferred form."""
+MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
+"""Makes a product of modules that share their input; the first's name, and whether that is the output head."""
 
 
 class Runner:
@@ -60,11 +60,10 @@ class Runner:
         model: PreTrainedModel,
         block_size: int,
         context_length: int,
-        make_linear: MakeLinear,
+        make_product: MakeProduct,
         kernels: Kernels | None = None,
-        make_head: MakeLinear | None = None,
     ) -> None:
-        """Take over the model: its weights move into products of `make_linear`, the output head's of `make_head`.
+        """Take over the model: its weights move into products of `make_product`.
 
         `uncompiled` says why the compiled decoder is not used; it is empty if it is used, or if there are no kernels.
 
@@ -95,7 +94,7 @@ class Runner:
         self._attention = self._choose_attention(block_size, self.dtype)
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
-        self._take_over(partial(self._fuse, make_linear, make_head or make_linear), is_plain)
+        self._take_over(partial(self._fuse, make_product), is_plain)
         if self._device.type == "cpu":
             use_large_pages(self._spans)
         self.uncompiled = self._compile(kernels, context_length)
@@ -326,14 +325,15 @@ class Runner:
         self._compiled = compiled
         return ""
 
-    def _fuse(self, make: MakeLinear, make_head: MakeLinear, parts: Sequence[nn.Linear]) -> Linear:
+    def _fuse(self, make: MakeProduct, parts: Sequence[nn.Linear]) -> Linear:
         """Make one product of modules that share their input, and free their memory."""
-        weight, bias = fused_weight(parts)
+        count = sum(part.weight.numel() for part in parts)
         is_head = parts[0] is self._model.get_output_embeddings()
-        linear = (make_head if is_head else make)(weight, bias)
-        self.num_weights += weight.numel()
+        name = next(name for name, module in self._model.named_modules() if module is parts[0])
+        linear = make(parts, name, is_head)
+        self.num_weights += count
         if is_head:
-            self.num_head_weights = weight.numel()
+            self.num_head_weights = count
         self.weight_bytes += linear.nbytes
         self._spans.append(span(linear.weight))
         release(parts)

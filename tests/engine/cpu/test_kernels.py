@@ -23,7 +23,7 @@ from penstock.engine.cpu.library import _NEEDED, PLAIN, Kernels, NoKernels, Prod
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.linear import CompiledLinear, PackedLinear, PlainLinear, reorder
 from penstock.engine.paged.packing import Computed, Segment
-from penstock.engine.paged.quantize import dequantized, linear_maker
+from penstock.engine.paged.quantize import ProductMaker, dequantized, linear_maker
 from penstock.engine.paged.runner import Runner
 
 pytestmark = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
@@ -204,7 +204,7 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
     found = []
     for offered in (kernels(), None):
         runner = Runner(
-            make_model(config, dtype), BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered
+            make_model(config, dtype), BLOCK, 256, ProductMaker(None, torch.device("cpu"), offered), offered
         )
         assert (runner._compiled is not None) is (offered is not None)
         runner.allocate([12 * len(lengths)])
@@ -222,7 +222,7 @@ def test_long_prompts_are_left_to_products_of_many_rows() -> None:
     found = []
     for offered in (kernels(), None):
         model = make_model(config, torch.float32)
-        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), offered), offered)
         runner.allocate([100])
         prompts = [Segment([i % 170 for i in range(n)], 0, [list(range(at, at + 80))], True) for n, at in ((300, 0),)]
         if runner._compiled is not None:
@@ -241,7 +241,7 @@ def test_a_token_without_an_embedding_or_a_block_is_an_error_and_no_reading_else
     for offered in (kernels(), None):
         model = make_model(config, torch.float32)
         vocabulary = model.config.vocab_size
-        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), offered), offered)
         runner.allocate([4])
         for token in (vocabulary, -1, 1 << 40):
             with pytest.raises(IndexError):
@@ -262,7 +262,7 @@ def test_the_best_token_is_the_first_of_equals_and_none_where_logits_are_no_numb
         head = model.lm_head.weight
         nn.init.zeros_(head)
         head.data[[70, 150]] = sign * torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
-        runner = Runner(model, BLOCK, 256, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), offered), offered)
         runner.allocate([4])
         model.get_input_embeddings().weight.data[11] = torch.nan
         assert runner._compiled is not None
@@ -282,7 +282,7 @@ def test_rotations_are_known_wherever_a_context_ends() -> None:
     found = []
     for offered in (kernels(), None):
         model = make_model(config, torch.float32)
-        runner = Runner(model, BLOCK, 1500, linear_maker(None, torch.device("cpu"), offered), offered)
+        runner = Runner(model, BLOCK, 1500, ProductMaker(None, torch.device("cpu"), offered), offered)
         runner.allocate([110])
         runner.forward([Segment([1] * 10, 0, [table], True)])
         found.append(

@@ -21,8 +21,8 @@ from penstock.engine.paged import backend as paged
 from penstock.engine.paged import triton_attention as paged_attention
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.graphs import DecodeGraphs
-from penstock.engine.paged.linear import PlainLinear
 from penstock.engine.paged.packing import Segment
+from penstock.engine.paged.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Pat
         model = AutoModelForCausalLM.from_pretrained(
             model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
         )
-        runner = kind(model, 16, 256, PlainLinear)
+        runner = kind(model, 16, 256, ProductMaker(None, torch.device("cuda")))
         runner.allocate([NUM_BLOCKS] * len(runner.groups))
         return runner
 

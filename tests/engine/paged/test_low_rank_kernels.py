@@ -17,7 +17,7 @@ from penstock.engine.adapters import Adapter
 from penstock.engine.cpu.library import _NEEDED, Kernels, _cpu_flags, load_kernels
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.packing import Segment
-from penstock.engine.paged.quantize import linear_maker
+from penstock.engine.paged.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
 
 pytestmark = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
@@ -63,7 +63,7 @@ def make_model(dtype: torch.dtype) -> Any:
 
 def make_runner(dtype: torch.dtype, kernels: Kernels | None, model: Any = None) -> Runner:
     model = make_model(dtype) if model is None else model
-    runner = Runner(model, 16, 256, linear_maker(None, CPU, kernels), kernels)
+    runner = Runner(model, 16, 256, ProductMaker(None, CPU, kernels), kernels)
     assert (runner._compiled is not None) is (kernels is not None)
     runner.allocate([40])
     return runner

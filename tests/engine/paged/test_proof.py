@@ -17,7 +17,7 @@ from penstock.engine.paged import compiled_decoder, runner
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.compiled_decoder import CompiledDecoder
 from penstock.engine.paged.precision import in_float32
-from penstock.engine.paged.quantize import linear_maker
+from penstock.engine.paged.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
 
 compiled = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
@@ -37,7 +37,7 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
 
 
 def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runner:
-    return Runner(model, 16, 256, linear_maker(method, torch.device("cpu"), offered), offered)
+    return Runner(model, 16, 256, ProductMaker(method, torch.device("cpu"), offered), offered)
 
 
 @compiled

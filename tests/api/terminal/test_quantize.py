@@ -1,0 +1,91 @@
+"""`penstock quantize` on a tiny model: what it writes is served, and bad input gets one clear line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ByteSize
+from typer.testing import CliRunner, Result
+
+from penstock.__main__ import app
+from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The command sets its own for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def quantize(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["quantize", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quantized") / "out"
+    result = quantize(tiny_model, out)
+    assert result.exit_code == 0, result.output
+    assert f"{out}: int4, " in result.stdout and " MB of " in result.stdout
+    return out
+
+
+def test_what_it_writes_is_loaded_with_its_tokenizer_and_template(made: Path, tiny_model: Path) -> None:
+    names = {file.name for file in tiny_model.iterdir()}
+    assert {file.name for file in made.iterdir()} == names
+    assert not json.loads((tiny_model / "config.json").read_text()).get("quantization_config")
+    with InferenceEngine(EngineConfig(model=str(made), device="cpu", kv_cache_memory=ByteSize(16 << 20))) as engine:
+        prompt = engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+        assert len(engine.generate(prompt, GenerationParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
+def test_it_is_nearer_than_rounding_while_loading(made: Path, tiny_model: Path, tmp_path: Path) -> None:
+    divergences = []
+    for index, (model, more) in enumerate(((made, []), (tiny_model, ["--quantization=int4"]))):
+        file = tmp_path / f"{index}.json"
+        words = ["bench", "quality", str(model), *more, f"--against={tiny_model}", "--device=cpu"]
+        result = CliRunner().invoke(app, [*words, f"--json={file}"])
+        assert result.exit_code == 0, result.output
+        results = json.loads(file.read_text())["results"]
+        assert list(results) == ["int4"]
+        divergences.append(results["int4"]["divergence"])
+    assert divergences[0] < divergences[1]
+
+
+def test_a_text_of_the_users_is_read(tiny_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    result = quantize(tiny_model, tmp_path / "out", "--quantization=int8", f"--calibration={text}")
+    assert result.exit_code == 0, result.output
+    methods = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules"]
+    assert set(methods.values()) == {"int8"}
+
+
+def test_bad_input_has_one_clear_line(made: Path, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    (tmp_path / "short").write_text("too short")
+    shutil.copytree(tiny_model, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").unlink()
+    for arguments, error in (
+        ((tiny_model, tmp_path / "taken"), "taken exists and is not empty; name another directory"),
+        ((tiny_model, tmp_path / "short"), "short exists and is not empty; name another directory"),
+        (("/nowhere/model", tmp_path / "out"), ": /nowhere/model; check the path"),
+        ((tiny_model, tmp_path / "out", "--quantization=int3"), "--quantization int3: must be int4 or int8"),
+        ((made, tmp_path / "out"), "is quantized already; name the model that it was made from"),
+        ((tiny_model, tmp_path / "out", f"--calibration={tmp_path}/short"), "has fewer tokens than one chunk, 256"),
+        ((tiny_model, tmp_path / "out", "--calibration=/nowhere/text"), "No such file or directory; check the path"),
+        ((tmp_path / "broken", tmp_path / "out"), "the weights are missing; download them"),
+        ((tiny_model,), "name a model and a directory to write: penstock quantize MODEL OUT"),
+    ):
+        result = quantize(*arguments)
+        assert result.exit_code == 2, arguments
+        assert error in result.stderr and len(result.stderr.splitlines()) == 1
+        assert not (tmp_path / "out").exists()
