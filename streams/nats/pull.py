@@ -45,7 +45,7 @@ _MOST_BYTES = 16 << 20  # that a request may bring, and half of what lies here u
 _RETRY_WAIT = 0.25  # seconds before a failed open is retried
 _IDLE = "100"
 _EXPIRED = ("404", "408")
-_TOO_MANY_BYTES = "MaxBytes"  # in the description of a request that has brought its bytes
+_BROUGHT = ("Batch Completed", "Message Size Exceeds MaxBytes")  # all messages, or the bytes, that were requested
 _HOLDER = "penstock-holder"
 
 
@@ -220,7 +220,7 @@ class PullConsumer:
         if code == _IDLE or message.subject != f"{self._inbox}.{self._generation}":
             return
         remaining = (message.headers or {}).get("Nats-Pending-Messages")
-        if remaining is not None and (code in _EXPIRED or _TOO_MANY_BYTES in _description(message)):
+        if remaining is not None and (code in _EXPIRED or _description(message) in _BROUGHT):
             self._requested = max(0, self._requested - int(remaining))
             await self._ask()
         else:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import requests
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -28,6 +28,7 @@ def exposed(worker: str, numbers: list[float]) -> bytes:
     return generate_latest(registry)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1000), max_size=8), max_size=4))
 def test_the_whole_is_the_sum_of_its_parts(parts: list[list[int]]) -> None:
     texts = [exposed(f"w{place}", list(map(float, numbers))) for place, numbers in enumerate(parts)]
