@@ -105,7 +105,8 @@ class Host:
                 if state.status == "ready":
                     has_gone = still[other].status in ("draining", "unloaded")  # for what it had held up
                     assert has_gone or may_dispatch(still[other], state.incarnations[0])
-            if not self.having("loading", "ready", revision=key.first):
+            # Behind a further replica's failure the first one may be queued, or drain: it is loaded again for them.
+            if key == key.first and not self.having("loading", "ready", revision=key.first):
                 assert not self.waiting(key), "a failed load fails those who wait"
             if entry is not None and key.revision == entry.candidate:
                 old = RevisionKey(key.name, entry.revision)
