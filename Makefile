@@ -17,7 +17,8 @@ test: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
 	cd $(VENV)/src && ../bin/mypy --config-file ../../pyproject.toml penstock
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	# One more than there are processors: many tests wait for processes of their own.
+	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile $(ARGS)
 
 # torch goes first and by its exact version: a looser requirement can bring gigabytes of CUDA.
 $(VENV)/venv.done: deploy/constraints.txt

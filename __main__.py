@@ -56,6 +56,12 @@ COMMANDS = (
         help="Publish a chat job on NATS and print its answer as it arrives.",
     ),
     CommandEntry(
+        "top",
+        "api.terminal.top:top",
+        "Look",
+        help="Watch a running server: its pipeline, workers and requests.",
+    ),
+    CommandEntry(
         "models",
         "api.terminal.models:models",
         "Look",
@@ -67,10 +73,16 @@ COMMANDS = (
         "Look",
         help="Show the strategy that chooses a worker for each batch, or change it in the running deployment.",
     ),
+    CommandEntry(
+        "trace",
+        "api.terminal.trace:trace",
+        "Look",
+        help="Show where a request has been: its stages, workers, takeovers, tool calls and its end.",
+    ),
     CommandEntry("dead", "api.terminal.dead:dead", "Look", help="Look after the messages that could not be handled."),
     CommandEntry(
         "key",
-        "api.http.keys:make_key",
+        "api.http.middleware.keys:make_key",
         "Look",
         help="Make an API key and print its line for the file of --api-keys-file.",
     ),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import structlog
 import typer
 
-from .api.http.keys import Keys
+from .api.http.middleware.keys import Keys
 from .api.http.server import serve_http
 from .api.serve.adapters import check_adapters
 from .api.serve.connecting import connected
@@ -34,6 +34,7 @@ from .config.logging import configure_logging
 from .config.process import end_quietly, host, keep_loaded
 from .config.settings import Settings
 from .config.sources import Loaded
+from .config.tracing import tracing
 from .engine import BACKENDS, InferenceEngine, resolve_model
 from .engine.backend import ProgressCallback
 from .engine.cpu.process import lower_priority, prepare_process, worker_threads
@@ -195,7 +196,7 @@ async def _parts(
         if listener is None:
             await stopping.wait()
         else:
-            await serve_http(pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping)
+            await serve_http(pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping, pipe.tracer)
         for runner in runners:
             runner.stop()
         await asyncio.gather(*running)
@@ -206,7 +207,7 @@ async def _parts(
 async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> None:
     from .engine import EngineConfig
     from .engine.sizing import CACHING, human, sized
-    from .stages.infer import Infer
+    from .stages.infer.stage import Infer
 
     settings, directory = loaded.settings, None if loaded.settings.model is None else Path(loaded.settings.model)
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
@@ -277,14 +278,14 @@ async def _pipe(loaded: Loaded, name: str) -> AsyncIterator[Pipe]:
 
     Raises `ConfigurationError` if a given setting differs from the agreed one.
     """
-    async with connected(loaded.settings, name, patient=True) as broker:
+    async with tracing(loaded.settings, name) as tracer, connected(loaded.settings, name, patient=True) as broker:
         settings = await joined(broker, loaded)
         subjects = Subjects(settings.namespace)
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)
         registry = Registry(broker, interval=settings.heartbeat_interval)
         await registry.refresh()  # a copy that starts under load must know the models before its first job
-        yield Pipe(broker, subjects, settings, registry, cancellations)
+        yield Pipe(broker, subjects, settings, registry, cancellations, tracer=tracer)
 
 
 async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
@@ -335,8 +336,7 @@ def _with_model(settings: Settings) -> Settings:
     source = settings.model or BUNDLED
     path = resolve_model(source)
     read_model_info(path, source, settings.max_sequence_length)
-    is_path = Path(source).expanduser().exists()
-    name = settings.served_model_name or (model_name(path) if is_path else source)
+    name = settings.served_model_name or (model_name(path) if Path(source).expanduser().exists() else source)
     return settings.model_copy(update={"model": str(path), "served_model_name": name})
 
 

@@ -36,11 +36,6 @@ def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
     return pipeline[1 : pipeline.index("batch")]
 
 
-def _default_state_dir() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "penstock"
-
-
 class Settings(ModelsSettings):
     """The effective configuration of one process."""
 
@@ -114,7 +109,7 @@ class Settings(ModelsSettings):
     keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream after which a keep-alive is sent.")
     drain_timeout: float = Field(30.0, ge=0, description="How long running requests may continue after a stop signal.")
     state_dir: Path = Field(
-        default_factory=_default_state_dir,
+        default_factory=lambda: Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock",
         description="Directory of what must survive a restart, such as the embedded broker's data.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
@@ -122,8 +117,12 @@ class Settings(ModelsSettings):
         "auto", description="auto: readable on a terminal, JSON elsewhere."
     )
     access_log: bool = Field(True, description="Log a line for each HTTP request, without its text.")
+    show_prompts: bool = Field(False, description="Let operators read what clients wrote, in dead letters on the page.")
     canary_interval: float = Field(
         15.0, ge=0, description="Ask a model after so long without an answer, to know if requests succeed; 0: never."
+    )
+    otlp_endpoint: str | None = Field(
+        None, description="Send traces to this OpenTelemetry collector, such as http://127.0.0.1:4318 (OTLP over HTTP)."
     )
     metrics_port: int | None = Field(
         None, ge=1, le=65535, description="Also serve this process's metrics here, for Prometheus, without a key."

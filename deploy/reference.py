@@ -37,8 +37,8 @@ from penstock.schemas.asyncapi import CHANNELS
 from penstock.schemas.deployment import SHARED
 from penstock.schemas.openai.completions import ChatRequest
 from penstock.schemas.params import GenerationParams
+from penstock.stages.infer.request_metrics import EngineMetrics
 from penstock.stages.loading import model_card
-from penstock.stages.request_metrics import EngineMetrics
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.deployment import layout
 from penstock.streams.stores.quotas import Quotas

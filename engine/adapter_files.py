@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..schemas.errors import InvalidRequest, ModelLoadError
 from ..schemas.jobs import AdapterSource
 from .adapters import LowRank, Target, Targets
-from .models import read_header, read_model_info, read_shapes
+from .checkpoints.files import read_header
+from .models import read_model_info, read_shapes
 from .sizing import human, memory_of_machine
 
 if TYPE_CHECKING:

@@ -83,6 +83,8 @@ class Driver:
                 raise GenerationFailed("the engine has stopped")
             if new.keys() & self._running.keys():
                 raise InvalidRequest(f"request {handle.request.id!r} already runs; choose another id", param="id")
+            for running in new.values():
+                running.choice.preemptions = handle.preemptions
             self._running |= new
             self._commands.extend(_Add(running.choice) for running in new.values())
             self._changed.notify()

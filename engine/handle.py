@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..schemas.events import Delta
-from .request import EngineRequest
+from .request import EngineRequest, Preemption
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
@@ -41,6 +41,7 @@ class RequestHandle:
     def __init__(self, request: EngineRequest, cancel: Callable[[], None]) -> None:
         self.request = request
         self.loop = asyncio.get_running_loop()
+        self.preemptions: list[Preemption] = []  # that nobody has read; added by the scheduler, removed by the reader
         self.finished = False  # every choice's last delta has been taken; set by `take`
         self._cancel = cancel
         self._pending: deque[Delta] = deque()

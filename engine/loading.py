@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -20,12 +20,11 @@ from ..schemas.sources import is_gguf
 from .backend import ProgressCallback
 from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import config_of, rope_factors
-from .checkpoints.gguf_weights import lazy_weights
-from .checkpoints.lazy import LazyWeight
+from .checkpoints.gguf_weights import lazy_weights, read_levels
 from .checkpoints.packed_weights import lazy_packed_weights
+from .checkpoints.rounded import Rounded, lazy_rounded_weights, read_rounded
 from .config import EngineConfig
 from .models import packed_files, read_quantized
-from .rounded import load_quantized
 
 
 def resolve_device(name: str) -> torch.device:
@@ -66,9 +65,12 @@ def load_causal_lm(
     device: torch.device,
     progress: ProgressCallback | None,
     attention: str | None,
+    *,
+    keep_levels: bool = False,
 ) -> PreTrainedModel:
     """Load the weights at `path` onto `device`; with `attention` None transformers chooses its implementation.
 
+    `keep_levels`: in bfloat16, modules also keep the levels that a GGUF file has for their weights, as `rounded`.
     Call `count_parameters` first: it checks the files. Raises `ModelLoadError` and `ConfigurationError`.
     """
     if architecture != "unknown" and architecture not in _causal_architectures():
@@ -84,8 +86,8 @@ def load_causal_lm(
     try:
         with counting_weights(progress):
             options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-            load = partial(load_quantized, quantized=quantized) if quantized else _load
-            loaded = load(path, config.dtype, local_files_only=True, output_loading_info=True, **options)
+            options |= {"local_files_only": True, "output_loading_info": True}
+            loaded = _load(path, config.dtype, keep_levels and config.quantization is None, **options)
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(
@@ -101,28 +103,47 @@ def load_causal_lm(
     return model
 
 
-def _load(path: Path, name: str, **options: Any) -> Any:
-    """transformers' model and its notes on the load; `name` is that of the dtype, or "auto"."""
-    packed = None if is_gguf(path) else packed_files(path)
-    if not is_gguf(path) and packed is None:
+def _load(path: Path, name: str, keep_levels: bool, **options: Any) -> Any:
+    """transformers' model and its notes on the load; `name` is that of the dtype, or "auto".
+
+    Each module that Penstock has quantised keeps what its weight was as `rounded`; so do those of a GGUF file, with
+    `keep_levels`.
+    """
+    gguf = read_gguf(path) if is_gguf(path) else None
+    quantized = read_quantized(path)
+    packed = None if gguf or quantized else packed_files(path)
+    if not (gguf or quantized or packed):
         return AutoModelForCausalLM.from_pretrained(path, dtype=name, **options)
     config = load_config(path)
     dtype: Any = (config.dtype or torch.bfloat16) if name == "auto" else getattr(torch, name)
-    if packed is None:
-        gguf = read_gguf(path)
-        loaded = _build(config, lazy_weights(gguf, dtype), dtype, options)
-        if factors := rope_factors(gguf):
-            loaded[0].model.rotary_emb.inv_freq /= torch.tensor(factors)
-        return loaded
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what follows is not quantised any more
-    weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
-    return _build(config, weights, dtype, options)
-
-
-def _build(config: PreTrainedConfig, weights: dict[str, LazyWeight], dtype: torch.dtype, options: Any) -> Any:
+    found = read_rounded(path, quantized) if quantized else {}
+    if gguf:
+        weights = lazy_weights(gguf, dtype)
+        found = dict(read_levels(gguf)) if keep_levels and dtype == torch.bfloat16 else {}
+    elif packed:
+        weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
+    else:
+        assert quantized is not None
+        weights = lazy_rounded_weights(path, quantized, found, dtype)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+    loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+    if gguf and (factors := rope_factors(gguf)):
+        loaded[0].model.rotary_emb.inv_freq /= torch.tensor(factors)
+    _attach(loaded[0], found)
+    return loaded
+
+
+def _attach(model: Any, found: Mapping[str, Rounded]) -> None:
+    """Leave the levels with the modules that they belong to; those of an embedding with the head that is tied to it."""
+    modules, head, embedding = dict(model.named_modules()), model.get_output_embeddings(), model.get_input_embeddings()
+    for name, rounded in found.items():
+        module: Any = modules.get(name)
+        if module is embedding and head is not None and head.weight is module.weight:
+            module = head
+        if type(module) is nn.Linear:
+            vars(module)["rounded"] = rounded
 
 
 @contextmanager

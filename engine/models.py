@@ -1,12 +1,10 @@
 """Find a model, read what its files say about it, and check that its weight files are whole. Needs no torch.
 
-A model is a directory in Hugging Face's format, or a GGUF file. Source of the format of a directory's weights:
-https://github.com/huggingface/safetensors#format (8 bytes of header length, little endian; a JSON header; the data).
+A model is a directory in Hugging Face's format, or a GGUF file.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,16 +12,15 @@ from typing import Any
 
 from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import gguf_model, is_gguf, looks_like_path
+from .checkpoints.files import read_header, read_json, weight_files
 from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import config_of, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
-from .quantized import Quantized
+from .checkpoints.quantized import Quantized
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-_INDEX = "model.safetensors.index.json"
-_MAX_HEADER = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +123,6 @@ def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises `ModelLoadError`."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not JSON: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} is not a JSON object; download it again")
-    return value
-
-
 def count_parameters(path: Path) -> int:
     """Check every weight file of a model, and count its numbers.
 
@@ -183,49 +169,6 @@ def read_quantized(path: Path) -> Quantized | None:
     """What a model says of its quantisation; None unless `penstock quantize` wrote it."""
     file = path / "config.json"
     return Quantized.of(read_json(file), str(path)) if file.is_file() else None
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The model's weight files: the shards that the index names, or `model.safetensors`."""
-    index = directory / _INDEX
-    if not index.is_file():
-        single = directory / "model.safetensors"
-        if not single.is_file():
-            raise ModelLoadError(
-                f"{directory} has neither model.safetensors nor {_INDEX}: the weights are missing; download them"
-            )
-        return [single]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelLoadError(f"{index} is not an index of safetensors files ({error}); download it again") from error
-    if missing := [name for name in names if not (directory / name).is_file()]:
-        raise ModelLoadError(f"{index} names missing files: {', '.join(missing)}; download them again")
-    return [directory / name for name in names]
-
-
-def read_header(path: Path) -> dict[str, list[int]]:
-    """The shapes of all tensors in a safetensors file by name. Raises `ModelLoadError` unless the file is whole."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(_MAX_HEADER, size - 8):
-            raise _broken(path, "its header is truncated or missing")
-        header = file.read(length)
-    try:
-        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        shapes: dict[str, list[int]] = {name: entry["shape"] for name, entry in tensors.items()}
-        sum(map(prod, shapes.values()))  # they are lists of numbers
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise _broken(path, f"its header cannot be read ({error})") from error
-    if 8 + length + end != size:
-        raise _broken(path, f"it has {size} bytes instead of the {8 + length + end} in its header")
-    return shapes
-
-
-def _broken(path: Path, why: str) -> ModelLoadError:
-    return ModelLoadError(f"{path} is not a complete safetensors file: {why}; download it again")
 
 
 def _download(source: str) -> Path:

@@ -48,6 +48,15 @@ class EmbeddingInput(EngineRequest):
     dimensions: int | None = None
 
 
+@dataclass(slots=True)
+class Preemption:
+    """The engine took a choice's memory away, and computes it again later. Times are in Unix seconds."""
+
+    choice: int
+    at: float
+    resumed: float | None = None  # set by the scheduler, as long as it is None
+
+
 def resolve_seed(params: GenerationParams) -> int:
     """The request's seed, or a random one of 63 bits; the caller must keep it as long as the request lives."""
     return secrets.randbits(63) if params.seed is None else params.seed

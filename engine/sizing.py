@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from pydantic import ByteSize
 
 from ..schemas.errors import ConfigurationError
+from .checkpoints.quantized import PRECISE
 from .config import EngineConfig
 from .cpu.process import available_cores
 from .models import read_config, read_model_info, read_quantized, read_shapes, resolve_model
-from .quantized import PRECISE
 
 if TYPE_CHECKING:
     import torch

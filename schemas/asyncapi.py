@@ -96,6 +96,7 @@ def asyncapi(namespace: str, version: str) -> dict[str, Any]:
                             "Penstock-Schema": {"const": schema},
                             "Penstock-Deadline": {"type": "string", "description": "Unix seconds"},
                             "Penstock-Next": {"type": "string", "description": "subjects ahead, nearest first"},
+                            "Penstock-Hops": {"type": "string", "description": "stages so far, and when"},
                             "traceparent": {"type": "string"},
                         },
                     },

@@ -110,11 +110,12 @@ class CatalogueEntry(Record):
     `source` is that of `revision`, the current one; `others` are the further live ones: older ones finish the requests
     that were bound to them, and a newer one is being tried by a swap; `failed_swap` is the last one if it has failed.
     The engine's settings mean what those of the command line mean. A model with `pin` is never unloaded to make room,
-    one with `preload` is loaded before the first request. An idle model is unloaded after `keep_alive` seconds (None:
-    only when another one needs its memory). While the model is not loaded, at most `queue_limit` requests wait for it,
-    each at most `wait_limit` seconds. `defaults` are the sampling parameters of requests that leave them out.
-    `adapters` are the directories of LoRA adapters, each by a model name of its own. `device` may name several, with
-    commas between them: then it has a replica on each, if `replicas` does not say how many.
+    one with `preload` is loaded before the first request; either is loaded again after its worker or host has ended.
+    An idle model is unloaded after `keep_alive` seconds (None: only when another one needs its memory). While the model
+    is not loaded, at most `queue_limit` requests wait for it, each at most `wait_limit` seconds. `defaults` are the
+    sampling parameters of requests that leave them out. `adapters` are the directories of LoRA adapters, each by a
+    model name of its own. `device` may name several, with commas between them: then it has a replica on each, if
+    `replicas` does not say how many.
     """
 
     version: Literal[1] = 1

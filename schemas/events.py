@@ -238,3 +238,21 @@ class Turn:
 Event = Accepted | Queued | ItemEvent | Turn | Token | Done | Failed | Cancelled | Expired
 Output = Started | Delta
 FINAL = (Done, Failed, Cancelled, Expired)
+
+Outcome = Literal["completed", "refused", "failed", "cancelled", "expired"]
+_TEMPORARY = (503, 507)  # statuses of what the client did not cause, and may try again
+
+
+def outcome_of(event: Event) -> Outcome | None:
+    """How a request with this final event ended; None for any other event."""
+    match event:
+        case Done():
+            return "completed"
+        case Cancelled():
+            return "cancelled"
+        case Expired():
+            return "expired"
+        case Failed(error=error):
+            return "refused" if error.status < 500 or error.status in _TEMPORARY else "failed"
+        case _:
+            return None

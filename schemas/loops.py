@@ -8,7 +8,7 @@ response. Items are those of OpenAI's Responses API, as JSON; none of them holds
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -47,7 +47,7 @@ def root_of(request: str) -> str:
 
 class LoopJob(Record):
     """A response to begin, which the stage `validate` sends to the stage `tools`. `body` is the request, `created` and
-    `deadline` are Unix seconds."""
+    `deadline` are Unix seconds. `trace` is the W3C's traceparent of its beginning, or empty."""
 
     id: SubjectToken
     tenant: SubjectToken
@@ -56,6 +56,13 @@ class LoopJob(Record):
     created: float
     deadline: float
     body: dict[str, Any]
+    trace: str = ""
+
+    def unsealed(self) -> Self:
+        """The job without its encrypted secrets."""
+        given = self.body.get("tools") or ()
+        tools = [{name: value for name, value in tool.items() if name != "sealed"} for tool in given]
+        return self.model_copy(update={"body": {**self.body, "tools": tools}}) if tools else self
 
 
 class Step(Record):

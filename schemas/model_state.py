@@ -42,7 +42,8 @@ class ModelState(Record):
     `progress` of a load is in per cent. `reason` says why it failed, or why it was unloaded. `attempts` counts failed
     loads in a row; the next one may begin at `retry_at`. `since` is when it entered `status`, `last_used` when its
     present workers were last busy (None: not yet), both, like `retry_at`, in Unix seconds. `loads` counts completed
-    loads. An operator's request to load it, `requested`, needs no waiting client.
+    loads. An operator's request to load it, `requested`, needs no waiting client. It is `lost` from when its worker or
+    host ended unasked until it is ready again, or unloaded on purpose.
     """
 
     version: Literal[1] = 1
@@ -61,6 +62,7 @@ class ModelState(Record):
     last_used: float | None = None
     loads: Annotated[int, Field(ge=0)] = 0
     requested: bool = False
+    lost: bool = False
 
     @property
     def key(self) -> RevisionKey:
@@ -132,9 +134,9 @@ def unload(state: ModelState, now: float, reason: str | None = None) -> ModelSta
 
 
 def abandon(state: ModelState, now: float) -> ModelState:
-    """The state after its agent, and with it the workers, have died; possible in any state."""
-    reason = "its host has stopped"
-    return ModelState(**state.key._asdict(), since=now, reason=reason, loads=state.loads)
+    """The state after its agent, and with it the workers, have ended; possible in any state."""
+    reason, lost = "its host has stopped", state.lost or state.status in ("loading", "ready")
+    return ModelState(**state.key._asdict(), since=now, reason=reason, loads=state.loads, lost=lost)
 
 
 def by_revision(states: Iterable[ModelState]) -> dict[RevisionKey, ModelState]:
@@ -153,7 +155,8 @@ def may_dispatch(state: ModelState, incarnation: str) -> bool:
 def _move(state: ModelState, status: ModelStatus, now: float, **changes: object) -> ModelState:
     if status not in TRANSITIONS[state.status]:
         raise IllegalTransition(f"{_describe(state)} is {state.status} and cannot become {status}: read it again")
-    return state.model_copy(update={"status": status, "since": now, **changes})
+    lost = status == "failed" or (state.lost and status in ("queued", "loading"))
+    return state.model_copy(update={"status": status, "since": now, "lost": lost, **changes})
 
 
 def _describe(state: ModelState) -> str:

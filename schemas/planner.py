@@ -7,6 +7,7 @@
   collect meanwhile; one that has waited `longest_wait` is overdue: it comes before all that are not, and busy ones
   drain for it, so that none starves.
 - A failed load fails those who wait, and is tried again after a wait that doubles. It changes nothing else.
+- A model with `preload` is loaded unasked; so is one with `preload` or `pin` whose worker or host has ended unasked.
 - A swap loads the new revision beside the old one. Where both cannot be there together, the old one is drained for it
   once it is idle, or the swap is overdue; it is loaded again for the requests that are bound to it.
 - Requests have the first replica of a model loaded. The others follow where there is room: nothing makes room for
@@ -243,7 +244,9 @@ class _Planner:
             return True
         if self._is_spare(key):
             return self._is_current(key)
-        ahead = entry.preload and self._is_current(key) and not state.loads
+        is_first = entry.preload and not state.loads
+        returns = (entry.preload or entry.pin) and state.loads > 0 and state.lost
+        ahead = self._is_current(key) and (is_first or returns)
         return key.replica == 0 and (self._waiting(key) or ahead)
 
     def _is_spare(self, key: RevisionKey) -> bool:

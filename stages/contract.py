@@ -12,16 +12,18 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol
+
+from opentelemetry.trace import Tracer
 
 from ..config.settings import Settings
 from ..schemas import codec
 from ..schemas.canaries import CANARY
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Superseded
-from ..schemas.events import FINAL, Accepted, Cancelled, Event, Usage
+from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Token, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
 from ..streams.outages import through_outages
@@ -42,6 +44,7 @@ from .cancellations import Cancellations
 from .outcomes import count_outcome
 from .trail import Trail
 from .transcript import Transcript
+from .visits import headers_until
 
 MOST_TRAILS = 30_000  # one that is forgotten and needed again is read
 
@@ -68,6 +71,7 @@ class Pipe:
     registry: Registry
     cancellations: Cancellations
     now: Callable[[], float] = time.time  # Unix seconds: deadlines are absolute
+    tracer: Tracer | None = None  # None while tracing is off
     trails: OrderedDict[str, Trail] = field(default_factory=OrderedDict)  # by subject, the least recently used first
 
     async def forward(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> Published:
@@ -79,6 +83,7 @@ class Pipe:
         headers = {SCHEMA: codec.VALIDATED_JOB, DEADLINE: f"{job.deadline:.3f}", NEXT: " ".join(route[1:])}
         if trace := delivery.message.headers.get(TRACE_PARENT):
             headers[TRACE_PARENT] = trace
+        headers |= headers_until(self.now())
         return await self.broker.publish(
             route[0], codec.encode(job), message_id=f"{job.tenant}.{job.id}", headers=headers
         )
@@ -92,21 +97,33 @@ class Pipe:
         subject = self.outputs_of(tenant, request)
         return Transcript.of(await through_outages(lambda: self.broker.replay("STREAM", subject), subject))
 
-    async def emit(self, event: Event, *, tenant: str, bridge: str, key: str, priority: Priority = "normal") -> bool:
+    async def emit(
+        self,
+        event: Event,
+        *,
+        tenant: str,
+        bridge: str,
+        key: str,
+        priority: Priority = "normal",
+        notes: Mapping[str, object] | None = None,
+    ) -> bool:
         """Store a client event, unless it is stored already, however long the broker is away.
 
         Returns whether the request is over. `key` names the event within its request. Nothing is stored behind a
         final event, and the end of a response's turn is told to the stage tools as well, in the lane of its `priority`.
+        Events other than tokens and positions have a header of hops, whose last one has the `notes`.
         """
         request = event.request
         subject, name = self.subjects.events(tenant, bridge, request), f"{tenant}.{request}.{key}"
-        is_over = await self._add(event, subject, name, counts=tenant != CANARY)
+        headers = {} if isinstance(event, Token | Queued) else headers_until(self.now(), **(notes or {}))
+        is_over = await self._add(event, subject, name, headers, counts=tenant != CANARY)
         if isinstance(event, FINAL) and (turn := TurnId.of(request)):
             step = Step(id=turn.response, turn=request, tenant=tenant, bridge=bridge)
-            await self.store(self.subjects.tools(priority, tenant), codec.encode(step), name, codec.STEP)
+            own = {TRACE_PARENT: headers[TRACE_PARENT]} if TRACE_PARENT in headers else None
+            await self.store(self.subjects.tools(priority, tenant), codec.encode(step), name, codec.STEP, own)
         return is_over
 
-    async def _add(self, event: Event, subject: str, name: str, *, counts: bool) -> bool:
+    async def _add(self, event: Event, subject: str, name: str, headers: Headers, *, counts: bool) -> bool:
         """Store an event behind the last one of its request, unless it is stored already; `counts` for the metrics.
 
         Returns whether the request has ended.
@@ -116,7 +133,7 @@ class Pipe:
             trail = Trail() if isinstance(event, Accepted) else await self._trail(subject)  # the first, most likely
         while not trail.overlaps(event) and trail.lacks(event):
             try:
-                stored = await self.store(subject, codec.encode(event), name, codec.EVENT, expect=trail.last)
+                stored = await self.store(subject, codec.encode(event), name, codec.EVENT, headers, trail.last)
             except Superseded:
                 known, trail = trail, await self._trail(subject)
                 trail.merge(known)
@@ -169,6 +186,7 @@ class Stage(ABC):
 
     name: ClassVar[str]
     is_brief: ClassVar[bool] = True  # `handle` waits for nobody but the broker
+    is_traced: ClassVar[bool] = True  # each delivery has a span
     outwaits_elections: ClassVar[bool] = True  # a lease does; not where it costs little to do the work twice
     concurrency: int = 64
     prefetch: int = 64

@@ -26,14 +26,17 @@ from ..config import metrics
 from ..schemas.errors import PenstockError, Refusal, Transient
 from ..schemas.jobs import Priority
 from ..streams.outages import through_outages
-from ..streams.port import Consumer, ConsumerSpec, Delivery
+from ..streams.port import MESSAGE_ID, Consumer, ConsumerSpec, Delivery
 from ..streams.topology import FAILURES, PRIORITIES, lane_stream
 from . import endings
 from .contract import Pipe, Stage
 from .failures import Count
 from .turns import Turns
+from .visits import CURRENT, Visit, traced
 
 log = structlog.get_logger(__name__)
+
+_LONGEST = 200  # characters of a message's id that the log shows
 
 
 class Runner:
@@ -148,12 +151,18 @@ class Runner:
         except asyncio.CancelledError:
             await delivery.nak()
             raise
+        visit = Visit(self._stage.name, delivery, self._pipe.now())
+        CURRENT.set(visit)
         try:
-            await self._settle(delivery)
+            if (tracer := self._pipe.tracer) is None or not self._stage.is_traced:
+                await self._settle(delivery, visit)
+            else:
+                with traced(visit, tracer):
+                    await self._settle(delivery, visit)
         finally:
             turns.give_back()
 
-    async def _settle(self, delivery: Delivery) -> None:
+    async def _settle(self, delivery: Delivery, visit: Visit) -> None:
         if delivery.attempt > 1:
             metrics.REDELIVERIES.labels(self._stage.name).inc()
         try:
@@ -165,15 +174,19 @@ class Runner:
                 await self._stage.handle(delivery)
             await delivery.ack()
         except Refusal as refusal:
+            visit.failed(refusal.code or refusal.type)
             await self._refuse(delivery, refusal)
         except Transient as error:
             metrics.RETRIES.labels(self._stage.name).inc()
-            log.warning("will retry", stage=self._stage.name, reason=str(error), delay=error.delay)
+            visit.failed("retry")
+            named = _named(delivery)
+            log.warning("will retry", stage=self._stage.name, message=named, reason=str(error), delay=error.delay)
             await delivery.nak(error.delay)
         except asyncio.CancelledError:
             await delivery.nak()
             raise
         except Exception as error:
+            visit.failed(type(error).__name__)
             await self._fail(delivery, error)
 
     async def _handle_suspect(self, delivery: Delivery) -> bool:
@@ -207,7 +220,8 @@ class Runner:
         failures = 1
         try:
             failures = await Count(await self._pipe.broker.bucket(FAILURES), stage, delivery.message, "failed").add(1)
-            log.error("failed", stage=stage, failures=failures, reason=reason, where=endings.location(error))
+            where, named = endings.location(error), _named(delivery)
+            log.error("failed", stage=stage, message=named, failures=failures, reason=reason, where=where)
             if failures >= self._pipe.settings.max_attempts:
                 await endings.bury(self._pipe, stage, delivery, reason)
                 return
@@ -222,3 +236,8 @@ class Runner:
                 for delivery in list(self._in_hand.values()):
                     with contextlib.suppress(Transient):
                         await delivery.in_progress()
+
+
+def _named(delivery: Delivery) -> str:
+    """The id of a message, for the log: its tenant and request, in most stages."""
+    return delivery.message.headers.get(MESSAGE_ID, "")[:_LONGEST]

@@ -10,16 +10,21 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from opentelemetry.trace import SpanKind
+
+from ..config.tracing import parent
 from ..engine.text.answer_reader import AnswerReader
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed
 from ..schemas.events import FINAL, Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Started, Token
+from ..schemas.hops import worker_of
 from ..schemas.jobs import Form
-from ..streams.port import Consumer, Delivery, Message
+from ..streams.port import HOPS, TRACE_PARENT, Consumer, Delivery, Message
 from .contract import Intake, Pipe, Stage
 from .filters import Filter, FilteredAnswer
 from .leases import Leases
 from .transcript import Transcript
+from .visits import CURRENT
 
 TOKENS = 5  # of the subject of outputs
 MOST_PUBLISHERS = 10_000  # one that is forgotten and needed again is rebuilt
@@ -29,6 +34,7 @@ class Stream(Stage):
     """Engine outputs in, client events out: one event a delta, so that a repetition always looks the same."""
 
     name = "stream"
+    is_traced = False  # the publisher of a request is
     concurrency = 1024
 
     def __init__(self, pipe: Pipe, filters: Sequence[type[Filter]] = ()) -> None:
@@ -88,6 +94,9 @@ class EventPublisher:
         self._transcript = Transcript()
         self._reader: AnswerReader | None = None  # made with the first announcement; set by _read
         self._filtered: FilteredAnswer | None = None  # where there are filters; set by _read
+        self._worker: str | None = None  # that has the request; set by _note_headers, like these
+        self._trace: str | None = None  # its traceparent
+        self._since = 0.0  # when the first output was stored, in Unix seconds
         self._final_decided = False  # the final event is decided, and nothing may follow it; set by _read
         self._last_sequence = 0  # sequence of the newest output whose events are stored; set by publish
         self._final_stored = False  # the final event is stored; set by _emit
@@ -102,6 +111,7 @@ class EventPublisher:
                     self._transcript.apply(output)
                 await self._stop_unsettled()
                 return
+            self._note_headers(message)
             try:
                 for event in await self._new_events(outputs, message):
                     for filtered in await self._filtered.read(event) if self._filtered else (event,):
@@ -138,9 +148,17 @@ class EventPublisher:
     async def _stored(self, message: Message) -> list[Output]:
         """All outputs of the request up to those of `message`."""
         stored = await self._pipe.broker.replay("STREAM", message.subject)
+        for earlier in stored:
+            self._note_headers(earlier)
         return [
             output for one in stored if one.sequence <= message.sequence for output in codec.decode_outputs(one.data)
         ]
+
+    def _note_headers(self, message: Message) -> None:
+        """Take the worker's name and its trace from an announcement; the final event passes them on."""
+        self._since = self._since or message.time
+        self._worker = worker_of(message.headers.get(HOPS)) or self._worker
+        self._trace = message.headers.get(TRACE_PARENT, self._trace)
 
     async def _stop(self, subject: str) -> None:
         """Have the worker that still runs the request stop."""
@@ -186,8 +204,15 @@ class EventPublisher:
         if self._final_stored:
             return
         key = f"{event.choice}.{event.index}" if isinstance(event, Token) else "end"
+        if isinstance(event, FINAL) and (visit := CURRENT.get()) is not None:
+            visit.trace = self._trace
+            if (tracer := self._pipe.tracer) is not None:
+                since = int(self._since * 1e9) or None
+                visit.span = tracer.start_span(Stream.name, parent(self._trace), SpanKind.CONSUMER, start_time=since)
+                visit.span.end()
+        notes = {"worker": self._worker} if self._worker else {}
         self._final_stored = await self._pipe.emit(
-            event, tenant=started.tenant, bridge=started.bridge, key=key, priority=started.priority
+            event, tenant=started.tenant, bridge=started.bridge, key=key, priority=started.priority, notes=notes
         )
         if self._final_stored:
             await self._stop_unsettled()

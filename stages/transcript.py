@@ -10,7 +10,7 @@ from typing import Self
 
 from ..schemas import codec
 from ..schemas.events import Delta, FinishReason, Output, Started, Usage
-from ..streams.port import Message
+from ..streams.port import TRACE_PARENT, Message
 
 
 class Transcript:
@@ -22,6 +22,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self.last = 0  # sequence of the newest output read; set by of
+        self.trace: str | None = None  # the traceparent of the worker that announced last; set by of
         self.started: Started | None = None  # of the newest epoch; set by apply
         self.token_ids: list[list[int]] = []  # by choice; set by apply
         self.finish_reasons: list[FinishReason | None] = []  # by choice; set by apply
@@ -37,6 +38,7 @@ class Transcript:
             for output in codec.decode_outputs(message.data):
                 said.apply(output)
             said.last = message.sequence
+            said.trace = message.headers.get(TRACE_PARENT, said.trace)
         return said
 
     def apply(self, output: Output) -> bool:

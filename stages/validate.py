@@ -32,11 +32,12 @@ from ..schemas.openai.embeddings import EmbeddingRequest
 from ..schemas.openai.responses import parse_responses
 from ..schemas.registry import ModelCard
 from ..streams.outages import through_outages
-from ..streams.port import DEADLINE, SCHEMA, Delivery, Message
+from ..streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
 from ..streams.stores.quotas import Quotas
 from ..streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
 from . import endings
 from .contract import Intake, Pipe, Stage
+from .visits import headers_until, traceparent
 
 _BAD_SUBJECT = (
     f"Publish a job on the subject jobs.<priority>.<tenant>, with one of the priorities {', '.join(PRIORITIES)}."
@@ -219,10 +220,11 @@ class Validate(Stage):
             created=created,
             deadline=deadline,
             body=job.body,
+            trace=traceparent().get(TRACE_PARENT, ""),
         )
         await self._quotas.check(tenant, len(message.data))
         subject = self.pipe.subjects.tools(priority, tenant)
-        headers = {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB}
+        headers = {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB, **headers_until(self.pipe.now())}
         try:
             await self.pipe.broker.publish(subject, codec.encode(loop), message_id=f"{tenant}.{name}", headers=headers)
         except StreamFull as error:  # waiting here would block the turns that make room there

@@ -7,6 +7,7 @@ family listens.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 
@@ -44,6 +45,7 @@ class FamilyMetrics:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         self._heard: dict[str, tuple[bytes, float]] = {}  # by process, with when it came
 
     async def listen(self, broker: Broker, subjects: Subjects, own: str | None = None) -> None:
@@ -52,10 +54,12 @@ class FamilyMetrics:
             await broker.listen(subjects.metrics_of(own), self.hear)
 
     def hear(self, message: Message) -> None:
-        self._heard[message.subject] = message.data, self._clock()
+        with self._lock:
+            self._heard[message.subject] = message.data, self._clock()
 
     def texts(self) -> list[bytes]:
-        """What each living one has exposed last."""
+        """What each living one has exposed last; other threads may ask, too."""
         now = self._clock()
-        self._heard = {name: (text, came) for name, (text, came) in self._heard.items() if now - came <= STALE}
-        return [text for text, _ in self._heard.values()]
+        with self._lock:  # the event loop may hear another meanwhile
+            self._heard = {name: (text, came) for name, (text, came) in self._heard.items() if now - came <= STALE}
+            return [text for text, _ in self._heard.values()]

@@ -17,7 +17,7 @@ Every implementation guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from ..schemas.errors import PayloadTooLarge
@@ -27,6 +27,7 @@ TRACE_PARENT = "traceparent"
 SCHEMA = "Penstock-Schema"
 DEADLINE = "Penstock-Deadline"
 NEXT = "Penstock-Next"
+HOPS = "Penstock-Hops"  # where the request has been: see schemas/hops.py
 DEAD_REASON = "Penstock-Dead-Reason"  # on dead letters: why it failed, its first subject, how often it was delivered
 DEAD_SUBJECT = "Penstock-Dead-Subject"
 DEAD_ATTEMPTS = "Penstock-Dead-Attempts"
@@ -41,12 +42,14 @@ _PER_HEADER = len(b": \r\n")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, stored or live. `sequence` is its position in the stream, from 1; 0 for a live message."""
+    """A message, stored or live. `sequence` is its position in the stream, from 1, and `time` is when it was stored, in
+    Unix seconds by the broker's clock; both are 0 for a live message."""
 
     subject: str
     data: bytes
     headers: Headers
     sequence: int = 0
+    time: float = field(default=0.0, compare=False)
 
 
 class Published(NamedTuple):
@@ -68,7 +71,8 @@ class Held(NamedTuple):
 class Usage(NamedTuple):
     """What a stream holds, or a bucket, whose name is in lower case. Limits of 0 are none.
 
-    `behind` counts the messages that its slowest copy on another server lacks.
+    `behind` counts the messages that its slowest copy on another server lacks; `last` is the newest sequence ever
+    assigned.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Usage(NamedTuple):
     max_messages: int
     max_bytes: int
     behind: int = 0
+    last: int = 0
 
 
 class Delivery(Protocol):
@@ -241,7 +246,8 @@ class Broker(Protocol):
         """Open a consumer that buffers at most `prefetch` deliveries."""
 
     async def forget(self, stream: str, consumer: str) -> None:
-        """Delete a consumer that will not be opened again; harmless if there is none."""
+        """Delete a consumer and its leases; harmless if there is none. Copies that are open reopen it, and get again
+        what they have not settled."""
 
     async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
         """The stored messages on `subject` (wildcards allowed) with a sequence above `after`, oldest first."""

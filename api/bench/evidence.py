@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 
 from ...config.settings import Settings
+from ...schemas.canaries import CANARY
 from ...schemas.errors import Transient
 from ...schemas.loops import root_of
 from ...schemas.registry import InFlight, Room
@@ -73,10 +74,11 @@ class Evidence:
         return [message for subject in spec.subjects for message in await self._broker.replay(name, subject)]
 
     async def _by_request(self, name: str) -> defaultdict[str, list[Message]]:
-        """The messages of a stream, by the last token of their subject."""
+        """The messages of a stream, by the last token of their subject, without those of canaries."""
         found: defaultdict[str, list[Message]] = defaultdict(list)
         for message in await self._all(name):
-            found[message.subject.rpartition(".")[2]].append(message)
+            if f".{CANARY}." not in message.subject:
+                found[message.subject.rpartition(".")[2]].append(message)
         return found
 
 

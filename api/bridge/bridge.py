@@ -15,13 +15,16 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from opentelemetry.trace import Tracer
+
 from ...schemas import codec
 from ...schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, Refusal, StorageFull, StreamFull, StreamNotFound
 from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
-from ...streams.port import DEADLINE, SCHEMA, Broker, Message
+from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Broker, Message
 from ...streams.topology import Subjects
 from .early_refusal import EarlyRefusal
 from .reading import Reading
+from .spans import trace_of
 
 _TOO_MANY = "Too many {} are waiting to be validated; try again in a second."
 
@@ -29,10 +32,14 @@ _TOO_MANY = "Too many {} are waiting to be validated; try again in a second."
 class Bridge:
     """Opens requests under its own name, which their events carry, and follows requests of any bridge."""
 
-    def __init__(self, broker: Broker, subjects: Subjects, name: str | None = None) -> None:
+    def __init__(
+        self, broker: Broker, subjects: Subjects, name: str | None = None, tracer: Tracer | None = None
+    ) -> None:
+        """Without a `tracer`, the client's trace is passed on as it is."""
         self.name = name or f"b{secrets.token_hex(8)}"
         self.draining = False  # set by drain
         self.last_answer = self.last_failure = time.monotonic()  # when the newest token and failure came
+        self._tracer = tracer
         self.broker = broker
         self.subjects = subjects
         self._early_refusal = EarlyRefusal()
@@ -64,8 +71,10 @@ class Bridge:
         deadline: float | None = None,
         kept: bool = False,
         shared: bool = False,
+        trace: str | None = None,
     ) -> Reading:
-        """Publish a job, which must name this bridge and have an id; `deadline` is in Unix seconds.
+        """Publish a job, which must name this bridge and have an id; `deadline` is in Unix seconds, and `trace` the
+        client's traceparent.
 
         A `kept` request continues after its reader has left. A `shared` one may be published by another bridge too,
         under whose name its events then are.
@@ -74,7 +83,9 @@ class Bridge:
         assert job.id is not None and job.bridge == self.name
         self.admit(job, priority)
         reading = await self._reading(job.id, tenant, deadline, kept=kept or shared, shared=shared)
+        reading.span, traceparent = trace_of(self._tracer, job, tenant, trace)
         headers = {SCHEMA: codec.JOB} | ({DEADLINE: f"{deadline:.3f}"} if deadline else {})
+        headers |= {TRACE_PARENT: traceparent} if traceparent else {}
         try:
             subject, name = self.subjects.jobs(priority, tenant), f"{tenant}.{job.id}"
             await self.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)

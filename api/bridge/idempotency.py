@@ -35,9 +35,11 @@ async def open_once(
     tenant: str,
     deadline: float,
     events_ttl: float,
+    trace: str | None = None,
 ) -> Reading:
     """Open the request of this key, or follow it where it was opened before. `job` must have a new id, which it gets if
-    it is the first. `events_ttl` is how many seconds events are stored, and a repetition is the same request.
+    it is the first. `events_ttl` is how many seconds events are stored, and a repetition is the same request. `trace`
+    is the client's traceparent.
 
     Raises `InvalidRequest` for a bad key, `Conflict` where the key belongs to another body, and as `Bridge.open` does.
     """
@@ -73,7 +75,9 @@ async def open_once(
                 ) from None
             if time.time() - claim["created"] < events_ttl:
                 first = job.model_copy(update={"id": claim["request"]})
-                return await bridge.open(first, priority=priority, tenant=tenant, deadline=deadline, shared=True)
+                return await bridge.open(
+                    first, priority=priority, tenant=tenant, deadline=deadline, shared=True, trace=trace
+                )
         else:
             if not _came_to_nothing(reading.final) or await _is_kept(broker, job, tenant, claim["request"]):
                 return reading

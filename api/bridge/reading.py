@@ -25,9 +25,11 @@ from ...schemas.events import (
     Token,
     Turn,
 )
+from ...schemas.hops import worker_of
 from ...schemas.loops import is_response
-from ...streams.port import Broker, Message, Subscription
+from ...streams.port import HOPS, Broker, Message, Subscription
 from ...streams.topology import Subjects
+from .spans import RequestSpan
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +71,9 @@ class Reading:
         self.final: Event | None = None  # set by feed and end
         self.is_cut = False  # whether `final` is this bridge's own, and the request may continue; set by end
         self.model: str | None = None  # that answers; set by feed
+        self.worker: str | None = None  # that answered last; set by feed with the final event
         self.first_token: float | None = None  # seconds from the opening to the first token; set by feed
+        self.span: RequestSpan | None = None  # set by Bridge, and by _end_span
         self._opened = time.monotonic()
         self._bridge = bridge
         self._broker = bridge.broker
@@ -117,6 +121,8 @@ class Reading:
                     if self.first_token is None:
                         self._bridge.last_answer = now = time.monotonic()
                         self.first_token = now - self._opened
+                        if self.span is not None:
+                            self.span.first_token()
                     self._ready.append(event)
                 elif event.index > expected:
                     self._missed = True
@@ -143,6 +149,8 @@ class Reading:
                 self._missed = True  # it is not stored if the request had just ended otherwise; the stream decides
             case _ if isinstance(event, FINAL):
                 self.final = event
+                self.worker = worker_of(message.headers.get(HOPS))
+                self._end_span()
                 self._ready.append(event)
                 if isinstance(event, Expired) or (isinstance(event, Failed) and event.error.status == 500):
                     self._bridge.last_failure = time.monotonic()
@@ -218,6 +226,7 @@ class Reading:
 
     def close(self) -> None:
         """Unsubscribe; the request continues."""
+        self._end_span()
         if self._expiry is not None:
             self._expiry.cancel()
         if self._listening is not None:
@@ -230,6 +239,11 @@ class Reading:
             await self.cancel()
         finally:
             self.close()
+
+    def _end_span(self) -> None:
+        if self.span is not None:
+            self.span.end(self.final)
+            self.span = None
 
     def _expire(self) -> None:
         if self.final is None:

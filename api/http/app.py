@@ -24,19 +24,23 @@ from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
 from ..bridge.canary import Canary
-from .access import AccessLog, note
 from .answers import error_response
 from .batches import add_batches
-from .browsers import Browsers, is_loopback
 from .completions import add_completions
+from .console.dead_letters import DeadLetterRoutes
+from .console.events import EventRoutes
+from .console.files import add_page
 from .conversations import add_conversations
 from .embeddings import add_embeddings
 from .files import add_files
 from .generate import add_generate
-from .ignored import HEADER, Ignored
-from .keys import Authentication, Keys
 from .messages import add_messages
 from .metrics import MetricsRoutes
+from .middleware.access import AccessLog, note
+from .middleware.browsers import Browsers, is_loopback
+from .middleware.ignored import HEADER, Ignored
+from .middleware.keys import Authentication, Keys
+from .middleware.refused import RefusedBodies
 from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
 from .models.states import ModelRoutes
@@ -87,6 +91,9 @@ def create_app(
     add_adapters(app, gateway)
     app.state.metrics = MetricsRoutes(gateway, family or FamilyMetrics(), models.status)
     app.state.metrics.add_to(app)
+    EventRoutes(gateway, app.state.metrics, version).add_to(app)
+    DeadLetterRoutes(gateway).add_to(app)
+    add_page(app)
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:
@@ -124,6 +131,7 @@ def create_app(
 def _add_middleware(app: FastAPI, settings: Settings) -> None:
     """Add the middleware of every path, the innermost first."""
     keys = settings.api_keys is not None or settings.api_keys_file is not None
+    app.add_middleware(RefusedBodies)
     if keys:
         app.add_middleware(Authentication, keys=Keys(settings.api_keys or (), settings.api_keys_file))
     app.add_middleware(Browsers, origins=settings.cors_origins or (), local=is_loopback(settings.host))

@@ -16,7 +16,7 @@ from ...schemas.openai.completions import ChatRequest, CompletionRequest, Stop
 from ..bridge.resume import Progress
 from ..render.openai import Renderer, join_calls
 from .answers import Answer
-from .ignored import known_fields
+from .middleware.ignored import known_fields
 from .openapi import documented
 from .requests import Gateway, Opened, open_request, read_object
 from .streams import Feed

@@ -25,7 +25,7 @@ from ...streams.topology import BATCH_STATES, FILES
 from ..batches.input import read_line, read_lines
 from ..render.anthropic import error_payload
 from .batches import publish
-from .ignored import known_fields
+from .middleware.ignored import known_fields
 from .openapi import body_of
 from .requests import Gateway, Routes, read_as, tenant_of
 

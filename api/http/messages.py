@@ -19,8 +19,8 @@ from ...schemas.jobs import Endpoint
 from ...schemas.openai.completions import parse_body, parse_request
 from ..render.anthropic import THREAD, MessageRenderer, error_payload, sse
 from .answers import Answer
-from .ignored import known_fields, name_ignored
 from .message_batches import add_message_batches
+from .middleware.ignored import known_fields, name_ignored
 from .openapi import STREAMED, body_of
 from .requests import Gateway, open_request, read_as
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,15 +44,20 @@ class Snapshot:
             for sample in family.samples
         }
 
-    @property
-    def names(self) -> set[tuple[str, frozenset[tuple[str, str]]]]:
-        """Of all samples, with their labels."""
-        return set(self._samples)
-
     def total(self, name: str, **labels: str) -> float:
         """The sum over all samples of this name that have these labels."""
+        return sum(self.values(name, **labels))
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        """All samples of this name that have these labels."""
         wanted = labels.items()
-        return sum(value for (known, given), value in self._samples.items() if known == name and wanted <= set(given))
+        return [value for (known, given), value in self._samples.items() if known == name and wanted <= set(given)]
+
+    def since(self, before: Snapshot) -> Snapshot:
+        """What was counted after `before`: right for counters and histograms, whose processes have not restarted."""
+        later = Snapshot(())
+        later._samples = {key: max(0.0, value - before._samples.get(key, 0.0)) for key, value in self._samples.items()}
+        return later
 
     def mean(self, name: str) -> float | None:
         """Of the histogram `name`; None while it is empty."""
@@ -81,58 +87,61 @@ class Deployment(Collector):
 
     def __init__(self, gateway: Gateway, states: States) -> None:
         self._gateway, self._states = gateway, states
-        self._used: list[Usage] = []
-        self._models: list[dict[str, Any]] = []
+        self.used: list[Usage] = []  # set by look
+        self.models: list[dict[str, Any]] = []  # set by look
+        self._workers: dict[str, int] = {}  # how many of each model
         self._looked = float("-inf")
         self._looking = asyncio.Lock()
 
     async def look(self) -> None:
-        """Ask the broker, unless somebody has just now; while it is away the last answer stands."""
+        """Ask the broker, unless somebody has just now; while it is away the last answer stands.
+
+        `collect` runs in other threads and shows what was found here.
+        """
+        registry = self._gateway.registry
+        live = Counter(worker.model.name for worker in registry.workers)
+        self._workers = {name: live[name] for name in {*registry.models, *live}}
         async with self._looking:
             if time.monotonic() - self._looked < FRESH:
                 return
             try:
                 async with asyncio.timeout(2.0):
-                    self._used = await self._gateway.broker.usage()
-                    self._models = (await self._states())["models"]
+                    self.used = await self._gateway.broker.usage()
+                    self.models = (await self._states())["models"]
             except (BrokerUnavailable, TimeoutError):
                 pass  # `penstock_broker_connected` tells
             self._looked = time.monotonic()
 
     def collect(self) -> Iterator[Metric]:
-        broker, registry = self._gateway.broker, self._gateway.registry
+        broker = self._gateway.broker
         yield _gauge(
             "penstock_broker_connected", "Whether the broker is connected: 1 or 0.", [], [([], broker.connected)]
         )
         yield _gauge("penstock_broker_outages", "Outages of the broker so far.", [], [([], broker.outages)])
         for field, text in _OF_STREAMS.items():
-            samples = [([used.name], float(getattr(used, field))) for used in self._used]
+            samples = [([used.name], float(getattr(used, field))) for used in self.used]
             yield _gauge(f"penstock_stream_{field}", text, ["stream"], samples)
-        workers: dict[str, int] = {card: 0 for card in registry.models}
-        for worker in registry.workers:
-            workers[worker.model.name] = workers.get(worker.model.name, 0) + 1
-        yield _gauge(
-            "penstock_workers", "Live workers of a model.", ["model_name"], [([name], n) for name, n in workers.items()]
-        )
+        workers = [([name], count) for name, count in self._workers.items()]
+        yield _gauge("penstock_workers", "Live workers of a model.", ["model_name"], workers)
         yield _gauge(
             "penstock_model_state",
             "1 for the state that a model is in.",
             ["model_name", "state"],
-            [([model["id"], model["state"]], 1) for model in self._models],
+            [([model["id"], model["state"]], 1) for model in self.models],
         )
         yield _gauge(
             "penstock_model_loads",
             "How often a model was loaded.",
             ["model_name"],
-            [([model["id"]], model["loads"]) for model in self._models],
+            [([model["id"]], model["loads"]) for model in self.models],
         )
 
 
 class MetricsRoutes:
     def __init__(self, gateway: Gateway, family: FamilyMetrics, states: States) -> None:
         self._gateway = gateway
-        self._deployment = Deployment(gateway, states)
-        self.whole = Exposition(family.texts, self._deployment)
+        self.deployment = Deployment(gateway, states)
+        self.whole = Exposition(family.texts, self.deployment)
 
     def add_to(self, app: FastAPI) -> None:
         app.get("/metrics", tags=["operations"], response_class=Response, responses=refusals(403))(self.metrics)
@@ -141,13 +150,13 @@ class MetricsRoutes:
     async def keep_fresh(self) -> None:
         """Ask the broker now and then, for those who read `whole` elsewhere; until cancelled."""
         while True:
-            await self._deployment.look()
+            await self.deployment.look()
             await asyncio.sleep(LOOK)
 
     async def metrics(self, request: Request) -> Response:
         """All metrics of this server and its workers, in Prometheus's text format."""
         check_admin(request)
-        await self._deployment.look()
+        await self.deployment.look()
         return Response(await asyncio.to_thread(self.whole.text), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def stats(self, request: Request) -> Any:
@@ -157,8 +166,9 @@ class MetricsRoutes:
         the last ten seconds.
         """
         check_admin(request)
-        await self._deployment.look()
+        await self.deployment.look()
         counted = Snapshot(self.whole.collect())
+        self._workers: dict[str, int] = {}  # how many of each model
         queries = counted.total("vllm:prefix_cache_queries_total")
         steps = counted.total("penstock_engine_steps_total")
         lanes = {priority: int(counted.total("penstock_queue_depth", priority=priority)) for priority in PRIORITIES}
@@ -189,7 +199,7 @@ class MetricsRoutes:
         }
 
 
-def _gauge(name: str, text: str, labels: list[str], samples: list[tuple[list[str], float]]) -> Metric:
+def _gauge(name: str, text: str, labels: list[str], samples: Iterable[tuple[list[str], float]]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, value in samples:
         family.add_metric(values, value)

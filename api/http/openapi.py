@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from .keys import is_open
+from .middleware.keys import is_open
 
 # Refusals by their status. The body of each is OpenAI's error object.
 REFUSALS = {

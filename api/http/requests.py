@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -21,18 +22,18 @@ from ...config import metrics
 from ...config.settings import Settings
 from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge, Refusal
-from ...schemas.jobs import Job, JobEndpoint, Priority
+from ...schemas.jobs import TOKEN_PATTERN, Job, JobEndpoint, Priority
 from ...schemas.openai.chat import Body
 from ...schemas.openai.completions import TIERS, parse_body
-from ...streams.port import Broker
+from ...streams.port import TRACE_PARENT, Broker
 from ...streams.stores.quotas import Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
 from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
-from .access import note
-from .ignored import known_fields, name_ignored
+from .middleware.access import note
+from .middleware.ignored import known_fields, name_ignored
 from .preparers import Preparers
 
 TENANT = "default"
@@ -73,6 +74,23 @@ class Opened(NamedTuple):
 def tenant_of(request: Request) -> str:
     """The tenant of the request's API key; `default` if the server needs no keys."""
     return getattr(request.state, "tenant", TENANT)
+
+
+def tenant_meant(request: Request) -> str:
+    """The tenant whose request is meant: that of the key, or with an admin's key the one that `?tenant=` names.
+
+    Raises `Forbidden` and `InvalidRequest`.
+    """
+    tenant = request.query_params.get("tenant", tenant_of(request))
+    if re.fullmatch(TOKEN_PATTERN, tenant) is None:
+        raise InvalidRequest("tenant must be the name of a tenant.", param="tenant")
+    if tenant != tenant_of(request) and not getattr(request.state, "admin", True):
+        raise Forbidden(
+            "This key may not reach another tenant's requests; use one with the word admin.",
+            code="not_admin",
+            param="tenant",
+        )
+    return tenant
 
 
 async def read_object(request: Request, settings: Settings, kind: type[Body] | None = None) -> dict[str, Any]:
@@ -166,7 +184,7 @@ async def _opened(
     deadline = time.time() + _timeout(body, headers, gateway.settings)
     priority = _priority(request, body, gateway.settings)
     job = Job(id=f"{prefix}{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
-    progress = None
+    progress, trace = None, headers.get(TRACE_PARENT)
     if (last := headers.get("last-event-id")) is not None:
         progress = Progress.parse(last)
         if not streaming or not progress.request.startswith(prefix):
@@ -182,10 +200,11 @@ async def _opened(
             tenant=tenant,
             deadline=deadline,
             events_ttl=gateway.settings.events_ttl,
+            trace=trace,
         )
     else:
         kept = kept or (resumable and streaming)
-        reading = await bridge.open(job, priority=priority, tenant=tenant, deadline=deadline, kept=kept)
+        reading = await bridge.open(job, priority=priority, tenant=tenant, deadline=deadline, kept=kept, trace=trace)
     if resumable and streaming:
         progress = progress or Progress(reading.request)
     return Opened(reading, progress, status)

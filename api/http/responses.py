@@ -31,7 +31,7 @@ from ..render.responses import ResponseRenderer, response_object
 from ..tools.sealing import seal
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page
-from .ignored import known_fields, name_ignored
+from .middleware.ignored import known_fields, name_ignored
 from .openapi import STREAMED, documented, refusals
 from .requests import Gateway, Routes, open_request, read_as, tenant_of
 

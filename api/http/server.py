@@ -9,6 +9,7 @@ import socket
 from typing import Any, cast
 
 import uvicorn
+from opentelemetry.trace import Tracer
 
 from ... import __version__
 from ...config.metrics import serve_metrics
@@ -21,8 +22,8 @@ from ..batches.runner import BatchRunner
 from ..bridge.bridge import Bridge
 from ..bridge.canary import Canary
 from .app import create_app
-from .connections import protocol
 from .metrics import MetricsRoutes
+from .middleware.connections import protocol
 
 SPARE_FILES = 512  # file descriptors beside those of connections
 
@@ -34,10 +35,11 @@ async def serve_http(
     settings: Settings,
     listener: socket.socket,
     stopping: asyncio.Event,
+    tracer: Tracer | None = None,
 ) -> None:
     """Serve HTTP until `stopping`, then drain: until open requests have ended or `drain_timeout` has passed."""
     _raise_file_limit(settings.max_connections)
-    bridge = Bridge(broker, subjects)
+    bridge = Bridge(broker, subjects, tracer=tracer)
     await bridge.start()
     family = FamilyMetrics()
     await family.listen(broker, subjects)

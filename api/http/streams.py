@@ -1,4 +1,4 @@
-"""`/v1/streams/{id}`: read the events of any request of the tenant, or cancel it."""
+"""`/v1/streams/{id}`: read the events of any request of the tenant, trace its way, or cancel it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from fastapi.responses import Response
 from ...schemas import codec
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Accepted, Cancelled, Event, Queued, Token
+from ...schemas.request_trace import RequestTrace
 from ..bridge.reading import Reading
+from ..bridge.request_traces import read_trace
 from ..bridge.resume import Progress, invalid_event_id
 from .answers import EventStream
 from .openapi import STREAMED, refusals
-from .requests import Gateway, Routes, tenant_of
+from .requests import Gateway, Routes, tenant_meant, tenant_of
 
 
 class Feed(EventStream):
@@ -43,7 +45,8 @@ def add_streams(app: FastAPI, gateway: Gateway) -> None:
     app.get(
         "/v1/streams/{id}", tags=["streams"], response_class=Response, responses=STREAMED | refusals(400, 404, 503)
     )(routes.stream)
-    app.delete("/v1/streams/{id}", tags=["streams"], responses=refusals(404, 503))(routes.cancel)
+    app.get("/v1/streams/{id}/trace", tags=["streams"], responses=refusals(400, 403, 404, 503))(routes.trace)
+    app.delete("/v1/streams/{id}", tags=["streams"], responses=refusals(400, 403, 404, 503))(routes.cancel)
 
 
 class StreamRoutes(Routes):
@@ -63,9 +66,20 @@ class StreamRoutes(Routes):
         reading = await self._gateway.bridge.follow(id, tenant_of(request))
         return Feed(reading, keepalive=self._settings.keepalive_interval, progress=progress, after=int(after))
 
+    async def trace(self, id: str, request: Request) -> RequestTrace:
+        """Tell where a request has been, and what happened there: its stages, workers, takeovers, calls and its end.
+
+        It holds no text of the request. With an admin's key, `tenant` names the one whose request it is.
+        """
+        subjects, partitions = self._gateway.bridge.subjects, self._settings.stream_partitions
+        return await read_trace(self._broker, subjects, partitions, tenant_meant(request), id)
+
     async def cancel(self, id: str, request: Request) -> Any:
-        """Cancel a request; `cancelled` is false if it had ended before."""
-        reading = await self._gateway.bridge.follow(id, tenant_of(request))
+        """Cancel a request; `cancelled` is false if it had ended before.
+
+        With an admin's key, `tenant` names the one whose request it is.
+        """
+        reading = await self._gateway.bridge.follow(id, tenant_meant(request))
         try:
             running = reading.final is None
             if running:

@@ -19,6 +19,7 @@ from ...schemas.model_state import (
     IllegalTransition,
     ModelState,
     RetryRules,
+    abandon,
     fail,
     start_draining,
     unload,
@@ -68,6 +69,7 @@ class HostedWorkers:
         self._noted = ended
         self._hosted: dict[RevisionKey, HostedWorker] = {}
         self._retry = RetryRules()
+        self._closing = False  # set by close
 
     def __getitem__(self, key: RevisionKey) -> HostedWorker | None:
         return self._hosted.get(key)
@@ -112,6 +114,7 @@ class HostedWorkers:
             hosted.ending.set()
 
     async def close(self) -> None:
+        self._closing = True
         for hosted in self:
             hosted.ending.set()
         await asyncio.gather(*(hosted.task for hosted in self if hosted.task))
@@ -129,6 +132,8 @@ class HostedWorkers:
                     change = partial(self._ended, reason=reason, is_final=status == FATAL_EXIT)
                     await self._store.change_state(key, change)
                 break
+            if self._closing:  # the broker may never return, and the next agent finds that this one is gone
+                break
             await asyncio.sleep(PAUSE)
         del self._hosted[key]
         self._noted(key, reason)
@@ -138,6 +143,8 @@ class HostedWorkers:
         now = time.time()
         if state.agent != self._agent or state.status not in RESIDENT:
             return state
+        if reason is None and self._closing and state.status != "draining":
+            return abandon(state, now)
         if reason is None or state.status == "draining":
             return unload(state if state.status != "ready" else start_draining(state, now, "its worker ended"), now)
         log.error("model has no worker", model=state.name, revision=state.revision, reason=reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -16,25 +15,12 @@ from rich.table import Table
 from ...config.deployment import adopt
 from ...config.settings import Settings
 from ...config.sources import Loaded
-from ...schemas import codec
-from ...schemas.errors import PayloadTooLarge, StartupError
-from ...schemas.jobs import InferenceBatch, Job, ValidatedJob
-from ...streams.lanes import open_lanes
+from ...schemas.errors import Conflict, StartupError
 from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.deployment import Deployment
-from ...streams.port import (
-    DEAD_ATTEMPTS,
-    DEAD_BODY,
-    DEAD_REASON,
-    DEAD_REQUESTS,
-    DEAD_SUBJECT,
-    DEADLINE,
-    MESSAGE_ID,
-    SCHEMA,
-    Message,
-)
-from ...streams.stores.dead_letters import DeadLetters
-from ...streams.topology import Subjects, lane_of
+from ...streams.port import Message
+from ...streams.stores.dead_letters import DeadLetters, summary
+from ...streams.topology import Subjects
 from ..serve.connecting import connected
 from .options import with_settings
 
@@ -52,7 +38,7 @@ def list_letters(
     loaded: Loaded, as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead.")] = False
 ) -> None:
     """List the dead letters, the oldest first: the stage that gave up, why, and which requests are in them."""
-    rows = [_summary(letter) for letter in asyncio.run(_letters(loaded.settings))]
+    rows = [summary(letter) for letter in asyncio.run(_letters(loaded.settings))]
     if as_json:
         for row in rows:
             typer.echo(orjson.dumps(row))
@@ -104,16 +90,15 @@ async def _remove(loaded: Loaded, numbers: list[int] | None, *, retried: bool) -
         settings = adopt(loaded.settings, agreed.configuration)
         chosen = await _choose(letters, numbers)
         for letter in chosen:
-            for job, subject, headers in _again(letter, await letters.whole(letter), settings) if retried else ():
-                name = str(job.id)
-                if isinstance(job, ValidatedJob):  # its model may be gone, and it waits until that is back
-                    await open_lanes(broker, settings, job.model, job.revision)
-                try:
-                    await broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
-                except PayloadTooLarge as error:
-                    raise StartupError(f"dead letter {letter.sequence} cannot be sent: {error} Drop it.") from None
+            if not retried:
+                await letters.drop(letter)
+                continue
+            try:
+                names = await letters.retry(letter, settings)
+            except Conflict as error:
+                raise StartupError(str(error)) from None
+            for name in names:
                 typer.echo(f"{letter.sequence}: {name}")
-            await letters.drop(letter)
     return len(chosen)
 
 
@@ -148,60 +133,3 @@ def _chosen(numbers: list[int] | None, everything: bool) -> list[int] | None:
     if bool(numbers) == everything:
         raise StartupError("give the numbers of dead letters, or --all")
     return numbers if numbers else None
-
-
-def _summary(letter: Message) -> dict[str, Any]:
-    if DEAD_BODY in letter.headers:
-        requests = letter.headers.get(DEAD_REQUESTS, "").split()
-    else:
-        try:
-            requests = [str(job.id) for job in _jobs(letter) if job.id]
-        except codec.DecodeError:
-            requests = []
-    return {
-        "number": letter.sequence,
-        "stage": letter.subject.rpartition(".")[2],
-        "deliveries": letter.headers.get(DEAD_ATTEMPTS, ""),
-        "reason": letter.headers.get(DEAD_REASON, ""),
-        "requests": requests,
-    }
-
-
-def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
-    """The jobs in a letter. Raises `DecodeError` if it is invalid."""
-    schema = letter.headers.get(SCHEMA)
-    if codec.is_schema(schema, codec.BATCH):
-        return codec.decode_model(InferenceBatch, letter.data, schema).jobs
-    if codec.is_schema(schema, codec.VALIDATED_JOB):
-        return (codec.decode_model(ValidatedJob, letter.data, schema),)
-    return (codec.decode_model(Job, letter.data, schema),)
-
-
-def _again(
-    letter: Message, whole: Message | None, settings: Settings
-) -> list[tuple[Job | ValidatedJob, str, dict[str, str]]]:
-    """Each job in a letter with a new id, its subject and headers. Raises `StartupError` if it cannot be read."""
-    if whole is None:
-        raise StartupError(f"the body of dead letter {letter.sequence} has expired; drop the letter")
-    try:
-        jobs = _jobs(whole)
-    except codec.DecodeError as error:
-        raise StartupError(f"dead letter {letter.sequence} cannot be read: {error}; drop it") from None
-    gone = (DEAD_REASON, DEAD_SUBJECT, DEAD_ATTEMPTS, DEAD_BODY, DEAD_REQUESTS, DEADLINE, MESSAGE_ID)
-    headers = {name: value for name, value in letter.headers.items() if name not in gone}
-    subject = letter.headers[DEAD_SUBJECT]
-    again = []
-    for index, job in enumerate(jobs):
-        name = f"{(job.id or 'job')[:48]}-r{letter.sequence}" + (f"-{index}" if index else "")
-        change: dict[str, object] = {"id": name}
-        if isinstance(job, ValidatedJob):
-            change["deadline"] = time.time() + settings.default_timeout
-            subjects = Subjects(settings.namespace)
-            if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH):  # its worker may be gone
-                headers[SCHEMA] = codec.VALIDATED_JOB
-            if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH) or subject.startswith(
-                f"{settings.namespace}.batch."
-            ):
-                subject = lane_of(subjects, job)  # where it is today: releases before had other lanes
-        again.append((job.model_copy(update=change), subject, dict(headers)))
-    return again

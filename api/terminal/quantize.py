@@ -13,8 +13,9 @@ from typer import Argument, Option
 
 from ...config.sources import Loaded
 from ...engine import EngineConfig
+from ...engine.checkpoints.files import read_json
 from ...engine.cpu.process import prepare_process, worker_threads
-from ...engine.models import count_parameters, read_json, read_model_info, resolve_model
+from ...engine.models import count_parameters, read_model_info, resolve_model
 from ...engine.progress import loading_bar
 from ...schemas.errors import StartupError
 from .options import with_settings
@@ -72,10 +73,10 @@ def quantize(
     prepare_process(given.threads or worker_threads(source, 1))
     import torch  # only now: `prepare_process` comes before it
 
+    from ...engine.checkpoints.rounded import save_quantized
     from ...engine.loading import load_causal_lm
     from ...engine.paged.calibrate import calibrate
     from ...engine.paged.quantize import quantizable
-    from ...engine.rounded import save_quantized
 
     config = EngineConfig(model=model, dtype="auto", device="cpu")
     begin = time.monotonic()

@@ -7,29 +7,13 @@
    values. Sums, the residual stream and the logits are float32. `half`, `kind` and the rows of a tile are constants
    at every use: the compiler specialises each `INLINE` function for each of their values. */
 
-#include "tiles.h"
+#include "levels.h"
 
 #include <omp.h>
 
-enum { PLAIN, INT8, INT4 };
-enum { GROUP = 32, MOST_ROWS = 256 };
-enum { TILE = 6, CHUNK = 512 }; /* rows whose sums fit into registers; pairs of inputs */
-enum { AHEAD = 64 };            /* keys that attention fetches ahead */
-enum { UNPACK = 8 };            /* least rows for which INT8 and INT4 weights become bfloat16 for tiles */
-enum { NEAR = 1 << 20 };        /* bytes of inputs that stay in the L2 cache */
-enum { RUN = 4 };               /* rows of one adapter whose sums fit into registers */
-
-/* x W' + b, [R, I] -> [R, O]. The weight is stored in blocks of 64 outputs, each in pairs of inputs:
-   [O / 64, I / 2, 64, 2], zeros behind O and I.
-   PLAIN: float32 is [O / 64, I, 64]. oneDNN uses the same layout, except for bfloat16 with AMX.
-   INT8: signs and magnitudes, each 64 bytes in the order that `interleave_bytes` undoes; level * scale, by groups of
-   32 inputs; T [O / 64, I / 32, 64].
-   INT4: two to a byte, outputs 0 to 31 in the low nibbles; (level - 8) * scale + zero; T [O / 64, I / 32, 2, 64]. */
-typedef struct {
-    const void *weight, *scales;
-    const float *bias; /* [O] or NULL */
-    int64_t inputs, outputs, kind;
-} Product;
+enum { CHUNK = 512 }; /* pairs of inputs */
+enum { AHEAD = 64 };  /* keys that attention fetches ahead */
+enum { RUN = 4 };     /* rows of one adapter whose sums fit into registers */
 
 /* What an adapter adds to one layer, whose outputs are those from `start` to `end` of a product:
    scale * (x A) B, A T [I, rank rounded up to 16], B T [rank, end - start]. A rank of 0 adds nothing. */
@@ -61,6 +45,7 @@ typedef struct {
     Product head;
     void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: buffers for the inputs of products */
     float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D]; [R, I] */
+    void *levels;                /* `Inputs` of any product */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon;
@@ -101,50 +86,6 @@ INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t
 
 /* ---- Products ---- */
 
-INLINE __m512i interleave_bytes(__m512i low, __m512i high, int upper) {
-    return upper ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
-}
-
-/* The low and high bytes of the bfloat16 numbers 0 to 127: the tables that turn INT8 magnitudes into bfloat16. */
-static uint8_t lower[128], upper[128];
-
-__attribute__((constructor)) static void fill_tables(void) {
-    for (int i = 0; i < 128; i++) {
-        union { float number; uint32_t bits; } one = {.number = (float)i};
-        lower[i] = one.bits >> 16, upper[i] = one.bits >> 24;
-    }
-}
-
-/* Load one pair of inputs for 64 outputs as bfloat16 pairs, 16 outputs each: INT8 and INT4 as levels, not yet
-   scaled. */
-INLINE void dequantize_pair(const uint8_t *from, int kind, __m512i to[4]) {
-    if (kind == PLAIN) {
-        for (int j = 0; j < 4; j++) to[j] = _mm512_loadu_si512(from + 64 * j);
-    } else if (kind == INT8) {
-        __m512i low0 = _mm512_loadu_si512(lower), low1 = _mm512_loadu_si512(lower + 64);
-        __m512i up0 = _mm512_loadu_si512(upper), up1 = _mm512_loadu_si512(upper + 64);
-        for (int j = 0; j < 4; j += 2) {
-            __m512i level = _mm512_loadu_si512(from + 32 * j); /* the look-up ignores the sign, the highest bit */
-            __m512i low = _mm512_permutex2var_epi8(low0, level, low1), high = _mm512_permutex2var_epi8(up0, level, up1);
-            high = _mm512_ternarylogic_epi32(high, level, _mm512_set1_epi8((char)0x80), 0xf8); /* high | level & 0x80 */
-            to[j] = interleave_bytes(low, high, 0), to[j + 1] = interleave_bytes(low, high, 1);
-        }
-    } else { /* the bytes of the bfloat16 numbers -8 to 7 */
-        const __m512i lows = _mm512_broadcast_i32x4(_mm_setr_epi8(
-            0x00, (char)0xe0, (char)0xc0, (char)0xa0, (char)0x80, 0x40, 0x00, (char)0x80, 0x00, (char)0x80, 0x00, 0x40,
-            (char)0x80, (char)0xa0, (char)0xc0, (char)0xe0));
-        const __m512i highs = _mm512_broadcast_i32x4(_mm_setr_epi8(
-            (char)0xc1, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xbf, 0x00, 0x3f,
-            0x40, 0x40, 0x40, 0x40, 0x40, 0x40));
-        __m512i both = _mm512_loadu_si512(from), mask = _mm512_set1_epi8(15);
-        for (int j = 0; j < 4; j += 2) {
-            __m512i level = _mm512_and_si512(j ? _mm512_srli_epi16(both, 4) : both, mask);
-            __m512i low = _mm512_shuffle_epi8(lows, level), high = _mm512_shuffle_epi8(highs, level);
-            to[j] = interleave_bytes(low, high, 0), to[j + 1] = interleave_bytes(low, high, 1);
-        }
-    }
-}
-
 /* The even (first) or odd (second) number of each pair, as float32. */
 INLINE __m512 even_or_odd(__m512i pair, int odd) {
     return (__m512)(odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pair, 16));
@@ -156,76 +97,52 @@ INLINE int64_t padded(const Product *p, int half) {
     return (p->inputs + unit - 1) / unit * unit;
 }
 
-INLINE int64_t pair_bytes(int kind, int half) { return kind == INT4 ? 64 : kind == INT8 ? 128 : half ? 256 : 512; }
-
-INLINE int64_t groups(const Product *p) { return (p->inputs + GROUP - 1) / GROUP; }
-
-/* The scales of a quantised weight's group that holds the pair `i` of a block; INT4's zeros follow them. */
-INLINE const void *scales_of(const Product *p, int64_t block, int64_t i, int kind, int half) {
-    const int64_t group = block * groups(p) + i / (GROUP / 2);
-    return (const uint8_t *)p->scales + group * (kind == INT4 ? 2 : 1) * BLOCK * (half ? 2 : 4);
-}
-
-INLINE __m512 group_sum(const void *x, int64_t i, int half) {
-    return _mm512_set1_ps(
-        _mm512_reduce_add_ps(_mm512_add_ps(load(x, i, 0xffff, half), load(x, i + 16, 0xffff, half))));
-}
+INLINE int64_t pair_bytes(int half) { return half ? 256 : 512; }
 
 /* Multiply `rows` inputs T [rows, I] by the pairs `from` to `end` of one block; store the sums [rows, 64] if `from`
    is 0, else add them. Each pair also prefetches `share` bytes, starting at `next`. */
 INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
-                 const void *x, float (*to)[BLOCK], int rows, int kind, int half) {
-    const int64_t stride = p->inputs, bytes = pair_bytes(kind, half);
+                 const void *x, float (*to)[BLOCK], int rows, int half) {
+    const int64_t stride = p->inputs, bytes = pair_bytes(half);
     const uint8_t *weight = (const uint8_t *)p->weight + (block * (padded(p, half) / 2) + from) * bytes;
-    int64_t stop; /* the end of the pairs that have the same scales */
-    for (int64_t start = from; start < end; start = stop) {
-        stop = kind == PLAIN || start + GROUP / 2 > end ? end : start + GROUP / 2;
-        __m512 sums[TILE][4];
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
-        for (int64_t i = start; i < stop; i++, weight += bytes, next += share) {
-            for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
+    __m512 sums[TILE][4];
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
+    for (int64_t i = from; i < end; i++, weight += bytes, next += share) {
+        for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
+        if (half) {
             __m512i pair[4];
-            if (half || kind != PLAIN) dequantize_pair(weight, kind, pair);
-            if (half) {
-                for (int r = 0; r < rows; r++) {
-                    __m512i input = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * stride + 2 * i));
-                    for (int j = 0; j < 4; j++)
-                        sums[r][j] = _mm512_dpbf16_ps(sums[r][j], (__m512bh)input, (__m512bh)pair[j]);
-                }
-            } else {
-                for (int odd = 0; odd < 2; odd++)
-                    for (int j = 0; j < 4; j++) {
-                        __m512 one = kind == PLAIN ? load(weight, odd * BLOCK + j * 16, 0xffff, 0)
-                                                   : even_or_odd(pair[j], odd);
-                        for (int r = 0; r < rows; r++) {
-                            __m512 input = _mm512_set1_ps(((const float *)x)[r * stride + 2 * i + odd]);
-                            sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
-                        }
+            for (int j = 0; j < 4; j++) pair[j] = _mm512_loadu_si512(weight + 64 * j);
+            for (int r = 0; r < rows; r++) {
+                __m512i input = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * stride + 2 * i));
+                for (int j = 0; j < 4; j++)
+                    sums[r][j] = _mm512_dpbf16_ps(sums[r][j], (__m512bh)input, (__m512bh)pair[j]);
+            }
+        } else {
+            for (int odd = 0; odd < 2; odd++)
+                for (int j = 0; j < 4; j++) {
+                    __m512 one = load(weight, odd * BLOCK + j * 16, 0xffff, 0);
+                    for (int r = 0; r < rows; r++) {
+                        __m512 input = _mm512_set1_ps(((const float *)x)[r * stride + 2 * i + odd]);
+                        sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
                     }
-            }
-        }
-        const void *scales = scales_of(p, block, start, kind, half);
-        for (int r = 0; r < rows; r++) {
-            __m512 input = kind == INT4 ? group_sum(x, r * stride + 2 * start, half) : _mm512_setzero_ps();
-            for (int j = 0; j < 4; j++) {
-                __m512 scale = kind == PLAIN ? _mm512_set1_ps(1) : load(scales, 16 * j, 0xffff, half);
-                __m512 sum = start ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
-                sum = _mm512_fmadd_ps(sums[r][j], scale, sum);
-                if (kind == INT4) sum = _mm512_fmadd_ps(input, load(scales, BLOCK + 16 * j, 0xffff, half), sum);
-                _mm512_storeu_ps(to[r] + 16 * j, sum);
-            }
+                }
         }
     }
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < 4; j++) {
+            __m512 before = from ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
+            _mm512_storeu_ps(to[r] + 16 * j, _mm512_add_ps(before, sums[r][j]));
+        }
 }
 
 /* Multiply any number of rows, in tiles of similar height. All tiles read one chunk of the block, which stays in the
    L2 cache, while they prefetch the next chunk. A single tile does not prefetch: it reads sequentially, which the
    processor predicts by itself, and explicit prefetching is slower. */
-#define TILES(name, kind, half)                                                                                       \
+#define TILES(name, half)                                                                                             \
     static __attribute__((noinline)) void name(const Product *p, int64_t block, const void *x, int64_t rows,          \
                                                float (*to)[BLOCK]) {                                                  \
-        const int64_t count = (rows + TILE - 1) / TILE, num_pairs = p->inputs / 2, bytes = pair_bytes(kind, half);    \
+        const int64_t count = (rows + TILE - 1) / TILE, num_pairs = p->inputs / 2, bytes = pair_bytes(half);          \
         for (int64_t a = 0, b; a < num_pairs; a = b) {                                                                \
             b = a + CHUNK < num_pairs ? a + CHUNK : num_pairs;                                                        \
             const char *chunk = (const char *)p->weight + (block * (padded(p, half) / 2) + a) * bytes;                \
@@ -234,81 +151,54 @@ INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, con
                 const char *next = chunk + (b - a) * (bytes + t * share);                                             \
                 const void *from = (const uint8_t *)x + row * p->inputs * (half ? 2 : 4);                             \
                 switch ((t + 1) * rows / count - row) {                                                               \
-                case 1: tile(p, block, a, b, next, share, from, to + row, 1, kind, half); break;                      \
-                case 2: tile(p, block, a, b, next, share, from, to + row, 2, kind, half); break;                      \
-                case 3: tile(p, block, a, b, next, share, from, to + row, 3, kind, half); break;                      \
-                case 4: tile(p, block, a, b, next, share, from, to + row, 4, kind, half); break;                      \
-                case 5: tile(p, block, a, b, next, share, from, to + row, 5, kind, half); break;                      \
-                case 6: tile(p, block, a, b, next, share, from, to + row, 6, kind, half); break;                      \
+                case 1: tile(p, block, a, b, next, share, from, to + row, 1, half); break;                            \
+                case 2: tile(p, block, a, b, next, share, from, to + row, 2, half); break;                            \
+                case 3: tile(p, block, a, b, next, share, from, to + row, 3, half); break;                            \
+                case 4: tile(p, block, a, b, next, share, from, to + row, 4, half); break;                            \
+                case 5: tile(p, block, a, b, next, share, from, to + row, 5, half); break;                            \
+                case 6: tile(p, block, a, b, next, share, from, to + row, 6, half); break;                            \
                 }                                                                                                     \
             }                                                                                                         \
         }                                                                                                             \
     }
-TILES(plain_bf16, PLAIN, 1)
-TILES(plain_f32, PLAIN, 0)
-TILES(int8_bf16, INT8, 1)
-TILES(int8_f32, INT8, 0)
-TILES(int4_bf16, INT4, 1)
-TILES(int4_f32, INT4, 0)
+TILES(plain_bf16, 1)
+TILES(plain_f32, 0)
 
-/* Write the pairs `from` to `end` of a quantised weight's block in PLAIN's layout. */
-INLINE void unpack(const Product *p, int64_t block, int64_t from, int64_t end, uint8_t *to, int kind, int half) {
-    const int64_t num_pairs = padded(p, half) / 2, bytes = pair_bytes(kind, half), width = half ? 2 : 4;
-    const uint8_t *weight = (const uint8_t *)p->weight + (block * num_pairs + from) * bytes;
-    for (int64_t i = from; i < end; i++, weight += bytes, to += 2 * BLOCK * width) {
-        const void *scales = scales_of(p, block, i, kind, half);
-        __m512i pair[4];
-        dequantize_pair(weight, kind, pair);
-        for (int j = 0; j < 4; j++) {
-            __m512 even = even_or_odd(pair[j], 0), odd = even_or_odd(pair[j], 1);
-            const __m512 scale = load(scales, 16 * j, 0xffff, half);
-            const __m512 zero = kind == INT4 ? load(scales, BLOCK + 16 * j, 0xffff, half) : _mm512_setzero_ps();
-            even = _mm512_fmadd_ps(even, scale, zero), odd = _mm512_fmadd_ps(odd, scale, zero);
-            if (half) {
-                __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-                __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
-                _mm512_storeu_si512(to + 64 * j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-            } else {
-                store(to, 16 * j, even, 0xffff, 0), store(to, BLOCK + 16 * j, odd, 0xffff, 0);
-            }
-        }
+/* As the functions of TILES, by AMX. */
+static __attribute__((noinline)) void plain_tiles(const Product *p, int64_t block, const uint8_t *x, int64_t rows,
+                                                  float (*to)[BLOCK]) {
+    const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS, num_pairs = p->inputs / 2, room = padded(p, 1) / 2;
+    const int64_t bytes = pair_bytes(1), share = count > 1 ? STEP * bytes / count : 0;
+    for (int64_t a = 0; a < num_pairs; a += TILE_PAIRS) {
+        const int64_t end = a + TILE_PAIRS < room ? a + TILE_PAIRS : room, b = end < num_pairs ? end : num_pairs;
+        const uint8_t *weight = (const uint8_t *)p->weight + (block * room + a) * bytes;
+        const char *next = (const char *)weight + (end - a) * bytes;
+        for (int64_t t = 0; t < count; t++, next += share * ((end - a) / STEP))
+            tile_product(weight, b - a, x + 2 * (t * TILE_ROWS * p->inputs + 2 * a), 2 * p->inputs,
+                         rows - t * TILE_ROWS < TILE_ROWS ? rows - t * TILE_ROWS : TILE_ROWS, to + t * TILE_ROWS, !a,
+                         next, share);
     }
 }
 
-/* As the functions of TILES, by AMX. */
-#define BY_TILES(name, kind)                                                                                          \
-    static __attribute__((noinline)) void name(const Product *p, int64_t block, const uint8_t *x, int64_t rows,       \
-                                               float (*to)[BLOCK]) {                                                  \
-        const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS, num_pairs = p->inputs / 2, room = padded(p, 1) / 2; \
-        const int64_t bytes = pair_bytes(kind, 1), share = count > 1 ? STEP * bytes / count : 0;                      \
-        uint8_t numbers[kind == PLAIN ? 1 : TILE_PAIRS * LINE] __attribute__((aligned(64)));                          \
-        for (int64_t a = 0; a < num_pairs; a += TILE_PAIRS) {                                                         \
-            const int64_t end = a + TILE_PAIRS < room ? a + TILE_PAIRS : room, b = end < num_pairs ? end : num_pairs; \
-            const uint8_t *weight = (const uint8_t *)p->weight + (block * room + a) * bytes;                          \
-            const char *next = (const char *)weight + (end - a) * bytes;                                              \
-            if (kind != PLAIN) unpack(p, block, a, end, numbers, kind, 1), weight = numbers;                          \
-            for (int64_t t = 0; t < count; t++, next += share * ((end - a) / STEP))                                   \
-                tile_product(weight, b - a, x + 2 * (t * TILE_ROWS * p->inputs + 2 * a), 2 * p->inputs,               \
-                             rows - t * TILE_ROWS < TILE_ROWS ? rows - t * TILE_ROWS : TILE_ROWS,                     \
-                             to + t * TILE_ROWS, !a, next, share);                                                    \
-        }                                                                                                             \
-    }
-BY_TILES(plain_tiles, PLAIN)
-BY_TILES(int8_tiles, INT8)
-BY_TILES(int4_tiles, INT4)
+/* Whether a product of T multiplies quantised inputs; in float32 it dequantises its levels. */
+INLINE int takes_levels(const Product *p, int half) { return half && p->kind != PLAIN; }
 
-/* x [rows, I] times one block of 64 outputs, plus the bias -> [rows, 64]. Returns how many of the 64 are real
-   outputs. */
-INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t rows, float (*to)[BLOCK], int half) {
-    const int tiles = half && has_tiles && (p->kind == PLAIN || rows >= UNPACK);
-    switch (p->kind + (tiles ? 3 : 0)) {
-    case PLAIN + 3: plain_tiles(p, block, x, rows, to); break;
-    case INT8 + 3: int8_tiles(p, block, x, rows, to); break;
-    case INT4 + 3: int4_tiles(p, block, x, rows, to); break;
-    case PLAIN: (half ? plain_bf16 : plain_f32)(p, block, x, rows, to); break;
-    case INT8: (half ? int8_bf16 : int8_f32)(p, block, x, rows, to); break;
-    case INT4: (half ? int4_bf16 : int4_f32)(p, block, x, rows, to); break;
-    }
+/* Quantise inputs T [rows, I] into `to`, for products that share them. Every thread must call it. */
+INLINE void quantize(const Product *p, const void *x, int64_t rows, const Inputs *to, int half) {
+    if (!takes_levels(p, half)) return;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) quantize_row(x, r, p->inputs, to, half);
+}
+
+/* Rows `first` to `first + rows` of x [R, I] times one block of 64 outputs, plus the bias -> [rows, 64]. x are the same
+   rows as `levels` if the product takes those. Returns how many of the 64 are real outputs. */
+INLINE int64_t multiply(const Product *p, int64_t block, const void *x, const Inputs *levels, int64_t first,
+                        int64_t rows, float (*to)[BLOCK], int half) {
+    const void *from = (const uint8_t *)x + first * p->inputs * (half ? 2 : 4);
+    if (takes_levels(p, half)) multiply_levels(p, block, levels, first, rows, to);
+    else if (p->kind != PLAIN) (p->kind == INT8 ? int8_floats : int4_floats)(p, block, from, rows, to);
+    else if (half && has_tiles) plain_tiles(p, block, from, rows, to);
+    else (half ? plain_bf16 : plain_f32)(p, block, from, rows, to);
     int64_t count = p->outputs - block * BLOCK;
     if (count > BLOCK) count = BLOCK;
     if (p->bias)
@@ -317,14 +207,18 @@ INLINE int64_t multiply(const Product *p, int64_t block, const void *x, int64_t 
     return count;
 }
 
-INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }
+/* Give this thread's tiles the shapes for a product. */
+INLINE void prepare_tiles(const Product *p, int64_t rows, int half) {
+    if (half && has_tiles && rows) shape_tiles(p->kind == PLAIN ? rows : LEVELS);
+}
 
 /* Rows that a thread multiplies at a time: few enough for the L2 cache to hold them, so that tiles do not wait for
    inputs, and for the threads to finish at about the same time. Without tiles, as many as there is room for. */
 INLINE int64_t rows_of_item(const Product *p, int64_t rows, int half) {
     int64_t most = MOST_ROWS;
     if (half && has_tiles && rows > 2 * TILE_ROWS) {
-        const int64_t near = NEAR / (2 * p->inputs), fair = rows * blocks(p) / (8 * omp_get_num_threads());
+        const int64_t near = NEAR / ((p->kind == PLAIN ? 2 : 1) * p->inputs);
+        const int64_t fair = rows * blocks(p) / (8 * omp_get_num_threads());
         most = (near < fair ? near : fair) / TILE_ROWS * TILE_ROWS;
         if (most < 2 * TILE_ROWS) most = 2 * TILE_ROWS;
         if (most > MOST_ROWS) most = MOST_ROWS;
@@ -427,18 +321,19 @@ static __attribute__((noinline)) void add_low(const Adapters *s, int64_t row, in
 
 enum { STORE, ADD, SILU, TIMES, ROUND };
 
-/* x [rows, I] times the weight, plus what the adapters add, if any. STORE, ADD and SILU (the SiLU of the product)
-   write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every thread must
+/* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD and SILU (the SiLU of the
+   product) write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every thread must
    call it; there is no barrier at its end. Guided scheduling hands out ever shorter runs of blocks: memory bandwidth
    differs between threads, and a run of adjacent blocks reads faster than as many scattered ones. */
-INLINE void product(const Product *p, const void *x, int64_t rows, void *to, int how, const float *gates,
-                    const Adapters *adapters, int half) {
-    const int64_t each = rows_of_item(p, rows, half), count = blocks(p), width = half ? 2 : 4;
+INLINE void product(const Product *p, const void *x, const Inputs *levels, int64_t rows, void *to, int how,
+                    const float *gates, const Adapters *adapters, int half) {
+    const int64_t each = rows_of_item(p, rows, half), count = blocks(p);
+    prepare_tiles(p, rows, half);
 #pragma omp for schedule(guided) nowait
     for (int64_t item = 0; item < (rows + each - 1) / each * count; item++) {
         float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
         const int64_t block = item % count, from = item / count * each, left = rows - from < each ? rows - from : each;
-        int64_t outputs = multiply(p, block, (const uint8_t *)x + from * p->inputs * width, left, sums, half);
+        int64_t outputs = multiply(p, block, x, levels, from, left, sums, half);
         for (int64_t r = 0; adapters && r < left; r++)
             if (adapters->tokens[from + r].adapter) add_low(adapters, from + r, block, sums[r], half);
         for (int64_t r = 0; r < left; r++)
@@ -594,24 +489,31 @@ INLINE void attend(const Model *m, const Layer *l, const Token *tokens, int64_t 
 
 /* ---- Entry points ---- */
 
-INLINE void norms(const Model *m, const float *weight, float epsilon, int64_t rows, int half) {
+/* Rows r = 0 to `rows` of the residual stream, normalised, become inputs; `indices` says which if not NULL. */
+INLINE void norms(const Model *m, const float *weight, float epsilon, const int64_t *indices, int64_t rows,
+                  int to_levels, const Inputs *levels, int half) {
     const int64_t E = m->embedding;
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        rms_norm(m->stream + r * E, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
+    for (int64_t r = 0; r < rows; r++) {
+        const float *from = m->stream + (indices ? indices[r] : r) * E;
+        rms_norm(from, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
+        if (to_levels) quantize_row(m->input, r, E, levels, half);
+    }
 }
 
 /* The rows' logits [rows, V], their maxima `most` [rows] and the indices of these, `best` [rows]: the first of
    equals, or -1 where the maximum is not finite. The caller initialises `most` to -INFINITY and `best` to INT64_MAX. */
-INLINE void logits_argmax(const Model *m, int64_t rows, float *logits, float *most, int64_t *best, int half) {
+INLINE void logits_argmax(const Model *m, const Inputs *levels, int64_t rows, float *logits, float *most,
+                          int64_t *best, int half) {
     const int64_t V = m->head.outputs;
+    prepare_tiles(&m->head, rows, half);
     float own_most[rows];
     int64_t own_best[rows];
     for (int64_t r = 0; r < rows; r++) own_most[r] = -INFINITY, own_best[r] = V;
 #pragma omp for schedule(guided) nowait
     for (int64_t block = 0; block < blocks(&m->head); block++) {
         float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
-        int64_t count = multiply(&m->head, block, m->input, rows, sums, half);
+        int64_t count = multiply(&m->head, block, m->input, levels, 0, rows, sums, half);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < count; j += 16) {
                 __mmask16 mask = tail_mask(count - j);
@@ -637,15 +539,15 @@ INLINE void logits_argmax(const Model *m, int64_t rows, float *logits, float *mo
 }
 
 /* A product with those of the adapters, of which it has `count` parts from `first` on. */
-INLINE void adapted(const Product *p, Adapters *step, int64_t first, int64_t count, const void *x, int64_t rows,
-                    void *to, int how, const float *gates, int half) {
+INLINE void adapted(const Product *p, Adapters *step, int64_t first, int64_t count, const void *x,
+                    const Inputs *levels, int64_t rows, void *to, int how, const float *gates, int half) {
     if (!step->num_runs) {
-        product(p, x, rows, to, how, gates, NULL, half);
+        product(p, x, levels, rows, to, how, gates, NULL, half);
         return;
     }
     step->first = first, step->count = count;
     make_low(step, x, p->inputs, half);
-    product(p, x, rows, to, how, gates, step, half);
+    product(p, x, levels, rows, to, how, gates, step, half);
 }
 
 /* The whole model; `keep` [kept] are the indices of the tokens whose logits are wanted, `runs` the rows that have
@@ -661,8 +563,9 @@ INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const Run
             store(m->stream, r * E + i, load(m->embeddings, tokens[r].id * E + i, mask, half), mask, 0);
         }
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
-        norms(m, l->attention_norm, l->epsilon, rows, half);
-        adapted(&l->qkv, &own, QKV, 3, m->input, rows, m->qkv, STORE, NULL, half);
+        const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
+        norms(m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), &in, half);
+        adapted(&l->qkv, &own, QKV, 3, m->input, &in, rows, m->qkv, STORE, NULL, half);
 #pragma omp barrier
         rotate_and_store(m, l, tokens, rows, half);
         switch (m->head_dim) { /* a constant head_dim halves the time */
@@ -671,20 +574,24 @@ INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const Run
         case 128: attend(m, l, tokens, rows, 128, half); break;
         default: attend(m, l, tokens, rows, m->head_dim, half);
         }
-        adapted(&l->output, &own, OUTPUT, 1, m->mixed, rows, m->stream, ADD, NULL, half);
+        const Inputs mixed = inputs_at(m->levels, MOST_ROWS, groups(&l->output));
+        quantize(&l->output, m->mixed, rows, &mixed, half);
+        adapted(&l->output, &own, OUTPUT, 1, m->mixed, &mixed, rows, m->stream, ADD, NULL, half);
 #pragma omp barrier
-        norms(m, l->mlp_norm, l->mlp_epsilon, rows, half);
-        adapted(&l->gate, &own, GATE, 1, m->input, rows, m->gates, SILU, NULL, half);
+        const int to_levels = takes_levels(&l->gate, half) || takes_levels(&l->up, half);
+        norms(m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
+        adapted(&l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, SILU, NULL, half);
 #pragma omp barrier
-        adapted(&l->up, &own, UP, 1, m->input, rows, m->gated, TIMES, m->gates, half);
+        adapted(&l->up, &own, UP, 1, m->input, &in, rows, m->gated, TIMES, m->gates, half);
 #pragma omp barrier
-        adapted(&l->down, &own, DOWN, 1, m->gated, rows, m->stream, ADD, NULL, half);
+        const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(&l->down));
+        quantize(&l->down, m->gated, rows, &gated, half);
+        adapted(&l->down, &own, DOWN, 1, m->gated, &gated, rows, m->stream, ADD, NULL, half);
 #pragma omp barrier
     }
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < kept; r++)
-        rms_norm(m->stream + keep[r] * E, m->norm, m->epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
-    logits_argmax(m, kept, logits, most, best, half);
+    const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
+    norms(m, m->norm, m->epsilon, keep, kept, takes_levels(&m->head, half), &last, half);
+    logits_argmax(m, &last, kept, logits, most, best, half);
 }
 
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
@@ -717,10 +624,9 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
     }
 #pragma omp parallel num_threads(m->threads)
     {
-        if (m->half && has_tiles) shape_tiles(rows);
         if (m->half) forward(m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, 1);
         else forward(m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, 0);
-        if (m->half && has_tiles) release_tiles();
+        release_tiles();
     }
     return 0;
 }
@@ -728,21 +634,18 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
 /* Switch AMX on or off. Returns whether products use it from now on: only if the processor has it. */
 int64_t use_tiles(int64_t wanted) { return has_tiles = wanted && may_have_tiles; }
 
-/* T [rows, I] -> T [rows, O]. With AMX, more rows than one tile holds must be a multiple of TILE_ROWS. */
-void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int64_t half, int64_t threads) {
+/* T [rows, I] -> T [rows, O]. With AMX, more rows than one tile holds must be a multiple of TILE_ROWS. `room` is for
+   the quantised inputs: INPUT_BYTES for each row, rounded up to whole tiles, and group. */
+void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int64_t half, int64_t threads, void *room) {
+    const Inputs levels = inputs_at(room, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, groups(p));
 #pragma omp parallel num_threads(threads)
     {
-        if (half && has_tiles) shape_tiles(rows);
-        if (half) product(p, x, rows, to, ROUND, NULL, NULL, 1);
-        else product(p, x, rows, to, ROUND, NULL, NULL, 0);
-        if (half && has_tiles) release_tiles();
+        if (half) {
+            quantize(p, x, rows, &levels, 1);
+            product(p, x, &levels, rows, to, ROUND, NULL, NULL, 1);
+        } else {
+            product(p, x, NULL, rows, to, ROUND, NULL, NULL, 0);
+        }
+        release_tiles();
     }
-}
-
-/* Write a quantised weight in PLAIN's layout. */
-void expand(const Product *p, void *to, int64_t half, int64_t threads) {
-    const int64_t num_pairs = padded(p, half) / 2, size = num_pairs * pair_bytes(PLAIN, half);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks(p); block++)
-        unpack(p, block, 0, num_pairs, (uint8_t *)to + block * size, p->kind, half);
 }

@@ -1,6 +1,6 @@
-"""Convert weights to the layout of the compiled kernels and back: blocks of 64 outputs, and in each, pairs of inputs.
+"""Convert weights to the layouts of the compiled kernels and back: blocks of 64 outputs.
 
-`kernels.c` defines the layout. oneDNN chooses its own for each CPU; nothing here depends on it.
+`product.h` defines the layouts. oneDNN chooses its own for each CPU; nothing here depends on it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .library import BLOCK, GROUP, INT4, INT8, PLAIN, Product, span
+from .library import BLOCK, GROUP, INT4, PLAIN, Product, span
 
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
@@ -25,14 +25,22 @@ def paired(weight: Tensor) -> Tensor:
     return (blocks if weight.dtype == torch.bfloat16 else blocks.transpose(2, 3)).contiguous()
 
 
-def interleaved(levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """[O, I] → [O / 64, I / 2, 2, 64]: pairs of inputs, 32 outputs and 32 more, as `dequantize_pair` (kernels.c) reads.
+def fours(levels: Tensor) -> Tensor:
+    """Levels [O, I] of one byte → [O / 64, I / 4, 64, 4], zeros behind O and I: INT8."""
+    whole = padded(levels, BLOCK, GROUP)
+    return whole.view(len(whole) // BLOCK, BLOCK, -1, 4).transpose(1, 2).contiguous()
 
-    Its `interleave_bytes` takes 8 bytes in turn for the first 16 outputs and the second.
-    """
-    blocks = _pairs(levels, dtype)
-    halves = blocks.reshape(*blocks.shape[:2], 2, 2, 4, 8).transpose(-3, -2)
-    return halves.reshape(*blocks.shape[:2], 2, BLOCK).contiguous()
+
+def nibbles(levels: Tensor) -> Tensor:
+    """Levels 0 to 15, [O, I] → [O / 64, I / 4, 2, 64], two to a byte: INT4."""
+    low, high = fours(levels.to(torch.uint8)).view(-1, -(-levels.shape[1] // GROUP) * GROUP // 4, 2, 2, 64).unbind(3)
+    return low | high << 4
+
+
+def grouped(factors: Tensor) -> Tensor:
+    """Scales, or scales and zeros, [O, G, 1 or 2] → [O / 64, G, 1 or 2, 64]."""
+    whole = padded(factors.flatten(1), BLOCK, 1).view(-1, BLOCK, *factors.shape[1:])
+    return whole.permute(0, 2, 3, 1).contiguous()
 
 
 def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tensor:
@@ -46,27 +54,28 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
         pairs = lines if dtype == torch.bfloat16 else lines.transpose(2, 3)
         return pairs.transpose(1, 2).flatten(2).flatten(0, 1)[:, : product.inputs]
     assert scales is not None
-    packed, groups = weight[start:stop], scales[start:stop].float().transpose(1, 3).flatten(0, 1)  # [O, 1 or 2, G]
-    if product.kind == INT8:
-        levels = _spread(packed)
-        signed = (levels & 127).float() * (1 - 2 * (levels >> 7).float())
-        factors = groups[:, 0].repeat_interleave(GROUP, dim=1)
-        return signed[:, : product.inputs] * factors[:, : product.inputs]
-    assert product.kind == INT4
-    levels = _spread(torch.stack((packed & 15, packed >> 4), dim=2)).float()
-    return ((levels.view(len(levels), -1, GROUP) - 8) * groups[:, 0, :, None] + groups[:, 1, :, None]).flatten(1)
+    levels, groups = weight[start:stop], scales[start:stop].float().permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
+    if product.kind == INT4:
+        levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8) - product.middle
+    rows = levels.view(len(levels), -1, BLOCK, 4).transpose(1, 2).reshape(-1, groups.shape[2], GROUP).float()
+    exact = rows * groups[0, :, :, None]
+    return (exact + groups[1, :, :, None] if product.has_zeros else exact).flatten(1)[:, : product.inputs]
+
+
+def rounded_inputs(product: Product, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inputs [T, I] that the kernels multiply by the weight, in float32: `quantize_row` (levels.h) rounds them."""
+    if product.kind == PLAIN or dtype != torch.bfloat16:
+        return x.float()
+    groups = functional.pad(x.to(dtype).float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    steps = groups.abs().amax(-1, keepdim=True) / 127
+    levels = (groups / steps.clamp(min=1e-30)).round_()
+    return (levels * steps).flatten(1)[:, : x.shape[1]]
 
 
 def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[O, I] → [O / 64, I / 2, 64, 2], a view unless it needs padding."""
     whole = padded(weight, BLOCK, _unit(dtype))
     return whole.view(len(whole) // BLOCK, BLOCK, -1, 2).transpose(1, 2)
-
-
-def _spread(packed: Tensor) -> Tensor:
-    """Undo `interleaved`: [O, I]."""
-    halves = packed.reshape(*packed.shape[:2], 2, 4, 2, 8).transpose(-3, -2)
-    return halves.reshape(*packed.shape[:2], BLOCK, 2).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _unit(dtype: torch.dtype) -> int:

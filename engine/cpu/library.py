@@ -31,11 +31,16 @@ GROUP = 32
 """Inputs of a quantised weight that share a scale, as in the source."""
 
 PLAIN, INT8, INT4 = range(3)
+_SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INPUT_BYTES = GROUP + 12  # of a group of quantised inputs, as in the source
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "kernels.c", "sampling.c"))
+_SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("vectors.h", "product.h", "tiles.h", "levels.h", "kernels.c", "sampling.c")
+)
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _TILE = 16  # rows of AMX's tiles, as in the source
-_NEEDED = {"avx512_bf16", "avx512vbmi", "avx512vl", "avx512bw"}
+_NEEDED = {"avx512_bf16", "avx512_vnni", "avx512vbmi", "avx512vl", "avx512bw"}
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -51,18 +56,31 @@ class Product(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("weight", "scales", "bias")),
-        *((name, _INT) for name in ("inputs", "outputs", "kind")),
+        *((name, _INT) for name in ("inputs", "outputs", "kind", "scale_type", "has_zeros", "middle")),
     ]
     tensors: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], kind: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Self:
-        """`shape` is [O, I]; `weight` may be in oneDNN's layout."""
+    def of(
+        cls,
+        shape: Sequence[int],
+        kind: int,
+        weight: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        middle: int = 0,
+    ) -> Self:
+        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64]."""
         bias = None if bias is None else bias.float()
         others = (None if tensor is None else tensor.data_ptr() for tensor in (scales, bias))
-        product = cls(span(weight)[0], *others, shape[1], shape[0], kind)
+        about = (0, 0) if scales is None else (_SCALE_TYPES.index(scales.dtype), scales.shape[2] == 2)
+        product = cls(span(weight)[0], *others, shape[1], shape[0], kind, *about, middle)
         product.tensors = weight, scales, bias
         return product
+
+    def room(self, rows: int) -> int:
+        """The bytes that the inputs of so many rows take when they are quantised."""
+        return 0 if self.kind == PLAIN else -(-rows // _TILE) * _TILE * -(-self.inputs // GROUP) * _INPUT_BYTES
 
 
 class DrawParams(NamedTuple):
@@ -85,12 +103,11 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         library.step.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER]
-        library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT]
-        library.expand.argtypes = [_POINTER, _POINTER, _INT, _INT]
+        library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER]
         library.draw.argtypes = [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT]
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
-        library.expand.restype, library.draw.restype = None, None
+        library.draw.restype = None
         self._room = torch.empty(0)
         self.has_tiles = bool(library.use_tiles(True))
 
@@ -112,13 +129,10 @@ class Kernels:
         if half and self.has_tiles and rows > _TILE and rows % _TILE:
             x = functional.pad(x, (0, 0, 0, -rows % _TILE))
         x = x.contiguous()
-        arguments = rows, result.data_ptr(), half, torch.get_num_threads()
+        room = torch.empty(product.room(rows), dtype=torch.uint8)
+        arguments = rows, result.data_ptr(), half, torch.get_num_threads(), room.data_ptr()
         self.library.multiply_rows(ctypes.byref(product), x.data_ptr(), *arguments)
         return result
-
-    def expand(self, product: Product, packed: Tensor, dtype: torch.dtype) -> None:
-        """Write a quantised weight into `packed`, of the same shape in oneDNN's layout."""
-        self.library.expand(ctypes.byref(product), span(packed)[0], dtype == torch.bfloat16, torch.get_num_threads())
 
     def draw(self, logits: Tensor, params: Sequence[DrawParams]) -> list[int]:
         """Draw a token from logits [R, V] for each of `params`; -1 where none is possible or the logits hold NaN."""
@@ -153,7 +167,7 @@ def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels:
     """Load the library from `cache`, compiling it first if need be. Raises `NoKernels` where that fails."""
     flags = _cpu_flags()
     if not set(flags.split()) >= _NEEDED:
-        raise NoKernels("the compiled kernels need a CPU with AVX512-BF16, VBMI, VL and BW")
+        raise NoKernels("the compiled kernels need a CPU with AVX512-BF16, VNNI, VBMI, VL and BW")
     try:
         return Kernels(_load(compiler, cache or _cache(), flags))
     except FileNotFoundError as error:

@@ -32,18 +32,31 @@ typedef struct {
     uint8_t rows[16];
 } Shapes;
 
-/* Each thread calls this before `tile_product`, with the most rows it will pass, and `release_tiles` afterwards. */
+/* Some compilers do not know that tile loads read memory. */
+#define COMPILER_BARRIER __asm__ volatile("" ::: "memory")
+
+static __thread int64_t shaped; /* for what this thread's tiles have their shapes: rows, or LEVELS */
+enum { LEVELS = -1 };
+
+/* Each thread calls this before `tile_product`, with the most rows it will pass, or with LEVELS before `level_tiles`,
+   and `release_tiles` afterwards. */
 static void shape_tiles(int64_t rows) {
+    if (rows > TILE_ROWS) rows = TILE_ROWS;
+    if (shaped == rows) return;
+    shaped = rows;
     Shapes shapes = {.palette = 1};
-    const int height = rows < TILE_ROWS ? rows : TILE_ROWS;
-    for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = i < 5 ? height : STEP;
+    for (int i = 0; i < 8; i++) {
+        shapes.bytes[i] = rows == LEVELS && (i == 4 || i == 5) ? 32 : 64;
+        shapes.rows[i] = rows != LEVELS ? i < 5 ? rows : STEP : i < 6 ? TILE_ROWS : STEP / 2;
+    }
+    COMPILER_BARRIER;
     _tile_loadconfig(&shapes);
 }
 
-static void release_tiles(void) { _tile_release(); }
-
-/* Some compilers do not know that tile loads read memory. */
-#define COMPILER_BARRIER __asm__ volatile("" ::: "memory")
+static void release_tiles(void) {
+    if (shaped) _tile_release();
+    shaped = 0;
+}
 
 #define EACH_SUM(what, to)                                                                                            \
     do {                                                                                                              \
@@ -94,6 +107,7 @@ static void tile_product(const uint8_t *weight, int64_t count, const uint8_t *x,
     COMPILER_BARRIER;
 }
 #else
+enum { LEVELS = -1 };
 static void shape_tiles(int64_t rows) {}
 static void release_tiles(void) {}
 static void tile_product(const uint8_t *weight, int64_t count, const uint8_t *x, int64_t stride, int64_t rows,

@@ -92,7 +92,9 @@ class PagedBackend:
         parameters = count_parameters(path)
         self.tokenizer = Tokenizer(path)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
-        model = load_causal_lm(config, path, info.architecture, device, progress, ATTENTION)
+        model = load_causal_lm(
+            config, path, info.architecture, device, progress, ATTENTION, keep_levels=kernels is not None
+        )
         self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_product, kernels)
         if self.runner.uncompiled:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")

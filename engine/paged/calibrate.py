@@ -17,8 +17,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ...schemas.errors import ModelLoadError
+from ..checkpoints.rounded import Rounded
 from ..cpu.library import GROUP
-from ..rounded import Rounded
 from .precision import in_float32
 from .quantize import fits_int4, rounded
 from .rounding import fit_int4, fit_int8, int4_levels, int8_levels
@@ -105,11 +105,8 @@ def calibrated(weight: Tensor, moments: Tensor, method: str) -> Rounded:
         weight[:, later] -= errors @ factor[here, later]
         scales.append(scale)
         zeros += [] if zero is None else [zero]
-    return Rounded(
-        levels[:, :inputs].to(torch.int8),
-        torch.cat(scales, dim=1).bfloat16(),
-        torch.cat(zeros, dim=1).bfloat16() if zeros else None,
-    )
+    found = levels[:, :inputs].to(torch.int8), torch.cat(scales, dim=1).bfloat16()
+    return Rounded.int4(*found, torch.cat(zeros, dim=1).bfloat16()) if zeros else Rounded(*found)
 
 
 def _damping(moments: Tensor) -> Tensor:

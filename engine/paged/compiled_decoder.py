@@ -61,7 +61,7 @@ class _Model(ctypes.Structure):
         ("layers", _POINTER),
         ("norm", _POINTER),
         ("head", Product),
-        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "low")),
+        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "levels", "low")),
         ("most_rank", _INT),
         ("epsilon", _FLOAT),
     ]
@@ -110,6 +110,7 @@ class CompiledDecoder:
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype))
             for size in (gate.inputs, output.inputs, down.inputs)
         )
+        model.levels = self._address(torch.zeros(max(one.room(MOST_ROWS) for one in products), dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, output.outputs))
         model.stream = self._address(self._stream)
         model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, one.outputs))) for one in (products[0], gate))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..cpu.layouts import numbers
+from ..cpu.layouts import numbers, rounded_inputs
 from ..cpu.library import BLOCK, Product
 from .attention import MatmulAttention, Rules
 from .compiled_decoder import CompiledDecoder
@@ -90,7 +90,7 @@ def distance(right: Tensor, other: Tensor) -> float:
 
 
 class _Exact(Unfused):
-    """A product with the weight's exact numbers, computed in float32."""
+    """A product with the numbers that the kernels multiply, computed in float32."""
 
     def __init__(self, product: Product, dtype: torch.dtype) -> None:
         self.product: Product = product
@@ -98,6 +98,7 @@ class _Exact(Unfused):
 
     def __call__(self, x: Tensor) -> Tensor:
         product, blocks = self.product, -(-self.product.outputs // BLOCK)
+        x = rounded_inputs(product, x, self._dtype)
         parts = [
             x @ numbers(product, self._dtype, start, min(start + _OUTPUTS, blocks)).T
             for start in range(0, blocks, _OUTPUTS)

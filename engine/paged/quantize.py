@@ -3,10 +3,10 @@
 With int4 the output head and the inputs of attention are int8: a head's errors directly change which token is chosen,
 and those of a few values' weights cost as much quality as all other products together.
 
-Kernels for quantised weights, compiled ones or torch's, read less memory, which sets the speed for few rows; for many
-they compute more slowly than a product of floats. Above some number of rows the weight is therefore expanded for each
-product: with AMX block by block in the cache, else into a buffer that all layers share. All variants compute with the
-numbers of `dequantized`.
+The compiled kernels multiply whole numbers, any number of rows. torch's for quantised weights read less memory than a
+product of floats, which sets the speed for few rows, and compute more slowly, so that for many rows the weight is
+expanded for each product into a buffer that all layers share. All compute with the numbers of `dequantized`; only the
+compiled ones in bfloat16 round the inputs, too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ...schemas.errors import ConfigurationError
-from ..cpu.layouts import interleaved, padded
-from ..cpu.library import BLOCK, GROUP, INT4, INT8, MOST_ROWS, Kernels, Product
-from ..quantized import PRECISE
-from ..rounded import Rounded
-from .linear import CompiledLinear, Linear, PlainLinear, Unfused, fused_weight, make_packed, multiply_packed, reorder
+from ..checkpoints.quantized import PRECISE
+from ..checkpoints.rounded import Rounded
+from ..cpu.layouts import fours, grouped, nibbles
+from ..cpu.library import GROUP, INT4, INT8, Kernels, Product
+from .linear import CompiledLinear, Linear, PlainLinear, Unfused, fused_weight, make_packed
 from .rounding import to_int4, to_int8
 
 METHODS = ("int8", "int4")
@@ -62,7 +62,7 @@ class ProductMaker:
         """One product of modules that share their input; `name` is that of the first."""
         weight, bias = fused_weight(parts)
         loaded = Rounded.of_modules(parts) if self._is_cpu else None
-        if loaded is not None:
+        if loaded is not None and (loaded.is_own or self._kernels is not None):
             return _place(loaded, bias, weight.dtype, self._buffer, self._kernels)
         return (self._make_precise if is_head or is_precise(name) else self._make)(weight, bias)
 
@@ -94,7 +94,7 @@ def _place(
     loaded: Rounded, bias: Tensor | None, dtype: torch.dtype, buffer: _Buffer, kernels: Kernels | None
 ) -> Linear:
     if kernels is not None and kernels.take(dtype, loaded.levels.shape[1]):
-        return _Compiled(loaded, bias, dtype, buffer, kernels)
+        return _Compiled(loaded, bias, dtype, kernels)
     return (_Int8Linear if loaded.zeros is None else _Int4Linear)(loaded, bias, dtype, buffer)
 
 
@@ -108,20 +108,11 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
-        self._packed: dict[tuple[int, int], Tensor] = {}  # by shape, in oneDNN's layout
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if self._memory.dtype != dtype or self._memory.numel() < rows * columns:
             self._memory = torch.empty(rows * columns, dtype=dtype)
         return self._memory[: rows * columns].view(rows, columns)
-
-    def clear(self) -> None:
-        self._packed.clear()
-
-    def take_packed(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        if (rows, columns) not in self._packed:
-            self._packed[rows, columns] = reorder(torch.zeros((rows, columns), dtype=dtype))
-        return self._packed[rows, columns]
 
 
 class _Quantized(Unfused):
@@ -151,37 +142,20 @@ class _Quantized(Unfused):
 
 
 class _Compiled(CompiledLinear):
-    """One copy of the levels, in the layout of `kernels.c`; without AMX, expanded for oneDNN if there are many rows."""
+    """One copy of the levels, in the layout of the compiled kernels.
 
-    def __init__(
-        self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, buffer: _Buffer, kernels: Kernels
-    ) -> None:
-        self._buffer, self._bias = buffer, bias
-        levels, scales, zeros = rounded
-        if zeros is None:
-            packed = interleaved(levels.abs().to(torch.uint8) | (levels < 0).to(torch.uint8) << 7, dtype)
-            factors = scales[..., None]  # [O, G, 1]
-        else:
-            low, high = interleaved(levels.to(torch.uint8), dtype).unbind(2)
-            packed = low | high << 4
-            factors = torch.stack((scales, zeros), dim=-1)  # [O, G, 2]
-        blocks = padded(factors.to(dtype).flatten(1), BLOCK, 1).view(-1, BLOCK, *factors.shape[1:])
-        factors = blocks.permute(0, 2, 3, 1).contiguous()  # [O / 64, G, 1 or 2, 64]
-        product = Product.of(levels.shape, INT8 if zeros is None else INT4, packed, factors, bias)
+    In bfloat16 they quantise the inputs, too, and multiply whole numbers; in float32 they dequantise the levels.
+    """
+
+    def __init__(self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels) -> None:
+        levels, scales, zeros, bits, middle = rounded
+        packed = nibbles(levels) if bits == 4 else fours(levels - middle)
+        factors = grouped(torch.stack((scales,) if zeros is None else (scales, zeros), dim=-1))
+        kind, middle = (INT4, middle) if bits == 4 else (INT8, 0)
+        product = Product.of(
+            levels.shape, kind, packed, factors.float() if dtype == torch.float32 else factors, bias, middle
+        )
         super().__init__(product, packed, packed.nbytes + factors.nbytes, kernels)
-        self._for_onednn = not (kernels.has_tiles and dtype == torch.bfloat16)
-        if self._for_onednn:
-            expanded = buffer.take_packed(levels.shape[0], levels.shape[1], dtype)
-            self._for_onednn = kernels.agree(product, expanded, dtype, self._expanded)
-            buffer.clear()  # an output head's is large and rarely needed
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._expanded(x) if self._for_onednn and len(x) > MOST_ROWS else super()._multiply(x)
-
-    def _expanded(self, x: Tensor) -> Tensor:
-        weight = self._buffer.take_packed(self.product.outputs, self.product.inputs, x.dtype)
-        self._kernels.expand(self.product, weight, x.dtype)
-        return multiply_packed(x, weight, self._bias)
 
 
 class _Int8Linear(_Quantized):

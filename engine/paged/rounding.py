@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..checkpoints.rounded import Rounded
 from ..cpu.library import GROUP
-from ..rounded import Rounded
 
 _CHUNK = 1 << 18  # weights rounded at a time: what a pass over them reads and writes stays in the cache
 _TINY = 2.0**-100  # the smallest scale
@@ -41,7 +41,7 @@ def _by_chunks(weight: Tensor, fit: Callable[[Tensor], tuple[Tensor, ...]]) -> R
         levels, *factors = fit(whole.view(len(rows), -1, GROUP))
         parts.append((levels.to(torch.int8).flatten(1)[:, : weight.shape[1]], *(one.bfloat16() for one in factors)))
     levels, scales, *zeros = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Rounded(levels, scales, zeros[0] if zeros else None)
+    return Rounded.int4(levels, scales, *zeros) if zeros else Rounded(levels, scales)
 
 
 def _int8(groups: Tensor) -> tuple[Tensor, Tensor]:

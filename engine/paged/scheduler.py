@@ -14,9 +14,10 @@ Urgent rows cannot starve others: a level of priority outranks a limited number 
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import merge
 from itertools import pairwise
 from math import inf
@@ -24,6 +25,7 @@ from operator import attrgetter
 
 from ...schemas.jobs import most_together
 from ..choice import Choice
+from ..request import Preemption
 from .blocks import KVBlocks, Tables
 from .rows import Row, Scheduled
 
@@ -40,15 +42,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: KVBlocks, max_batch_size: int, max_step_tokens: int, chunked: bool = True, reserved: int = 0
+        self,
+        blocks: KVBlocks,
+        max_batch_size: int,
+        max_step_tokens: int,
+        chunked: bool = True,
+        reserved: int = 0,
+        now: Callable[[], float] = time.time,
     ) -> None:
         """`reserved` rows of a batch are only for priority 0; one request gets at most `most_together` rows.
+        `now` tells when a choice is preempted, in Unix seconds.
 
         Raises `ValueError` if a step has fewer tokens than a full batch needs.
         """
         if max_step_tokens < max_batch_size:
             raise ValueError(f"{max_step_tokens} tokens a step are too few for {max_batch_size} rows")
         self.num_preemptions = 0
+        self._now = now
         self._blocks = blocks
         self._max_batch_size = max_batch_size
         self._reserved = min(reserved, max_batch_size - 1)
@@ -274,6 +284,7 @@ class Scheduler:
             self._leave(last)
             insort(self._waiting, last, key=_order)
             self.num_preemptions += 1
+            last.choice.preemptions.append(Preemption(last.choice.number, self._now()))
             if last is row:
                 return False
         return True
@@ -286,6 +297,9 @@ class Scheduler:
         self._blocks.attach(row.tables, matched)
         row.running = True
         row.choice.is_waiting = False
+        for preemption in row.choice.preemptions:
+            if preemption.choice == row.choice.number and preemption.resumed is None:
+                preemption.resumed = self._now()
         row.awaits = b""
         row.passed = 0
         row.num_computed = matched * self._blocks.block_size

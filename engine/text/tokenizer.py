@@ -9,9 +9,10 @@ from typing import Any
 
 from ...schemas.errors import InvalidRequest, ModelLoadError
 from ...schemas.sources import is_gguf, looks_like_path
+from ..checkpoints.files import read_json
 from ..checkpoints.gguf import read_gguf
 from ..checkpoints.gguf_tokens import load_gguf_tokenizer
-from ..models import read_json, read_model_info, resolve_model
+from ..models import read_model_info, resolve_model
 from .byte_tokenizer import ByteTokenizer
 from .tokenizer_port import Piece, TokenizerLike
 

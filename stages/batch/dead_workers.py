@@ -15,8 +15,10 @@ import structlog
 from ...schemas.registry import WorkerCard
 from ...streams.outages import outage_logged
 from ...streams.port import Consumer
+from ...streams.stores.registry import Registry
 from ...streams.topology import CONSUMER_IDLE, INFER, LEASES
 from ..contract import Intake, Pipe
+from ..visits import CURRENT, Visit
 
 log = structlog.get_logger(__name__)
 
@@ -73,11 +75,16 @@ class Reclaimer:
                 await self._pipe.broker.forget(INFER, name)  # and its leases with it
             self._held[worker] = await self._intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
         for worker in self._held.keys() - left:
-            await self._held.pop(worker).close()
-            if worker not in living:
-                await self._pipe.broker.forget(INFER, f"infer-{worker}")
+            await self._held.pop(worker).close()  # the next process of this name may have opened the same consumer
 
     async def _is_ours(self, card: WorkerCard) -> bool:
         """Whether this copy ends the worker's leases: a second copy doing so would end the first one's."""
         bucket = await self._pipe.broker.bucket(LEASES)
         return await bucket.create(f"ended.{card.incarnation}", b"") is not None
+
+
+def visit_after(worker: str, registry: Registry) -> Visit | None:
+    """The current visit, which tells that the worker has given the batch back to stop, or was lost with it."""
+    visit = CURRENT.get()
+    has_left = worker in registry.leaving and worker not in registry.ended
+    return visit and visit.noting(**{"returned" if has_left else "lost": worker})

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ...schemas.events import Queued
 from ...schemas.jobs import Priority, ValidatedJob
 from ...streams.topology import PRIORITIES
+from ..visits import Visit
 
 MOST_TENANTS = 10_000  # whose turns are remembered
 
@@ -29,6 +30,11 @@ class Waiting:
     sent: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     number: int = 0  # of the message to its worker; set by the batch stage
     told: Queued | None = None  # what its client heard last; set by WaitingNews
+    visit: Visit | None = None  # None outside of a runner
+
+    def headers(self, now: float, worker: str, size: int) -> dict[str, str]:
+        """The headers of hops and trace for the message to the worker, which gets so many jobs together."""
+        return {} if self.visit is None else self.visit.headers(now, worker=worker, size=size)
 
     @property
     def may_wait(self) -> bool:

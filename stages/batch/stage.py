@@ -26,8 +26,9 @@ from ...streams.port import SCHEMA, Delivery, Message
 from ...streams.topology import lanes_of
 from .. import endings
 from ..contract import Intake, JobStage, Pipe
+from ..visits import CURRENT, trace_dispatch
 from .consuming import consume_lanes
-from .dead_workers import Reclaimer
+from .dead_workers import Reclaimer, visit_after
 from .lanes import MOST_TENANTS, Lanes, Waiting
 from .news import WaitingNews
 from .scheduling import STRATEGIES, Strategy, most_tokens
@@ -113,7 +114,7 @@ class Batch(JobStage):
             return
         job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
         if not await self.is_over(job):
-            await self._wait(Waiting(job, message.sequence))
+            await self._wait(Waiting(job, message.sequence, visit=CURRENT.get()))
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job
@@ -123,10 +124,11 @@ class Batch(JobStage):
         batch = codec.decode_model(InferenceBatch, delivery.message.data, codec.BATCH)
         epochs = batch.epochs or (0,) * len(batch.jobs)
         sequence = RESUMED + delivery.message.sequence
+        visit = visit_after(batch.worker, self.pipe.registry)
         try:
             async with asyncio.TaskGroup() as group:
                 for job, epoch in zip(batch.jobs, epochs, strict=True):
-                    group.create_task(self._resume(Waiting(job, sequence, epoch + delivery.attempt)))
+                    group.create_task(self._resume(Waiting(job, sequence, epoch + delivery.attempt, visit=visit)))
         except* Transient as errors:
             raise Transient(str(errors.exceptions[0]), delay=0.1) from None
 
@@ -238,10 +240,13 @@ class Batch(JobStage):
         id, oldest = uuid.uuid4().hex, seats.oldest
         metrics.BATCH_SIZE.observe(len(chosen))
         metrics.SEATS_SENT.inc(sum(worker.seats_of(waiting.job) for waiting in chosen))
-        sending = [self._send_one(id, worker, seats, waiting, oldest) for waiting in chosen]
+        trace_dispatch(self.pipe.tracer, worker.id, [waiting.visit for waiting in chosen])
+        sending = [self._send_one(id, worker, seats, waiting, oldest, len(chosen)) for waiting in chosen]
         await (sending[0] if len(sending) == 1 else asyncio.gather(*sending))  # a task takes a turn of the event loop
 
-    async def _send_one(self, id: str, worker: WorkerCard, seats: Seats, waiting: Waiting, oldest: int) -> None:
+    async def _send_one(
+        self, id: str, worker: WorkerCard, seats: Seats, waiting: Waiting, oldest: int, size: int
+    ) -> None:
         batch = InferenceBatch(
             id=id,
             worker=worker.id,
@@ -252,11 +257,10 @@ class Batch(JobStage):
             number=waiting.number,
             oldest=oldest,
         )
-        name = f"{waiting.job.tenant}.{waiting.job.id}.{id}"
+        subject, name = self.pipe.subjects.infer(worker.id), f"{waiting.job.tenant}.{waiting.job.id}.{id}"
+        headers = {SCHEMA: codec.BATCH, **waiting.headers(self.pipe.now(), worker.id, size)}
         try:
-            stored = await self.pipe.broker.publish(
-                self.pipe.subjects.infer(worker.id), codec.encode(batch), message_id=name, headers={SCHEMA: codec.BATCH}
-            )
+            stored = await self.pipe.broker.publish(subject, codec.encode(batch), message_id=name, headers=headers)
         except Exception as error:
             seats.lose(waiting.number)
             if not waiting.sent.done():
@@ -326,8 +330,7 @@ class Batch(JobStage):
         await self._workers.heal(self.lease, self._stored_for)
 
     async def _stored_for(self, worker: str) -> set[int]:
-        stored = await self.pipe.broker.replay("INFER", self.pipe.subjects.infer(worker))
-        return {message.sequence for message in stored}
+        return {one.sequence for one in await self.pipe.broker.replay("INFER", self.pipe.subjects.infer(worker))}
 
     async def _choose_strategy(self) -> None:
         """What `penstock scheduling` said last, else what the settings say."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -25,6 +25,7 @@ from ...streams.outages import through_outages
 from ...streams.stores.responses import FREE, CallKey, Claim, ResponseLog
 from ..contract import Pipe
 from ..endings import Address
+from .spans import tool_span
 
 POLL_INTERVAL = 0.2  # seconds, while another copy makes a call
 RELEASE_TIMEOUT = 1.0  # seconds that an abandoned call waits for the release of its claim
@@ -110,14 +111,24 @@ async def at_once(works: Iterable[Coroutine[Any, Any, Made]]) -> AsyncIterator[l
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def publish_event(pipe: Pipe, response: Address, event: Event, key: str) -> None:
-    await pipe.emit(event, tenant=response.tenant, bridge=response.bridge, key=key)
+async def publish_event(
+    pipe: Pipe, response: Address, event: Event, key: str, notes: Mapping[str, object] | None = None
+) -> None:
+    await pipe.emit(event, tenant=response.tenant, bridge=response.bridge, key=key, notes=notes)
 
 
-async def show(pipe: Pipe, job: LoopJob, index: int, items: Items, *, finished: bool = True) -> None:
-    """Publish items; the first is the response's event number `index`."""
+async def show(
+    pipe: Pipe,
+    job: LoopJob,
+    index: int,
+    items: Items,
+    *,
+    finished: bool = True,
+    notes: Mapping[str, object] | None = None,
+) -> None:
+    """Publish items; the first is the response's event number `index`. The `notes` go into the header of hops."""
     for number, item in enumerate(items, index):
-        await publish_event(pipe, address(job), ItemEvent(job.id, number, item, finished), str(number))
+        await publish_event(pipe, address(job), ItemEvent(job.id, number, item, finished), str(number), notes)
 
 
 def address(job: LoopJob) -> Address:
@@ -158,13 +169,20 @@ class Calls:
             )
             for number, position in enumerate(waiting)
         )
-        async with at_once(works) as calls:
+        began = self._pipe.now()
+        async with at_once(map(self._timed, works)) as calls:
             for number, (position, call) in enumerate(zip(waiting, calls, strict=True)):
-                result = _cut(await call, longest)
+                given, returned = await call
+                result = _cut(given, longest)
                 outcome = {"output": None, "error": _error(result.text)} if result.is_error else {"output": result.text}
                 items[position] = {**items[position], **outcome, "status": "failed" if result.is_error else "completed"}
-                await show(self._pipe, job, index + number, [items[position]])
+                notes = {"call": f"{began:.6f}", "returned": f"{returned:.6f}"}
+                await show(self._pipe, job, index + number, [items[position]], notes=notes)
         return items
+
+    async def _timed(self, call: Coroutine[Any, Any, ToolResult]) -> tuple[ToolResult, float]:
+        """The result of a call, and when it was there, in Unix seconds."""
+        return await call, self._pipe.now()
 
     async def _call(
         self, begun: Begun, key: CallKey, item: Item, sealed: dict[str, str], is_allowed: bool
@@ -190,7 +208,8 @@ class Calls:
                 if claim.result is not None:
                     return claim.result
                 result = None if tool.repeatable else UNKNOWN  # if it is interrupted
-                result = await self._toolbox.call(source, tool, arguments)
+                with tool_span(self._pipe.tracer, tool):
+                    result = await self._toolbox.call(source, tool, arguments)
                 return await through_outages(partial(self._log.settle, key, claim, result), key)
         except BaseException:
             if claim is None or claim.result is None:

@@ -1,5 +1,4 @@
-"""The stage `tools`: begins a response, runs the tools that a turn has called, and requests the next turn from the
-pipeline, until the model has finished.
+"""The stage `tools`: begins a response, runs the tools that a turn calls, asks for turns until the model has finished.
 
 The state of a response is only in its log; a message means that the response may continue. So any copy of the stage can
 continue it, and a duplicate message has no effect.
@@ -29,6 +28,7 @@ from ...streams.stores.responses import ResponseLog, Stored
 from ...streams.topology import EVENTS, TOOLS
 from ..contract import Intake, Pipe, Stage
 from ..endings import Address
+from ..visits import traceparent
 from .answer import answer_of
 from .calls import (
     Calls,
@@ -45,6 +45,7 @@ from .calls import (
     waits,
 )
 from .history import History
+from .spans import link_response
 
 MAX_TURNS = 10
 INCOMPLETE = ("length", "content_filter")  # finish reasons
@@ -152,6 +153,7 @@ class Tools(Stage):
 
     async def _advance(self, stored: Stored, work: Coroutine[Any, Any, None]) -> None:
         """Do the work; a fault of a response that has begun ends it as failed."""
+        link_response(stored.begun.job)
         if stored.is_unwanted and stored.ended is None:
             work.close()
             await self._end(stored, "cancelled")
@@ -205,7 +207,7 @@ class Tools(Stage):
     async def _asked(self, job: LoopJob, request: ResponsesRequest) -> Begun:
         """The beginning, with the request's items but no tools. Raises `InvalidRequest` and `StreamNotFound`."""
         origin, input = await self._history.origin(job, request), await self._history.input(job, request)
-        return Begun(**dict(origin), job=_unsealed(job), sources=(), tools=(), input=input, items=[], index=0)
+        return Begun(**dict(origin), job=job.unsealed(), sources=(), tools=(), input=input, items=[], index=0)
 
     async def _with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
         """Make the calls that a person has approved, and add them to the beginning."""
@@ -265,7 +267,8 @@ class Tools(Stage):
         index = stored.index + turn.attempt
         await publish_event(self.pipe, address(job), Turn(job.id, index, id, begun.callable), str(index))
         asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
-        subject, headers = self.pipe.subjects.jobs(job.priority, job.tenant), {DEADLINE: f"{job.deadline:.3f}"}
+        subject = self.pipe.subjects.jobs(job.priority, job.tenant)
+        headers = {DEADLINE: f"{job.deadline:.3f}", **traceparent()}
         await self.pipe.store(subject, codec.encode(asked), f"{job.tenant}.{id}", codec.JOB, headers)
 
     async def _take(self, stored: Stored, turn: TurnId) -> None:
@@ -341,9 +344,3 @@ class Tools(Stage):
 def _spent(stored: Stored) -> int:
     """The number of output tokens so far."""
     return sum(turn.usage["completion_tokens"] for turn in stored.turns)
-
-
-def _unsealed(job: LoopJob) -> LoopJob:
-    """A job without its encrypted secrets."""
-    tools = [{name: value for name, value in tool.items() if name != "sealed"} for tool in job.body.get("tools") or ()]
-    return job.model_copy(update={"body": {**job.body, "tools": tools}}) if tools else job

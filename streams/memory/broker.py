@@ -130,7 +130,9 @@ class MemoryBroker:
         return is_there
 
     async def forget(self, stream: str, consumer: str) -> None:
-        self._groups.pop((stream.upper(), consumer), None)
+        key = stream.upper(), consumer
+        if (group := self._groups.get(key)) is not None and not group.begin_again():
+            del self._groups[key]
 
     async def notify(self, subject: str, data: bytes) -> None:
         message = Message(subject, data, {})
@@ -270,7 +272,7 @@ class MemoryBucket:
 
     def usage(self) -> Usage:
         self._expire()
-        return Usage(self.spec.name, len(self._kept), self._bytes, 0, self.spec.max_bytes)
+        return Usage(self.spec.name, len(self._kept), self._bytes, 0, self.spec.max_bytes, last=self._revision)
 
     def _expire(self) -> None:
         now, ttl = self._clock(), self.spec.ttl

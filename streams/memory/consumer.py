@@ -78,6 +78,18 @@ class ConsumerGroup:
         self.dispatch()
         return member
 
+    def begin_again(self) -> bool:
+        """Forget who has leased what; returns whether copies are open, which reopen the consumer at once."""
+        for lease in self._leases.values():
+            _cancel(lease)
+        self._leases.clear()
+        self._redeliver.clear()
+        self._next = 1
+        for member in self._members:
+            member.clear()
+        self.dispatch()
+        return bool(self._members)
+
     def leave(self, member: MemoryConsumer) -> None:
         if member in self._members:
             self._members.remove(member)

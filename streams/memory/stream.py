@@ -6,6 +6,7 @@ Old messages expire when a method is called, which no caller can tell from expir
 from __future__ import annotations
 
 import re
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -71,7 +72,7 @@ class MemoryStream:
             self._check_limits(subject, size)
         self.last += 1
         now = self._clock()
-        self._messages[self.last] = _Stored(Message(subject, data, headers, self.last), now, size)
+        self._messages[self.last] = _Stored(Message(subject, data, headers, self.last, time.time()), now, size)
         self._of_subject[subject][self.last] = None
         self._ids[message_id] = _Seen(self.last, now)
         self._bytes += size
@@ -104,7 +105,8 @@ class MemoryStream:
 
     def usage(self) -> Usage:
         self._expire()
-        return Usage(self.spec.name, len(self._messages), self._bytes, self.spec.max_messages, self.spec.max_bytes)
+        limits = self.spec.max_messages, self.spec.max_bytes
+        return Usage(self.spec.name, len(self._messages), self._bytes, *limits, last=self.last)
 
     def remove(self, sequence: int) -> None:
         """Delete a message if it is still there."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+from datetime import datetime
 
 import orjson
 from nats.aio.msg import Msg
@@ -97,7 +98,8 @@ async def used(link: Link, streams: str, buckets: str) -> list[Usage]:
                     replicas = (info.get("cluster") or {}).get("replicas") or []
                     behind = max((replica.get("lag", 0) for replica in replicas), default=0)
                     limits = max(0, config.get("max_msgs", 0)), max(0, config.get("max_bytes", 0))
-                    found.append(Usage(name.removeprefix(prefix), state["messages"], state["bytes"], *limits, behind))
+                    kept = state["messages"], state["bytes"]
+                    found.append(Usage(name.removeprefix(prefix), *kept, *limits, behind, state["last_seq"]))
                     break
         if not page or seen >= answer.get("total", 0):
             return found
@@ -149,9 +151,10 @@ def _direct(answer: Msg) -> Message:
     headers = dict(answer.headers or {})
     subject = headers.pop("Nats-Subject")
     sequence = int(headers.pop(_SEQUENCE))
-    for name in ("Nats-Stream", "Nats-Time-Stamp", "Nats-Last-Sequence", "Nats-UpTo-Sequence", _REMAINING):
+    time = _seconds(headers.pop("Nats-Time-Stamp"))
+    for name in ("Nats-Stream", "Nats-Last-Sequence", "Nats-UpTo-Sequence", _REMAINING):
         headers.pop(name, None)
-    return Message(subject, answer.data, headers, sequence)
+    return Message(subject, answer.data, headers, sequence, time)
 
 
 async def _from_leader(link: Link, stream: str, request: Json) -> Message | None:
@@ -164,4 +167,10 @@ async def _from_leader(link: Link, stream: str, request: Json) -> Message | None
         raise
     _, *lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
     headers = {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
-    return Message(found["subject"], base64.b64decode(found.get("data", "")), headers, found["seq"])
+    data = base64.b64decode(found.get("data", ""))
+    return Message(found["subject"], data, headers, found["seq"], _seconds(found["time"]))
+
+
+def _seconds(stamp: str) -> float:
+    """Unix seconds of a time stamp in RFC 3339, as the server writes it."""
+    return datetime.fromisoformat(stamp).timestamp()

@@ -54,18 +54,20 @@ class ReplySubject(NamedTuple):
 
     attempt: int
     sequence: int
+    time: float  # when the message was stored, in Unix seconds
 
 
 def parse_reply_subject(reply: str) -> ReplySubject:
-    """Parse `$JS.ACK.<stream>.<consumer>.<attempt>.<sequence>.…`, or its later form with domain and account (ADR-15).
+    """Parse `$JS.ACK.<stream>.<consumer>.<attempt>.<sequence>.<n>.<time>.…`, or its later form with domain and account
+    (ADR-15).
 
     Raises `ValueError` for anything else.
     """
     tokens = reply.split(".")
     if len(tokens) == 9:
-        return ReplySubject(int(tokens[4]), int(tokens[5]))
+        return ReplySubject(int(tokens[4]), int(tokens[5]), int(tokens[7]) / 1e9)
     if len(tokens) >= 11:
-        return ReplySubject(int(tokens[6]), int(tokens[7]))
+        return ReplySubject(int(tokens[6]), int(tokens[7]), int(tokens[9]) / 1e9)
     raise ValueError(f"not the reply subject of a delivery: {reply!r}")
 
 
@@ -205,8 +207,8 @@ class PullConsumer:
             await self._request_ended(message)
             return
         self._requested = max(0, self._requested - 1)
-        attempt, sequence = parse_reply_subject(message.reply)
-        stored = Message(message.subject, message.data, message.headers or {}, sequence)
+        attempt, sequence, time = parse_reply_subject(message.reply)
+        stored = Message(message.subject, message.data, message.headers or {}, sequence, time)
         delivery = JetStreamDelivery(self._link, message.reply, stored, attempt, self._heard)
         if self._closed or self._keeper.done():
             await delivery.nak()

@@ -6,13 +6,31 @@ A dead letter is the original message with headers that say why it failed. New l
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
-from ...schemas.errors import BrokerUnavailable
-from ..port import DEAD_BODY, DEAD_REASON, DEAD_REQUESTS, Broker, Message, Published, message_size
-from ..topology import DEAD, DEAD_DATA, Subjects
+from ...config.settings import Settings
+from ...schemas import codec
+from ...schemas.errors import BrokerUnavailable, Conflict, PayloadTooLarge
+from ...schemas.jobs import InferenceBatch, Job, ValidatedJob
+from ..lanes import open_lanes
+from ..port import (
+    DEAD_ATTEMPTS,
+    DEAD_BODY,
+    DEAD_REASON,
+    DEAD_REQUESTS,
+    DEAD_SUBJECT,
+    DEADLINE,
+    MESSAGE_ID,
+    SCHEMA,
+    Broker,
+    Message,
+    Published,
+    message_size,
+)
+from ..topology import DEAD, DEAD_DATA, Subjects, lane_of
 from .objects import Objects
 
 LARGE = 256 << 10  # bytes above which a body becomes an object, so that listing letters does not read all bodies
@@ -43,9 +61,9 @@ class DeadLetters:
             data = b""
         return await self._broker.publish(self._subjects.dead(stage), data, message_id=message_id, headers=kept)
 
-    async def all(self) -> list[Message]:
-        """The letters, oldest first; those with an object for a body come without it."""
-        return await self._broker.replay(DEAD, self._subjects.dead_all())
+    async def all(self, after: int = 0) -> list[Message]:
+        """The letters with numbers above `after`, oldest first; those with an object for a body come without it."""
+        return await self._broker.replay(DEAD, self._subjects.dead_all(), after)
 
     async def whole(self, letter: Message) -> Message | None:
         """The letter with its body; None if the body has expired. Raises `BrokerUnavailable`."""
@@ -66,6 +84,84 @@ class DeadLetters:
         if body is not None and (info := await self._bodies.info(body)) is not None:
             await self._bodies.delete(info)
         await self._broker.delete(DEAD, letter.sequence)
+
+    async def retry(self, letter: Message, settings: Settings) -> list[str]:
+        """Publish a letter's requests again under new ids, which are returned, and delete the letter.
+
+        Raises `Conflict` if that is impossible for good.
+        """
+        names = []
+        for job, subject, headers in self._again(letter, await self.whole(letter), settings):
+            name = str(job.id)
+            if isinstance(job, ValidatedJob):  # its model may be gone, and it waits until that is back
+                await open_lanes(self._broker, settings, job.model, job.revision)
+            try:
+                await self._broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
+            except PayloadTooLarge as error:
+                raise _lost(f"dead letter {letter.sequence} cannot be sent: {error} Drop it.") from None
+            names.append(name)
+        await self.drop(letter)
+        return names
+
+    def _again(
+        self, letter: Message, whole: Message | None, settings: Settings
+    ) -> list[tuple[Job | ValidatedJob, str, dict[str, str]]]:
+        """Each job in a letter with a new id, its subject and headers. Raises `Conflict` if it cannot be read."""
+        if whole is None:
+            raise _lost(f"the body of dead letter {letter.sequence} has expired; drop the letter")
+        try:
+            jobs = _jobs(whole)
+        except codec.DecodeError as error:
+            raise _lost(f"dead letter {letter.sequence} cannot be read: {error}; drop it") from None
+        gone = (DEAD_REASON, DEAD_SUBJECT, DEAD_ATTEMPTS, DEAD_BODY, DEAD_REQUESTS, DEADLINE, MESSAGE_ID)
+        headers = {name: value for name, value in letter.headers.items() if name not in gone}
+        subject = letter.headers[DEAD_SUBJECT]
+        again = []
+        for index, job in enumerate(jobs):
+            name = f"{(job.id or 'job')[:48]}-r{letter.sequence}" + (f"-{index}" if index else "")
+            change: dict[str, object] = {"id": name}
+            if isinstance(job, ValidatedJob):
+                change["deadline"] = time.time() + settings.default_timeout
+                if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH):  # its worker may be gone
+                    headers[SCHEMA] = codec.VALIDATED_JOB
+                if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH) or subject.startswith(
+                    f"{settings.namespace}.batch."
+                ):
+                    subject = lane_of(self._subjects, job)  # where it is today: releases before had other lanes
+            again.append((job.model_copy(update=change), subject, dict(headers)))
+        return again
+
+
+def summary(letter: Message) -> dict[str, Any]:
+    """What a letter says without its payload: its number, the stage, the deliveries, the reason, and the requests."""
+    if DEAD_BODY in letter.headers:
+        requests = letter.headers.get(DEAD_REQUESTS, "").split()
+    else:
+        try:
+            requests = [str(job.id) for job in _jobs(letter) if job.id]
+        except codec.DecodeError:
+            requests = []
+    return {
+        "number": letter.sequence,
+        "stage": letter.subject.rpartition(".")[2],
+        "deliveries": letter.headers.get(DEAD_ATTEMPTS, ""),
+        "reason": letter.headers.get(DEAD_REASON, ""),
+        "requests": requests,
+    }
+
+
+def _jobs(letter: Message) -> tuple[Job | ValidatedJob, ...]:
+    """The jobs in a letter. Raises `DecodeError` if it is invalid."""
+    schema = letter.headers.get(SCHEMA)
+    if codec.is_schema(schema, codec.BATCH):
+        return codec.decode_model(InferenceBatch, letter.data, schema).jobs
+    if codec.is_schema(schema, codec.VALIDATED_JOB):
+        return (codec.decode_model(ValidatedJob, letter.data, schema),)
+    return (codec.decode_model(Job, letter.data, schema),)
+
+
+def _lost(reason: str) -> Conflict:
+    return Conflict(reason, code="dead_letter")
 
 
 def _bounded(headers: Mapping[str, str]) -> dict[str, str]:

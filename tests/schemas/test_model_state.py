@@ -125,7 +125,9 @@ def test_workers_that_die_soon_are_not_restarted_for_ever() -> None:
 @pytest.mark.parametrize("status", STATUSES)
 def test_the_state_of_a_dead_agent_is_abandoned(status: ModelStatus) -> None:
     state = abandon(ready().model_copy(update={"status": status}), 9.0)
-    assert state == ModelState(name="qwen", since=9.0, reason="its host has stopped", loads=1)
+    lost = status in ("loading", "ready")
+    assert state == ModelState(name="qwen", since=9.0, reason="its host has stopped", loads=1, lost=lost)
+    assert abandon(state, 10.0).lost == lost
 
 
 def test_a_state_survives_json() -> None:

@@ -233,6 +233,32 @@ def test_preload_fills_free_room_only() -> None:
     assert len(host.having("ready")) == 1 and host.loads == 3, "what made room once is not preloaded again"
 
 
+def test_what_is_pinned_or_preloaded_returns_after_its_worker_or_host_has_ended() -> None:
+    host = host_of(13, a={"pin": True}, b={"preload": True}, c={})
+    for name in "ac":
+        host.ask(name)
+    host.settle()
+    run(host, lambda: len(host.having("ready")) == 3 and all(waiter.status == "served" for waiter in host.waiters))
+    host.now += RETRIES.steady
+    for name in "abc":
+        host.die(RevisionKey(name, 1))
+    host.settle()
+    run(host, lambda: len(host.having("ready")) == 2)
+    host.restart()
+    host.restart()  # before any could be loaded again
+    host.settle()
+    run(host, lambda: len(host.having("ready")) == 2)
+    assert [key.name for key in host.having("ready")] == ["a", "b"]
+    for name in "ab":
+        key = RevisionKey(name, 1)
+        host.states[key] = start_draining(host.states[key], host.now, "asked")
+    host.settle()
+    assert not host.having("ready", "loading", "queued"), "what was unloaded on purpose stays so"
+    host.restart()
+    host.settle()
+    assert not host.having("ready", "loading", "queued")
+
+
 def test_what_others_hold_is_not_free() -> None:
     host = host_of(8, a={})
     host.ask("a")

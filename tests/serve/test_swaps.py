@@ -84,6 +84,7 @@ class Load:
         self._patient = patient
         self.answers: list[list[tuple[str, str]]] = [[] for _ in range(CLIENTS)]
         self._enough = threading.Event()
+        self._answered = threading.Condition()
         self._served = served
 
     def __enter__(self) -> Load:
@@ -97,13 +98,25 @@ class Load:
         for each in self._running:
             each.result()
 
+    def go_on(self) -> None:
+        """Return when every client has got two more answers."""
+        wanted = [len(own) + 2 for own in self.answers]
+        with self._answered:
+            got = self._answered.wait_for(
+                lambda: all(len(own) >= count for own, count in zip(self.answers, wanted, strict=True)), START_TIMEOUT
+            )
+        assert got, [each.exception() for each in self._running if each.done()]
+
     def _ask(self, answers: list[tuple[str, str]]) -> None:
         with api(self._served) as client:
             for prompt in itertools.cycle(PROMPTS):
                 if self._enough.is_set():
                     return
                 try:
-                    answers.append((prompt, answer(client, prompt)))
+                    text = answer(client, prompt)
+                    with self._answered:
+                        answers.append((prompt, text))
+                        self._answered.notify()
                 except (openai.APIConnectionError, openai.InternalServerError, httpx.HTTPError):
                     if not self._patient:
                         raise
@@ -157,11 +170,9 @@ def test_swaps_under_load_lose_nothing(served: Served, broken: dict[str, Path]) 
         assert swapped(served, BUNDLED)["swap"] is None
         new = asked_of(served)
         assert not {*old.values()} & {*new.values()}
-        before = [len(own) for own in load.answers]
         for worker in children(served, "worker"):
             worker.kill()
-        while any(len(own) < count + 2 for own, count in zip(load.answers, before, strict=True)):
-            pass
+        load.go_on()
     for own in load.answers:
         assert runs(own, [old, new]) == [0, 1], "the old one's until the swap, then the new one's"
 
@@ -184,9 +195,7 @@ def test_a_swap_ends_whole_though_the_front_and_the_broker_die_in_its_middle(ser
         is_swapped = model["swap"] is None
         assert is_swapped or model["swap"]["error"], "it says why it was rolled back"
         later = asked_of(served)
-        before = [len(own) for own in load.answers]
-        while any(len(own) < count + 2 for own, count in zip(load.answers, before, strict=True)):
-            pass
+        load.go_on()
     assert (later != former) == is_swapped
     possible = ([0, 1], [1]) if is_swapped else ([0],)
     for own in load.answers:

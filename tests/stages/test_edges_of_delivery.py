@@ -15,9 +15,9 @@ from penstock.schemas.events import FINAL, Delta, Event, Failed, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.registry import ModelLanes, Room
 from penstock.stages.batch.workers import Workers
+from penstock.stages.infer.relay import OutputPublisher
+from penstock.stages.infer.request_metrics import RequestMetrics, WorkerMetrics
 from penstock.stages.queue import Queue
-from penstock.stages.relay import OutputPublisher
-from penstock.stages.request_metrics import RequestMetrics, WorkerMetrics
 from penstock.stages.trail import Trail
 from penstock.streams.port import NEXT, SCHEMA, Message
 from penstock.streams.topology import lane_of, lanes_of

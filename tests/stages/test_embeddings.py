@@ -18,7 +18,7 @@ from penstock.schemas import codec
 from penstock.schemas.events import FINAL, Accepted, Cancelled, Delta, Done, Event, Expired, Failed, Started, Token
 from penstock.schemas.jobs import Endpoint, InferenceBatch, Job, ValidatedJob
 from penstock.schemas.registry import Room
-from penstock.stages.infer import Infer
+from penstock.stages.infer.stage import Infer
 from penstock.streams.port import SCHEMA, Message
 
 PATH: Endpoint = "/v1/embeddings"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -449,6 +450,19 @@ async def test_listeners_hear_what_is_stored_and_what_is_told(broker: Broker, na
     assert not silent
 
 
+async def test_what_is_stored_has_its_time(broker: Broker, namespace: str, queue: Spec) -> None:
+    await broker.ensure([queue()], [])
+    before = time.time()
+    await put(broker, f"{namespace}.queue.a", "m1")
+    consumer = await broker.consume(reader(namespace), prefetch=1)
+    (delivery,) = await take(consumer, 1)
+    (replayed,) = await broker.replay("QUEUE", f"{namespace}.queue.a")
+    last = await broker.last("QUEUE", f"{namespace}.queue.a")
+    assert last is not None
+    for message in (delivery.message, replayed, last):
+        assert int(before) <= message.time <= time.time() + 1
+
+
 async def test_ensure_changes_nothing_and_reconfigure_does(broker: Broker, namespace: str, queue: Spec) -> None:
     bucket = BucketSpec("state", max_bytes=1_000)
     await broker.ensure([queue(max_messages=1)], [bucket])
@@ -590,7 +604,7 @@ async def test_tells_what_every_stream_and_bucket_holds(
     assert (found["QUEUE"].messages, found["QUEUE"].max_messages, found["RELAY"].max_bytes) == (3, 9, 1 << 20)
     assert (found["notes"].messages, found["notes"].max_bytes) == (1, 1 << 19)
     assert 300 < found["QUEUE"].bytes < 1000
-    assert found["QUEUE"].behind == 0
+    assert (found["QUEUE"].behind, found["QUEUE"].last, found["RELAY"].last) == (0, 3, 0)
 
 
 async def test_a_deleted_message_is_not_delivered_and_may_be_deleted_again(
@@ -643,6 +657,26 @@ async def test_a_forgotten_consumer_leaves_its_subject_to_others(broker: Broker,
     await put(broker, f"{namespace}.queue.a", "1")
     other = await broker.consume(ConsumerSpec("QUEUE", "other", f"{namespace}.queue.>"), prefetch=8)
     assert [delivery.message.data for delivery in await take(other, 1)] == [b"1"]
+
+
+async def test_a_forgotten_consumer_that_is_open_is_reopened(broker: Broker, namespace: str, queue: Spec) -> None:
+    await broker.ensure([queue()], [])
+    consumer = await broker.consume(reader(namespace), prefetch=4)
+    await put(broker, f"{namespace}.queue.a", "a")
+    await take(consumer, 1)
+    await broker.forget("QUEUE", "reader")
+    (again,) = await take(consumer, 1)
+    assert (again.message.data, again.attempt) == (b"a", 1)
+    await again.ack()
+    await put(broker, f"{namespace}.queue.a", "b")
+    (other,) = await take(consumer, 1)
+    assert other.message.data == b"b"
+    await other.ack()
+    await eventually(lambda: is_empty(broker))
+
+
+async def is_empty(broker: Broker) -> bool:
+    return not (await broker.held("QUEUE")).by_subject
 
 
 async def test_publishes_where_nothing_has_come_in_between(broker: Broker, namespace: str, relay: Spec) -> None:

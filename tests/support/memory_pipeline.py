@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from opentelemetry.trace import Tracer
+
 from penstock.api.bridge.bridge import Bridge
 from penstock.api.tools.toolbox import Toolbox
 from penstock.config.settings import Settings
@@ -23,7 +25,7 @@ from penstock.schemas.registry import ModelCard, StageCard, WorkerCard, reserve_
 from penstock.stages import Filter, Pipe, Runner, Stage
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import LIGHT
-from penstock.stages.infer import Infer
+from penstock.stages.infer.stage import Infer
 from penstock.stages.stream import Stream
 from penstock.stages.tools.stage import Tools
 from penstock.streams.lanes import open_lanes
@@ -67,7 +69,7 @@ class Pipeline:
         self.pipe = pipe
         self.backend = backend
         self.engine = engine
-        self.bridge = Bridge(pipe.broker, pipe.subjects, "test")
+        self.bridge = Bridge(pipe.broker, pipe.subjects, "test", pipe.tracer)
         self._runners: list[Runner] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,6 +85,7 @@ class Pipeline:
         source: str = MODEL,
         filters: Sequence[type[Filter]] = (),
         catalogued: bool = False,
+        tracer: Tracer | None = None,
         **values: Any,
     ) -> Pipeline:
         """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend, and
@@ -99,7 +102,7 @@ class Pipeline:
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)
         registry = Registry(broker, interval=0.05)
-        pipe = Pipe(broker, subjects, settings, registry, cancellations)
+        pipe = Pipe(broker, subjects, settings, registry, cancellations, tracer=tracer)
         capacity = settings.max_batch_size or 16
         config = EngineConfig(
             model=source,

@@ -140,9 +140,9 @@ def swap_of(
 
 
 def check_admin(request: Request) -> None:
-    """Raises `Forbidden` for a key that may not change models."""
+    """Raises `Forbidden` for a key that may not operate the server."""
     if not getattr(request.state, "admin", True):
-        raise Forbidden("This key may not change models; use one with the word admin.", code="not_admin")
+        raise Forbidden("This key may not operate the server; use one with the word admin.", code="not_admin")
 
 
 def not_catalogued(name: str) -> InvalidRequest:

@@ -207,7 +207,7 @@ OTHER_PATHS = [
     Row(NATIVE, None, 405, "only the methods", None, "method_not_allowed", "BREW"),
     Row("/v1/models", None, 405, "only the methods", None, "method_not_allowed", "DELETE"),
     Row("/health/live", None, 405, "only the methods", None, "method_not_allowed"),
-    Row("/", None, 404, "no such path", None, "not_found", "GET"),
+    Row("/nothing", None, 404, "no such path", None, "not_found", "GET"),
     Row("/v1/nothing", None, 404, "GET /v1/nothing: no such path; see /docs", None, "not_found", "GET"),
     Row("/docs/../openapi", None, 404, "no such path", None, "not_found", "GET"),
     Row("/static-offline-docs/../../../etc/passwd", None, 404, "no such path", None, "not_found", "GET"),

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +16,8 @@ import httpx2
 import orjson
 import psutil
 import pytest
-from serving import START_TIMEOUT, Process, Served
+from serving import Process, Served
+from terminals import Terminal
 from typer.testing import CliRunner, Result
 
 from penstock.__main__ import app
@@ -54,64 +50,6 @@ def piped(*arguments: str, given: str = "") -> Result:
     return CliRunner().invoke(app, ["chat", *arguments], input=given)
 
 
-class Terminal:
-    """A `penstock chat` in a terminal, and what a person does there."""
-
-    def __init__(self, home: Path, *arguments: str) -> None:
-        self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        self._child = subprocess.Popen(
-            command(*arguments),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=environment(home),
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
-        self._seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def until(self, text: str) -> str:
-        """Wait until `text` is shown, and return what was until then; what comes next is looked for behind it."""
-        while text not in self._seen:
-            ready, _, _ = select.select([self._master], [], [], START_TIMEOUT)
-            assert ready, f"no {text!r} in:\n{self._seen}"
-            news = self._read()
-            assert news, f"ended without {text!r} in:\n{self._seen}"
-            self._seen += news
-        before, _, self._seen = self._seen.partition(text)
-        return before
-
-    def interrupt(self) -> None:
-        """Press Ctrl-C at a prompt that waits. Python's readline loses one that comes while it shows a key."""
-        child = psutil.Process(self._child.pid)
-        while child.status() != psutil.STATUS_SLEEPING:
-            os.sched_yield()
-        self.type("\x03")
-
-    def wait(self) -> int:
-        while self._read():
-            pass
-        return self._child.wait(START_TIMEOUT)
-
-    def end(self) -> None:
-        if self._child.poll() is None:
-            self._child.kill()
-            self._child.wait()
-        os.close(self._master)
-
-    def _read(self) -> str:
-        try:
-            return os.read(self._master, 65536).decode(errors="replace")
-        except OSError as error:  # the child's end is closed
-            assert error.errno == errno.EIO
-            return ""
-
-
 Sit = Callable[..., Terminal]
 
 
@@ -120,7 +58,7 @@ def sit(tmp_path: Path) -> Iterator[Sit]:
     terminals: list[Terminal] = []
 
     def start(served: Served, *arguments: str) -> Terminal:
-        terminals.append(Terminal(tmp_path, "--url", f"{served.url}/v1", *arguments))
+        terminals.append(Terminal(command("--url", f"{served.url}/v1", *arguments), environment(tmp_path)))
         terminals[-1].until("> ")
         return terminals[-1]
 
@@ -148,7 +86,7 @@ def test_a_conversation(echo_server: Served, sit: Sit, tmp_path: Path) -> None:
 
 def test_commands(other: Other, tmp_path: Path) -> None:
     other.answers = [(200, {}, sse({"content": "Yes."})) for _ in range(3)]
-    terminal = Terminal(tmp_path, "--url", other.url, "--model", "second", "--system", "Be kind.")
+    terminal = Terminal(command("--url", other.url, "--model", "second", "--system", "Be kind."), environment(tmp_path))
     try:
         terminal.until("> ")
         for typed, shown in [
@@ -314,7 +252,7 @@ def test_thoughts_and_calls_are_shown_and_calls_remembered(other: Other, tmp_pat
         (200, {}, sse({"reasoning": "Well, "}, {"reasoning_content": "hm."}, {"content": "I look.\u2028"}, *calls)),
         (200, {}, sse({"content": "Warm."})),
     ]
-    terminal = Terminal(tmp_path, "--url", other.url)
+    terminal = Terminal(command("--url", other.url), environment(tmp_path))
     try:
         terminal.until("> ")
         terminal.type("Is it warm in Bern?\r")
@@ -359,7 +297,7 @@ def test_a_broken_answer_without_ids_is_an_error(other: Other) -> None:
 
 def test_what_was_said_before_the_end_came_is_remembered(other: Other, tmp_path: Path) -> None:
     other.answers = [(200, {}, sse({"content": "Half"}, ended=False)), (200, {}, sse({"content": "Whole."}))]
-    terminal = Terminal(tmp_path, "--url", other.url)
+    terminal = Terminal(command("--url", other.url), environment(tmp_path))
     try:
         terminal.until("> ")
         terminal.type("first\r")

@@ -16,6 +16,8 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.gguf import read_gguf
 from penstock.engine.checkpoints.gguf_models import config_of, weights_of
+from penstock.engine.cpu import layouts
+from penstock.engine.cpu.library import _NEEDED, INT4, INT8, PLAIN, _cpu_flags
 from penstock.engine.models import count_parameters, model_name, read_model_info, resolve_model
 from penstock.schemas.errors import ModelLoadError
 
@@ -173,6 +175,35 @@ def test_every_type_is_loaded_with_the_numbers_that_it_stands_for(
     expected = reference(directory, weights)
     assert generate(first, PROMPTS) == expected
     assert generate(first, PROMPTS, backend="hf") == expected
+
+
+@pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
+@pytest.mark.parametrize("tied", [False, True])
+def test_levels_of_a_file_are_kept_in_bfloat16(tied: bool, make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    """Each product has the numbers of the file; a request's tokens do not depend on what else runs."""
+    directory, path = make_model(Case("llama", "llama", {"tie_word_embeddings": tied}, {})), tmp_path / "model.gguf"
+    kinds = {"q_proj": "Q4_0", "v_proj": "Q5_1", "down_proj": "Q4_1", "up_proj": "BF16"}
+    weights = write_gguf(
+        directory,
+        path,
+        "llama",
+        lambda name, values: kinds.get(name.split(".")[-2], "Q8_0") if values.ndim == 2 else None,
+    )
+    config = EngineConfig(model=str(path), device="cpu", dtype="bfloat16", max_batch_size=64)
+    params = GenerationParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    with InferenceEngine(config) as engine:
+        backend: Any = engine._driver.backend
+        *layers, head = [linear.product for linear in backend.runner._decoder.linears()]
+        assert [product.kind for product in layers] == [INT8, INT8, INT8, PLAIN, INT4] * 2 and head.kind == INT8
+        found = layouts.numbers(layers[4], torch.bfloat16, 0, 1)
+        assert torch.equal(found, torch.from_numpy(weights["model.layers.0.mlp.down_proj.weight"]))
+        alone = [engine.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
+        together = engine.generate(PROMPTS * 20, params)
+        assert [output.token_ids for output in together] == alone * 20
+    config = config.model_copy(update={"quantization": "int8"})
+    with InferenceEngine(config) as engine:
+        backend = engine._driver.backend
+        assert {linear.product.kind for linear in backend.runner._decoder.linears()} == {INT8}
 
 
 def test_rotations_are_divided_by_the_files_factors(make_model: Callable[[Case], Path], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.checkpoints.rounded import Rounded
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import _NEEDED, PLAIN, Kernels, NoKernels, Product, _cpu_flags, load_kernels
 from penstock.engine.paged.attention_hook import ATTENTION
@@ -59,6 +60,19 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-12))
 
 
+def quantized_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As the kernels quantise rows [R, I]: levels and scales, float32 [R, G, 32] and [R, G]."""
+    grouped = nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    most = grouped.abs().amax(-1)
+    factors = torch.full_like(most, 127) / most  # torch would take 127 times the reciprocal, which rounds twice
+    return (grouped * factors[..., None].nan_to_num(0, 0, 0)).round(), most / 127
+
+
+def rounded_inputs(x: Tensor) -> Tensor:
+    levels, scales = quantized_inputs(x)
+    return (levels.double() * scales[..., None].double()).flatten(1)[:, : x.shape[1]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -66,7 +80,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 @example(64, 64, 256, True, 0)
 @example(100, 2304, 1, True, 0)  # more than one chunk of inputs
 @example(100, 2304, 13, True, 0)
-@example(128, 320, 300, True, 0)  # too many rows: expanded for oneDNN, where it is quantised
+@example(128, 320, 300, True, 0)  # more than one item of rows
 def test_products(
     processor: str,
     method: str | None,
@@ -77,7 +91,7 @@ def test_products(
     has_bias: bool,
     seed: int,
 ) -> None:
-    """int8 stands in for int4 where the shape does not fit: `dequantized` knows."""
+    """int8 stands in for int4 where the shape does not fit: `dequantized` knows. In bfloat16 they round the inputs."""
     random = torch.Generator().manual_seed(seed)
     weight = torch.randn((outputs, 2 * pairs), generator=random).to(dtype)
     bias = torch.randn(outputs, generator=random).to(dtype) if has_bias else None
@@ -85,22 +99,25 @@ def test_products(
     linear = linear_maker(method, torch.device("cpu"), kernels())(weight, bias)
     assert linear.product is not None
     exact = weight if method is None else dequantized(weight, method)
-    expected = x.double() @ exact.double().T + (0 if bias is None else bias.double())
+    inputs = x.double() if method is None or dtype == torch.float32 else rounded_inputs(x)
+    expected = inputs @ exact.double().T + (0 if bias is None else bias.double())
     assert distance(linear(x), expected) < TOLERANCE[dtype]
     assert distance(kernels().multiply(linear.product, x), expected) < TOLERANCE[dtype]
     known = numbers(linear.product, dtype, 0, -(-outputs // 64))[:outputs]
     assert torch.allclose(known, exact.float(), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
-def test_what_is_no_number_stays_in_its_row(method: str | None) -> None:
-    weight, x = torch.randn(100, 128), torch.randn(9, 128)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_in_its_row(method: str | None, dtype: torch.dtype, value: float) -> None:
+    weight, x = torch.randn(112, 128).to(dtype), torch.randn(9, 128).to(dtype)
     linear = linear_maker(method, torch.device("cpu"), kernels())(weight, None)
     assert linear.product is not None
     expected = kernels().multiply(linear.product, x)
-    x[4] = torch.nan
+    x[4, 40:50] = value
     found = kernels().multiply(linear.product, x)
-    assert found[4].isnan().all()
+    assert not found[4].isfinite().any()
     others = [row for row in range(9) if row != 4]
     assert torch.equal(found[others], expected[others])
 
@@ -134,14 +151,87 @@ def test_inputs_that_are_no_pairs_are_left_to_torch() -> None:
         assert linear(torch.randn(3, 33)).shape == (3, 64)
 
 
-def test_a_row_has_the_same_bits_in_any_company(processor: str) -> None:
-    weight, x = torch.randn(200, 1000).bfloat16(), torch.randn(300, 1000).bfloat16()
-    linear = linear_maker(None, torch.device("cpu"), kernels())(weight, None)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+def test_a_row_has_the_same_bits_in_any_company(processor: str, method: str | None, dtype: torch.dtype) -> None:
+    """Also with and without AMX, where the sums are whole numbers."""
+    random = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn((rows, 1024), generator=random).to(dtype) for rows in (192, 300))
+    linear = linear_maker(method, torch.device("cpu"), kernels())(weight, None)
     assert linear.product is not None
     alone = torch.cat([kernels().multiply(linear.product, x[row : row + 1]) for row in range(40)])
-    for count in (2, 17, 31, 300):
+    for count in (2, 7, 8, 9, 16, 17, 24, 25, 31, 300):
         together = kernels().multiply(linear.product, x[:count])[:40]
         assert torch.equal(together, alone[:count])
+    if method is not None:
+        kernels().use_tiles(not kernels().has_tiles)
+        assert torch.equal(kernels().multiply(linear.product, x)[:40], alone)
+
+
+FORMS = [
+    ("ours, int8", 8, 0, torch.bfloat16, False),
+    ("ours, int4", 4, 8, torch.bfloat16, True),
+    ("Q8_0", 8, 0, torch.float16, False),
+    ("Q4_0", 4, 8, torch.float16, False),
+    ("Q4_1", 4, 0, torch.float16, True),
+    ("Q5_0", 8, 16, torch.float16, False),
+    ("Q5_1", 8, 0, torch.float16, True),
+    ("Q4_K", 4, 0, torch.float32, True),
+    ("Q5_K", 8, 0, torch.float32, True),
+]
+
+
+@pytest.mark.parametrize(
+    "bits, middle, dtype, has_zeros", [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
+)
+def test_products_of_levels_are_exact(
+    processor: str, bits: int, middle: int, dtype: torch.dtype, has_zeros: bool
+) -> None:
+    """Whole numbers within a group, then float32, group by group, rounded once more to bfloat16 at the end."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn((37, 192), generator=random).bfloat16()
+    x[3, 32:64] = 0
+    x[4] *= 1e-20
+    low, high = (0, 16) if bits == 4 else (-127, 128) if middle == 0 and not has_zeros else (0, 32)
+    drawn = torch.randint(low, high, (80, 192), generator=random).to(torch.int8)
+    scales, zeros = (torch.rand((80, 6), generator=random).sub(0.3).to(dtype) for _ in range(2))
+    known = Rounded(drawn, scales, zeros if has_zeros else None, bits, middle)
+    module = nn.Linear(192, 80, bias=False).bfloat16()
+    module.rounded = known  # type: ignore[assignment]
+    linear = ProductMaker(None, torch.device("cpu"), kernels())([module], "any", is_head=False)
+    assert linear.product is not None
+    assert torch.allclose(numbers(linear.product, torch.bfloat16, 0, 2)[:80], known.numbers, atol=1e-6, rtol=1e-6)
+    levels, steps = quantized_inputs(x)
+    ours = drawn.float().view(80, -1, 32) - middle
+    sums, totals = torch.zeros(37, 80), steps * levels.sum(-1)
+
+    def add(a: Tensor, b: Tensor) -> None:
+        """One rounding for a product and its sum."""
+        sums.copy_((a.double() * b.double() + sums.double()).float())
+
+    for group in range(6):
+        dots = levels[:, group] @ ours[:, group].T
+        add(dots * scales[:, group].float(), steps[:, group, None])
+        if has_zeros:
+            add(zeros[:, group].float().expand(37, 80), totals[:, group, None])
+    assert torch.equal(kernels().multiply(linear.product, x), sums.bfloat16())
+
+
+def test_outputs_in_different_forms_are_one_product(processor: str) -> None:
+    """As those of queries and values in a Q4_K_M file."""
+    random = torch.Generator().manual_seed(0)
+    scales = torch.rand((64, 2), generator=random)
+    four = torch.randint(0, 16, (64, 64), generator=random).to(torch.int8)
+    eight = torch.randint(-127, 128, (64, 64), generator=random).to(torch.int8)
+    forms = Rounded(four, scales, -scales, 4), Rounded(eight, scales.half()), Rounded(four, scales.half(), None, 4, 8)
+    modules = [nn.Linear(64, 64, bias=False).bfloat16() for _ in forms]
+    for module, form in zip(modules, forms, strict=True):
+        module.rounded = form  # type: ignore[assignment]
+    linear = ProductMaker(None, torch.device("cpu"), kernels())(modules, "any", is_head=False)
+    assert linear.product is not None
+    x = torch.randn((20, 64), generator=random).bfloat16()
+    expected = rounded_inputs(x) @ torch.cat([form.numbers for form in forms]).double().T
+    assert distance(kernels().multiply(linear.product, x), expected) < 3e-3
 
 
 CONFIGS = st.fixed_dictionaries(

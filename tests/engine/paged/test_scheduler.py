@@ -329,12 +329,17 @@ def test_the_last_in_line_is_preempted_and_keeps_its_order() -> None:
     steps = [machine.step()]  # the first needs a fifth block
     assert list(steps[0]) == [first] and machine.scheduler.num_preemptions == 1
     assert (machine.scheduler.num_running, machine.scheduler.num_waiting) == (1, 2)
+    (preemption,) = second.preemptions
+    assert preemption.resumed is None
     while first.finish is None:
         steps.append(machine.step())
     assert all(list(step) == [first] for step in steps)
     back = machine.step()
     assert list(back) == [second], "the third came later"
     assert 1 <= back[second] < 17, "what was not evicted is not computed again"
+    assert preemption.resumed is not None
+    assert preemption.resumed >= preemption.at
+    assert not first.preemptions
     assert second.cached_tokens == 0, "nor is it told as a hit of the prompt"
     machine.finish()
     assert [one.tokens for one in (first, second, third)] == [naive(one) for one in (first, second, third)]

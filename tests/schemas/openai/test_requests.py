@@ -6,7 +6,7 @@ import json
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -231,6 +231,9 @@ OUTSIDE = {
 
 @EXAMPLES
 @given(faults())
+@example(
+    ("/v1/completions", {"model": "m", "prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs", None)
+)
 def test_every_fault_of_a_body_is_refused_by_its_name(
     fault: tuple[Endpoint, dict[str, Any], str, str | None],
 ) -> None:
@@ -240,7 +243,9 @@ def test_every_fault_of_a_body_is_refused_by_its_name(
     assert refusal.param is not None
     assert refusal.param.split(".")[0].split("[")[0] == name
     assert name in str(refusal)
-    assert refusal.code in ([code] if code else ["invalid_type", "invalid_value", "missing_required_parameter"])
+    wrong = ["invalid_type", "invalid_value", "missing_required_parameter"]
+    inside = ["unknown_parameter"] if "." in refusal.param else []
+    assert refusal.code in ([code] if code else wrong + inside)
 
 
 def test_faults_are_tried_in_every_parameter() -> None:

@@ -33,6 +33,35 @@ class Shaky(MemoryBroker):
         return self.lost
 
 
+class Remembering(MemoryBroker):
+    """Notes which consumers are deleted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten: list[str] = []
+
+    async def forget(self, stream: str, consumer: str) -> None:
+        self.forgotten.append(consumer)
+        await super().forget(stream, consumer)
+
+
+class Opening:
+    """Opens the consumers that are asked for."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._broker = pipe.broker
+
+    async def consume(
+        self, stream: str, name: str, subject: str, *, takeover: bool = False, idle_limit: float = 0.0
+    ) -> Consumer:
+        return await self._broker.consume(
+            ConsumerSpec(stream, name, subject, ack_wait=LONG, max_deliver=-1), prefetch=1
+        )
+
+    async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:
+        raise NotImplementedError
+
+
 class Intake:
     """Notes whose work is taken back."""
 
@@ -111,6 +140,24 @@ async def test_the_log_tells_a_worker_that_ends_from_one_that_died(dead: int) ->
     assert await logged("w7") == {("info", "a worker is ending, others take what it has not begun")}
     await pipe.registry.announce_worker(card)  # the next process of this name, which is killed
     assert await logged("w7") == {("warning", "a worker is gone, others take over its requests")}
+    await pipeline.stop()
+
+
+async def test_the_next_process_of_a_name_keeps_its_consumer() -> None:
+    """It opens the consumer before it announces itself, so nobody can know yet that it is there."""
+    pipeline = await Pipeline.start(memory=Remembering, heartbeat_interval=60.0)  # so that only this test looks
+    pipe = pipeline.pipe
+    subject, name = pipe.subjects.infer("gone"), "infer-gone"
+    reclaimer, opening = Reclaimer(pipe, Opening(pipe)), ConsumerSpec("INFER", name, subject, ack_wait=LONG)
+    await pipe.broker.publish(subject, b"{}", message_id="a batch")
+    await reclaimer._look()
+    await (await reclaimer._held["gone"].take(1))[0].ack()
+    following = await pipe.broker.consume(opening, prefetch=1)
+    await reclaimer._look()
+    broker: Any = pipe.broker
+    assert (reclaimer._held, broker.forgotten) == ({}, [])
+    await pipe.broker.publish(subject, b"{}", message_id="the next batch")
+    assert len(await following.take(1)) == 1
     await pipeline.stop()
 
 

@@ -362,9 +362,9 @@ asyncio.run(main())
 
 
 def test_reply_subjects_of_both_versions() -> None:
-    assert parse_reply_subject("$JS.ACK.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17)
-    assert parse_reply_subject("$JS.ACK._.hash.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17)
-    assert parse_reply_subject("$JS.ACK.hub.hash.ORDERS.reader.3.17.4.1700000000000000000.5.random") == (3, 17)
+    assert parse_reply_subject("$JS.ACK.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17, 1.7e9)
+    assert parse_reply_subject("$JS.ACK._.hash.ORDERS.reader.3.17.4.1700000000000000000.5") == (3, 17, 1.7e9)
+    assert parse_reply_subject("$JS.ACK.hub.hash.ORDERS.reader.3.17.4.1700000000000000000.5.random") == (3, 17, 1.7e9)
     with pytest.raises(ValueError, match="reply subject"):
         parse_reply_subject("_INBOX.abc")
 

@@ -1,0 +1,67 @@
+// Asks the server, with the operator's key where keys are used.
+
+const KEY = "penstock-key";
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function key() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+export function setKey(value) {
+  if (value) sessionStorage.setItem(KEY, value);
+  else sessionStorage.removeItem(KEY);
+}
+
+// The response of a request; raises `Refused` for an error, and a `TypeError` while the server is away.
+export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
+  const all = { ...headers };
+  if (key()) all.authorization = `Bearer ${key()}`;
+  if (body !== undefined) all["content-type"] = "application/json";
+  const response = await fetch(path, {
+    method, headers: all, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
+  });
+  if (!response.ok) throw new Refused(response.status, await reason(response));
+  return response;
+}
+
+export async function json(path, options) {
+  return (await ask(path, options)).json();
+}
+
+async function reason(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered with status ${response.status}.`;
+  }
+}
+
+// The messages of a stream of server-sent events, one after another, with their `id`, `event` and `data`.
+export async function* messages(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    while (true) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const message = { event: "message", data: "" };
+        for (const line of block.split("\n")) {
+          const found = /^(id|event|data): ?(.*)$/.exec(line);
+          if (found) message[found[1]] = found[2];
+        }
+        if (message.data) yield message;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,146 @@
+// The page: a frame with the panels, which shows what the feed brings.
+
+import { key, setKey } from "./api.js";
+import { h, render } from "./dom.js";
+import { feed, follow, reconnect } from "./feed.js";
+import { icon } from "./icons.js";
+import { button } from "./parts.js";
+import { chat } from "./chat.js";
+import { letters } from "./letters.js";
+import { models } from "./models.js";
+import { overview } from "./overview.js";
+import { queue } from "./queue.js";
+import { requests } from "./requests.js";
+import { workers } from "./workers.js";
+
+const PANELS = [
+  { path: "", title: "Overview", icon: "pulse", view: overview },
+  { path: "requests", title: "Requests", icon: "list", view: requests, count: (state) => state.counts?.running },
+  { path: "queue", title: "Queue", icon: "queue", view: queue, count: (state) => state.counts?.waiting },
+  { path: "models", title: "Models", icon: "cube", view: models, count: (state) => size(state.models) },
+  { path: "workers", title: "Workers", icon: "chip", view: workers, count: (state) => size(state.workers) },
+  { path: "letters", title: "Dead letters", icon: "alert", view: letters, count: (state) => size(state.letters) },
+  { path: "chat", title: "Chat", icon: "chat", view: chat },
+];
+const STATUS = { live: "Live", connecting: "Connecting…", away: "Reconnecting…", locked: "Key needed" };
+
+const app = document.getElementById("app");
+let asksForKey = false;
+let drawing = false;
+
+// Draw soon: many changes at once are drawn together.
+export function redraw() {
+  if (drawing) return;
+  drawing = true;
+  requestAnimationFrame(() => {
+    drawing = false;
+    draw();
+  });
+}
+
+function draw() {
+  const [path, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const panel = PANELS.find((each) => each.path === path) ?? PANELS[0];
+  document.title = `${panel.title} · Penstock`;
+  render(app,
+    h("nav", { class: "side", "aria-label": "Panels" },
+      h("a", { class: "brand", href: "#/", title: "Penstock" }, h("img", { src: "/console/icon.svg", alt: "", width: 28, height: 28 }),
+        h("span", {}, "Penstock")),
+      h("ul", {}, PANELS.map((each) => entry(each, each === panel))),
+      h("p", { class: "version" }, feed.state.server ? `Version ${feed.state.server.version}` : "")),
+    h("div", { class: "body" },
+      h("header", { class: "top" },
+        h("h1", {}, panel.title),
+        h("span", { class: `status ${feed.status}`, role: "status" }, h("i", { class: "dot" }), STATUS[feed.status]),
+        button([icon("theme"), h("span", { class: "hidden" }, "Switch between dark and light")], switchTheme,
+          { kind: "plain", title: "Dark or light" }),
+        button([icon("key"), h("span", { class: "hidden" }, "API key")], () => ask(true),
+          { kind: "plain", title: "API key" })),
+      h("main", { id: "main", tabindex: -1, key: panel.path, class: `view ${panel.path || "overview"}` }, content(panel, rest))),
+    asksForKey && keyDialog());
+}
+
+function entry(panel, current) {
+  const number = panel.count?.(feed.state) ?? 0;
+  return h("li", { key: panel.path },
+    h("a", { href: `#/${panel.path}`, "aria-current": current ? "page" : undefined },
+      icon(panel.icon), h("span", { class: "label" }, panel.title),
+      number > 0 && h("span", { class: `count${panel.path === "letters" ? " bad" : ""}` }, String(number))));
+}
+
+function content(panel, rest) {
+  if (feed.status === "locked") {
+    return h("div", { class: "empty", key: "locked" },
+      h("p", { class: "empty-title" }, "This server wants an API key"),
+      h("p", {}, feed.reason), button("Enter a key", () => ask(true), { kind: "primary" }));
+  }
+  if (!feed.state.pipeline && panel.path !== "chat") {
+    return h("div", { class: "empty", key: "wait" },
+      h("p", { class: "empty-title" }, feed.status === "away" ? "The server does not answer" : "One moment"),
+      h("p", {}, feed.state.server?.connected === false ? "It waits for its message broker." : "The page connects as soon as it can."));
+  }
+  return panel.view(feed.state, rest);
+}
+
+function keyDialog() {
+  const save = (event) => {
+    event.preventDefault();
+    setKey(event.target.elements.key.value.trim());
+    ask(false);
+    reconnect();
+    redraw();
+  };
+  return h("dialog", {
+    class: "dialog", key: "key", "aria-labelledby": "key-title", onclose: () => ask(false),
+    ref: (element) => element.open || element.showModal(),
+  },
+  h("form", { onsubmit: save },
+    h("h2", { id: "key-title" }, "API key"),
+    h("p", {}, "A key with the word admin, as penstock key TENANT --admin makes it. It stays in this tab."),
+    h("label", {}, "Key", h("input", { name: "key", type: "password", autocomplete: "off", placeholder: key() ? "a key is set" : "sk-…" })),
+    h("div", { class: "dialog-buttons" }, button("Cancel", () => ask(false)),
+      h("button", { class: "button primary", type: "submit" }, "Save"))));
+}
+
+function ask(wanted) {
+  asksForKey = wanted;
+  redraw();
+}
+
+function switchTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("penstock-theme", root.dataset.theme);
+}
+
+function pressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.closest("input, textarea, select, dialog")) return;
+  const panel = PANELS[Number(event.key) - 1];
+  if (panel) location.hash = `#/${panel.path}`;
+  else if (event.key === "/") {
+    const search = document.querySelector("input[type=search]");
+    if (search) {
+      event.preventDefault();
+      search.focus();
+    }
+  } else if (event.key === "Escape" && location.hash.startsWith("#/requests/")) {
+    location.hash = "#/requests";
+  }
+}
+
+function size(values) {
+  return values ? Object.keys(values).length : 0;
+}
+
+const theme = localStorage.getItem("penstock-theme");
+if (theme) document.documentElement.dataset.theme = theme;
+addEventListener("hashchange", () => {
+  redraw();
+  scrollTo(0, 0);
+});
+addEventListener("keydown", pressed);
+document.addEventListener("redraw", redraw);
+draw();
+follow(redraw);

@@ -1,0 +1,1 @@
+"""What every request passes: limits of connections, keys, what browsers may do, the access log."""

@@ -1,0 +1,258 @@
+"""HTTP connections with limits that uvicorn lacks: their number, the size and time of a request's head, and the time
+that a client may leave a response unread.
+
+`requests.read_body` limits the size and time of the body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
+from uvicorn.server import ServerState
+
+from ....config.settings import Settings
+from ....schemas.events import ErrorBody
+from ..answers import error_response
+
+log = structlog.get_logger(__name__)
+
+LINGER = 2.0  # seconds that a refused client has to read the error
+MOST_IGNORED = 1 << 18  # bytes that a refused client may still send meanwhile
+MAX_PIPELINED = 16  # requests that one connection may send ahead
+WARNING_INTERVAL = 10.0  # seconds
+
+
+class Connections:
+    """Counts the connections, in total and by address; an IPv6 network of 64 bits counts as one address."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.total = 0
+        self._by_address: Counter[str] = Counter()
+        self._warned = -WARNING_INTERVAL
+
+    def admit(self, address: str) -> bool:
+        """Count one more connection, unless that exceeds a limit."""
+        settings = self.settings
+        if self.total < settings.max_connections and self._by_address[address] < settings.max_connections_per_address:
+            self.total += 1
+            self._by_address[address] += 1
+            return True
+        if time.monotonic() - self._warned >= WARNING_INTERVAL:
+            self._warned = time.monotonic()
+            count = self._by_address[address]
+            log.warning("connections refused", address=address, from_address=count, total=self.total)
+        return False
+
+    def leave(self, address: str) -> None:
+        self.total -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, with a timeout for everything that a client could delay."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        connections: Connections,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._connections = connections
+        self._settings = connections.settings
+        self._address: str | None = None  # under which it is counted; set by connection_made
+        self._timer: asyncio.TimerHandle | None = None  # until the client must have sent something
+        self._unread: asyncio.TimerHandle | None = None  # until the client must have read what was written
+        self._refused = False
+        self._in_head = False  # between the first byte of a request and the end of its headers
+        self._in_body = False  # between the end of the headers and the end of the body
+        self._fields = 0  # bytes of the URL and headers of this request, trailers included
+        self._waiting = 0  # received bytes that complete neither a head nor a part of a body yet
+        self._advanced = False  # whether the current bytes completed something; set by the parser's callbacks
+        self._ignored = 0  # bytes that came after a refusal
+        self._is_rest = False  # whether the current bytes begin within a body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        address = network(get_remote_addr(transport))
+        if not self._connections.admit(address):
+            self.transport = transport
+            self._refuse(503, "too_many_connections", "Too many connections; close some or try again later.")
+            return
+        self._address = address
+        super().connection_made(transport)
+        self._await_client(self._settings.header_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel(self._timer, self._unread)
+        if self._address is not None:
+            self._connections.leave(self._address)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self._ignored += len(data)
+            if self._ignored > MOST_IGNORED:
+                self.transport.abort()
+            return
+        self._advanced, self._is_rest = False, self._in_body
+        super().data_received(data)
+        if self._refused or self.transport.is_closing():
+            return
+        self._waiting = 0 if self._advanced else self._waiting + len(data)
+        self._check_head(self._waiting)
+        if self._timer is None and not self._busy and not self._refused:  # the rest of a body, or line ends
+            self._await_client(self._settings.header_timeout)
+
+    # Callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._fields, self._waiting = True, 0, 0
+        self._advanced |= self._is_rest
+        if not self._busy:
+            self._await_client(self._settings.header_timeout)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += len(name) + len(value) + 4
+        if not self._refused:
+            super().on_header(name, value)
+            self._check_head(self._fields)
+
+    def on_headers_complete(self) -> None:
+        self._check_head(self._fields + len(self.url))
+        if self._refused:
+            return
+        self._in_head, self._in_body, self._advanced = False, True, True
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refused = True
+            self.transport.abort()
+            return
+        self._cancel(self._timer)
+        self._timer = None
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._advanced = True
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body, self._advanced = False, True
+        if self._refused:
+            return
+        super().on_message_complete()
+        if not self._busy:  # the response was complete before the request
+            self._await_client(self._settings.idle_timeout)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "invalid_http", "The request is not valid HTTP/1.1.")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Ignore the wish for another protocol, as the specification allows."""
+
+    # Callbacks of the transport
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._end()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._settings.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel(self._unread)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._end()
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _check_head(self, size: int) -> None:
+        most = self._settings.max_header_size
+        if size > most and not self._refused:
+            message = f"The request's line and headers exceed {most} bytes, the limit of the setting max_header_size."
+            self._refuse(431, "headers_too_large", message)
+
+    def _await_client(self, seconds: float) -> None:
+        self._cancel(self._timer)
+        self._timer = self.loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._in_head and not self._refused:
+            seconds = self._settings.header_timeout
+            self._refuse(408, "header_timeout", f"The headers did not arrive within {seconds:g} seconds.")
+        else:
+            self._end()
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answer with an error, and read nothing more from this client."""
+        self._refused = True
+        if self._busy:  # an error must not interrupt a response that has begun
+            self.transport.abort()
+            return
+        kind = "overloaded_error" if status == 503 else "invalid_request_error"
+        response = error_response(ErrorBody(status, message, kind, code, retry_after=1.0 if status == 503 else None))
+        response.headers["connection"] = "close"
+        lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
+        self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", bytes(response.body)]))
+        # Closing at once, with bytes unread, would reset the connection before the client has read the error.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        if self.flow is not None:
+            self.flow.resume_reading()
+        self._cancel(self._timer)
+        self._timer = self.loop.call_later(LINGER, self.transport.abort)
+
+    def _end(self) -> None:
+        """Close once the client has read what was written; abort after `write_timeout`."""
+        self._cancel(self._timer, self._unread)
+        self.transport.close()
+        self._unread = self.loop.call_later(self._settings.write_timeout, self.transport.abort)
+
+    @staticmethod
+    def _cancel(*timers: asyncio.TimerHandle | None) -> None:
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
+
+
+def protocol(settings: Settings) -> Callable[..., Connection]:
+    """A factory of connections for uvicorn; all of them are counted together."""
+    connections = Connections(settings)
+
+    def connect(**given: Any) -> Connection:
+        return Connection(**given, connections=connections)
+
+    return connect
+
+
+def network(client: tuple[str, int] | None) -> str:
+    """The address under which a client is counted."""
+    if client is None:
+        return ""  # a Unix socket
+    address = client[0].partition("%")[0]
+    if ":" not in address:
+        return address
+    found = ipaddress.IPv6Address(address)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))

@@ -1,0 +1,183 @@
+"""Weights as levels and scales, and checkpoints that hold them in the format that `quantized` describes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .files import read_header, read_json, weight_files
+from .lazy import LazyWeight
+from .quantized import GROUP_SIZE, Quantized
+
+_SHARD = 4 << 30  # bytes of a weight file, unless one tensor is larger
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+class Rounded(NamedTuple):
+    """A weight [O, I] by groups of 32 inputs: (level - middle) * scale + zero.
+
+    `levels` int8 [O, I], 0 to 15 if they have 4 bits; `scales` and `zeros` [O, ⌈I / 32⌉]. Our own are bfloat16, with
+    zeros and the middle 8 for 4 bits, without for 8.
+    """
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    bits: int = 8
+    middle: int = 0
+
+    @classmethod
+    def int4(cls, levels: Tensor, scales: Tensor, zeros: Tensor) -> Self:
+        """Our own form with 4 bits."""
+        return cls(levels, scales, zeros, 4, 8)
+
+    @classmethod
+    def stored_as(cls, name: str, method: str, tensors: Mapping[str, Tensor]) -> Self:
+        """That of a module among the tensors of a checkpoint."""
+        levels, scales = tensors[f"{name}.levels"], tensors[f"{name}.scales"]
+        if method == "int8":
+            return cls(levels, scales)
+        pairs = torch.stack((levels & 15, levels >> 4), dim=-1)
+        return cls.int4(pairs.flatten(1).to(torch.int8), scales, tensors[f"{name}.zeros"])
+
+    @classmethod
+    def of_modules(cls, modules: Iterable[nn.Module]) -> Self | None:
+        """The outputs of several modules side by side; None unless all were loaded quantised."""
+        found: list[Rounded | None] = [getattr(module, "rounded", None) for module in modules]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
+            return None
+        if len({(one.scales.dtype, one.zeros is None, *one[3:]) for one in parts}) > 1:
+            parts = [part.widened for part in parts]
+        zeros = [one.zeros for one in parts if one.zeros is not None]
+        levels, scales = torch.cat([one.levels for one in parts]), torch.cat([one.scales for one in parts])
+        return cls(levels, scales, torch.cat(zeros) if zeros else None, *parts[0][3:])
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is one of our own forms."""
+        return self.scales.dtype == torch.bfloat16 and self.middle == (0 if self.zeros is None else 8)
+
+    @property
+    def widened(self) -> Rounded:
+        """The same numbers in the form that any can have."""
+        zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
+        return Rounded(self.levels - self.middle, self.scales.float(), zeros.float())
+
+    @property
+    def numbers(self) -> Tensor:
+        """What the levels stand for, float32 [O, I]."""
+        inputs = self.levels.shape[1]
+        numbers = (self.levels.float() - self.middle) * _spread(self.scales, inputs)
+        return numbers if self.zeros is None else numbers + _spread(self.zeros, inputs)
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a checkpoint."""
+        scales = {f"{name}.scales": self.scales.contiguous()}
+        if self.zeros is None:
+            return scales | {f"{name}.levels": self.levels.contiguous()}
+        low, high = self.levels.to(torch.uint8).view(len(self.levels), -1, 2).unbind(-1)
+        return scales | {f"{name}.levels": low | high << 4, f"{name}.zeros": self.zeros.contiguous()}
+
+
+def read_rounded(directory: Path, quantized: Quantized) -> dict[str, Rounded]:
+    """The quantised modules of a checkpoint by name."""
+    stored = _stored(directory)
+    return {
+        name: Rounded.stored_as(name, method, {part: stored[part]() for part in _parts(name) if part in stored})
+        for name, method in quantized.modules.items()
+    }
+
+
+def lazy_rounded_weights(
+    directory: Path, quantized: Quantized, found: Mapping[str, Rounded], dtype: torch.dtype
+) -> dict[str, LazyWeight]:
+    """All weights by name: those of the modules that were `found` as the numbers that their levels stand for."""
+    parts = {part for name in found for part in _parts(name)}
+    weights = {name: LazyWeight(read) for name, read in _stored(directory).items() if name not in parts}
+    for name, rounded in found.items():
+        weight = LazyWeight(partial(_expand, rounded, dtype))
+        weights |= {f"{one}.weight": weight for one in {name, quantized.tied.get(name, name)}}
+    return weights
+
+
+def save_quantized(source: Path, to: Path, model: PreTrainedModel, found: Mapping[str, Rounded]) -> None:
+    """Write a quantised checkpoint of `model`, which was loaded from the directory `source`, to the directory `to`.
+
+    Files that are no weights are copied. config.json is written last: what is incomplete cannot be loaded.
+    """
+    embedding = model.get_input_embeddings()
+    tied = {
+        name: next(other for other, module in model.named_modules() if module is embedding)
+        for name in found
+        if model.get_submodule(name).weight is embedding.weight
+    }
+    left_out = {f"{name}.weight" for name in (*found, *tied.values())}
+    tensors = {name: one.detach().contiguous() for name, one in model.state_dict().items() if name not in left_out}
+    for name, rounded in found.items():
+        tensors |= rounded.stored(name)
+    to.mkdir(parents=True, exist_ok=True)
+    _write(tensors, to)
+    for file in source.iterdir():
+        is_ours = file.suffix in _WEIGHTS or file.name == "config.json" or file.name.endswith(".index.json")
+        if file.is_file() and not is_ours:
+            shutil.copy(file, to / file.name)
+    methods = {name: "int8" if rounded.zeros is None else "int4" for name, rounded in found.items()}
+    config = read_json(source / "config.json") | {"quantization_config": Quantized(methods, tied).config}
+    (to / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _write(tensors: Mapping[str, Tensor], to: Path) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if size and size + tensor.nbytes > _SHARD:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], to / "model.safetensors", {"format": "pt"})
+        return
+    places: dict[str, str] = {}
+    for index, shard in enumerate(shards, start=1):
+        file = f"model-{index:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, to / file, {"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index_file = {"metadata": {"total_size": total}, "weight_map": places}
+    (to / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2) + "\n", "utf-8")
+
+
+def _stored(directory: Path) -> dict[str, Callable[[], Tensor]]:
+    """What reads each tensor of a directory's weight files."""
+    return {name: partial(_read, file, name) for file in weight_files(directory) for name in read_header(file)}
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _parts(name: str) -> list[str]:
+    return [f"{name}.{part}" for part in ("levels", "scales", "zeros")]
+
+
+def _expand(rounded: Rounded, dtype: torch.dtype) -> Tensor:
+    return rounded.numbers.to(dtype)
+
+
+def _spread(factors: Tensor, inputs: int) -> Tensor:
+    """[O, G] → float32 [O, I]."""
+    return factors.float().repeat_interleave(GROUP_SIZE, dim=1)[:, :inputs]

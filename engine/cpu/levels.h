@@ -1,0 +1,315 @@
+/* Products of quantised weights in whole numbers.
+
+   The inputs are quantised, too: signed bytes by groups of 32, the largest of which is 127 times the group's scale. The
+   sum over a group is a whole number, and so exact, whatever instruction computes it: `vpdpbusd`, which multiplies
+   unsigned by signed bytes, or AMX. Its float32 sums are added group by group in the same order everywhere. So a row
+   has the same bits in any batch. */
+
+#pragma once
+
+#include "product.h"
+#include "tiles.h"
+
+#include <string.h>
+
+enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outputs; fours of a group */
+enum { CHUNK_GROUPS = 16 };                   /* groups of a block that stay in the cache while all rows pass */
+
+/* Quantised inputs of a product, by rows. */
+typedef struct {
+    int8_t *levels;         /* [R, G * 32] */
+    float *scales, *totals; /* [R, G]; the sum of a group's inputs */
+    int32_t *offsets;       /* [R, G]: -8 times the sum of a group's levels */
+} Inputs;
+
+/* As many bytes for each row and group of inputs; those of all rows are next to each other. */
+enum { INPUT_BYTES = GROUP + 12 };
+
+INLINE Inputs inputs_at(void *memory, int64_t rows, int64_t groups) {
+    uint8_t *after = (uint8_t *)memory + rows * groups * GROUP;
+    const int64_t size = rows * groups * 4;
+    return (Inputs){memory, (float *)after, (float *)(after + size), (int32_t *)(after + 2 * size)};
+}
+
+/* Quantise one row of T [R, I]. A group that holds NaN or infinity gets such a scale. */
+INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs *to, int half) {
+    const int64_t num_groups = (count + GROUP - 1) / GROUP;
+    const __m512i positive = _mm512_set1_epi32(0x7fffffff);
+    for (int64_t g = 0; g < num_groups; g++) {
+        const int64_t i = row * count + g * GROUP, left = count - g * GROUP, at = row * num_groups + g;
+        __m512 a = load(x, i, tail_mask(left), half), b = _mm512_setzero_ps();
+        if (left > 16) b = load(x, i + 16, tail_mask(left - 16), half);
+        __m512i first = _mm512_and_si512((__m512i)a, positive), second = _mm512_and_si512((__m512i)b, positive);
+        union { uint32_t bits; float number; } most; /* of their sizes, of which NaN is the largest */
+        most.bits = _mm512_reduce_max_epu32(_mm512_max_epu32(first, second));
+        __m512 factor = _mm512_set1_ps(most.number >= 1e-30f ? 127 / most.number : 0);
+        __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), high = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
+        _mm_storeu_si128((__m128i *)(to->levels + at * GROUP), _mm512_cvtsepi32_epi8(low));
+        _mm_storeu_si128((__m128i *)(to->levels + at * GROUP + 16), _mm512_cvtsepi32_epi8(high));
+        const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+        to->scales[at] = most.number / 127;
+        to->totals[at] = to->scales[at] * sum;
+        to->offsets[at] = -8 * sum;
+    }
+}
+
+INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (kind == INT4 ? 2 : 1); }
+
+/* 16 scales of a group, from the output j on; those of the zeros follow the first 64. */
+INLINE __m512 load_scales(const Product *p, int64_t group, int64_t j) {
+    const int64_t i = group * (p->has_zeros ? 2 : 1) * BLOCK + j;
+    if (p->scale_type == F16) return _mm512_cvtph_ps(_mm256_loadu_si256((__m256i *)((uint16_t *)p->scales + i)));
+    return load(p->scales, i, 0xffff, p->scale_type == BF16);
+}
+
+/* Four inputs of 64 outputs as unsigned bytes: INT4 as stored, INT8 plus 128. */
+INLINE void load_quad(const uint8_t *from, int kind, __m512i to[4]) {
+    const __m512i mask = _mm512_set1_epi8(15), sign = _mm512_set1_epi8((char)0x80);
+    for (int j = 0; j < 4; j += 2) {
+        if (kind == INT8) {
+            to[j] = _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j), sign);
+            to[j + 1] = _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j + 64), sign);
+        } else {
+            __m512i both = _mm512_loadu_si512(from + 32 * j);
+            to[j] = _mm512_and_si512(both, mask), to[j + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+        }
+    }
+}
+
+/* The compiler would keep copies of the sums in memory. */
+#define DOT(sum, weight, input) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(input))
+
+/* Multiply `rows` rows from `row` on by the groups `from` to `end` of one block; store the sums [rows, 64] if `from` is
+   0, else add them. Each group also prefetches `share` bytes, starting at `next`. */
+INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
+                       const Inputs *x, int64_t row, float (*to)[BLOCK], int rows, int kind) {
+    const int64_t G = groups(p), bytes = group_bytes(kind);
+    const uint8_t *weight = (const uint8_t *)p->weight + (block * G + from) * bytes;
+    for (int64_t g = from; g < end; g++, next += share) {
+        for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
+        __m512i sums[TILE][4];
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            __m512i offset = _mm512_set1_epi32(x->offsets[(row + r) * G + g]);
+            if (kind == INT8) offset = _mm512_slli_epi32(offset, 4); /* -128 times the sum */
+            else if (!p->middle) offset = _mm512_setzero_si512();
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sums[r][j] = offset;
+        }
+#pragma GCC unroll 8
+        for (int q = 0; q < QUADS; q++, weight += bytes / QUADS) {
+            __m512i quad[4];
+            load_quad(weight, kind, quad);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                int32_t four;
+                memcpy(&four, x->levels + ((row + r) * G + g) * GROUP + 4 * q, 4);
+                __m512i input = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) DOT(sums[r][j], quad[j], input);
+            }
+        }
+        __m512 scales[4], zeros[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            scales[j] = load_scales(p, block * G + g, 16 * j);
+            zeros[j] = p->has_zeros ? load_scales(p, block * G + g, BLOCK + 16 * j) : _mm512_setzero_ps();
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            __m512 step = _mm512_set1_ps(x->scales[(row + r) * G + g]);
+            __m512 total = _mm512_set1_ps(x->totals[(row + r) * G + g]);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                __m512 sum = g ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
+                sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][j]), scales[j]), step, sum);
+                if (p->has_zeros) sum = _mm512_fmadd_ps(zeros[j], total, sum);
+                _mm512_storeu_ps(to[r] + 16 * j, sum);
+            }
+        }
+    }
+}
+
+/* Multiply any number of rows from `first` on, in tiles of similar height; see TILES in kernels.c. */
+#define LEVEL_ROWS(name, kind)                                                                                        \
+    static __attribute__((noinline)) void name(const Product *p, int64_t block, const Inputs *x, int64_t first,       \
+                                               int64_t rows, float (*to)[BLOCK]) {                                    \
+        const int64_t count = (rows + TILE - 1) / TILE, G = groups(p), bytes = group_bytes(kind);                     \
+        for (int64_t a = 0, b; a < G; a = b) {                                                                        \
+            b = a + CHUNK_GROUPS < G ? a + CHUNK_GROUPS : G;                                                          \
+            const char *chunk = (const char *)p->weight + (block * G + a) * bytes;                                    \
+            for (int64_t t = 0; t < count; t++) {                                                                     \
+                const int64_t at = t * rows / count, row = first + at, share = count > 1 ? bytes / count : 0;         \
+                const char *next = chunk + (b - a) * (bytes + t * share);                                             \
+                switch ((t + 1) * rows / count - at) {                                                                \
+                case 1: level_tile(p, block, a, b, next, share, x, row, to + at, 1, kind); break;                     \
+                case 2: level_tile(p, block, a, b, next, share, x, row, to + at, 2, kind); break;                     \
+                case 3: level_tile(p, block, a, b, next, share, x, row, to + at, 3, kind); break;                     \
+                case 4: level_tile(p, block, a, b, next, share, x, row, to + at, 4, kind); break;                     \
+                case 5: level_tile(p, block, a, b, next, share, x, row, to + at, 5, kind); break;                     \
+                case 6: level_tile(p, block, a, b, next, share, x, row, to + at, 6, kind); break;                     \
+                }                                                                                                     \
+            }                                                                                                         \
+        }                                                                                                             \
+    }
+LEVEL_ROWS(int8_rows, INT8)
+LEVEL_ROWS(int4_rows, INT4)
+
+#if defined __AMX_INT8__ && defined __linux__
+/* The group's sums of whole numbers, 16 rows times 16 outputs, into `dots[n]`. */
+#define DOTS(n, group, a, b)                                                                                          \
+    if ((group) < count) {                                                                                            \
+        COMPILER_BARRIER;                                                                                             \
+        _tile_zero(n);                                                                                                \
+        _tile_loadd(a, levels + (group) * GROUP, G * GROUP);                                                          \
+        _tile_loadd(b, weight + (group) * GROUP * BLOCK, QUAD);                                                       \
+        _tile_dpbssd(n, a, b);                                                                                        \
+        _tile_stored(n, dots[n], 64);                                                                                 \
+        COMPILER_BARRIER;                                                                                             \
+    }
+
+INLINE void add_dots(const Product *p, int64_t group, int64_t output, const int32_t (*dots)[16], const float *scales,
+                     const float *totals, int64_t G, __m512 sums[TILE_ROWS]) {
+    const __m512 scale = load_scales(p, group, output);
+    const __m512 zero = p->has_zeros ? load_scales(p, group, BLOCK + output) : _mm512_setzero_ps();
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) {
+        __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[r]));
+        sums[r] = _mm512_fmadd_ps(_mm512_mul_ps(dot, scale), _mm512_set1_ps(scales[r * G]), sums[r]);
+        if (p->has_zeros) sums[r] = _mm512_fmadd_ps(zero, _mm512_set1_ps(totals[r * G]), sums[r]);
+    }
+}
+
+/* Multiply 16 rows from `row` on by `count` groups of a block from `from` on, for 16 outputs from `output` on; `weight`
+   are their levels. AMX computes three groups ahead: what it has stored takes long to be there. */
+INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t count, int64_t output,
+                        const int8_t *weight, const Inputs *x, int64_t row, float (*to)[BLOCK], const char *next,
+                        int64_t share) {
+    const int64_t G = groups(p), first = block * G + from;
+    const int8_t *levels = x->levels + (row * G + from) * GROUP;
+    const float *scales = x->scales + row * G + from, *totals = x->totals + row * G + from;
+    int32_t dots[4][TILE_ROWS][16] __attribute__((aligned(64)));
+    __m512 sums[TILE_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) sums[r] = from ? _mm512_loadu_ps(to[r] + output) : _mm512_setzero_ps();
+    DOTS(0, 0, 4, 6)
+    DOTS(1, 1, 5, 7)
+    DOTS(2, 2, 4, 6)
+    for (int64_t g = 0; g < count; g += 4) {
+        for (int64_t line = 0; line < share; line += 64, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+        DOTS(3, g + 3, 5, 7)
+        add_dots(p, first + g, output, dots[0], scales + g, totals + g, G, sums);
+        DOTS(0, g + 4, 4, 6)
+        if (g + 1 < count) add_dots(p, first + g + 1, output, dots[1], scales + g + 1, totals + g + 1, G, sums);
+        DOTS(1, g + 5, 5, 7)
+        if (g + 2 < count) add_dots(p, first + g + 2, output, dots[2], scales + g + 2, totals + g + 2, G, sums);
+        DOTS(2, g + 6, 4, 6)
+        if (g + 3 < count) add_dots(p, first + g + 3, output, dots[3], scales + g + 3, totals + g + 3, G, sums);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) _mm512_storeu_ps(to[r] + output, sums[r]);
+}
+
+/* Multiply a multiple of 16 rows from `first` on. INT4 becomes signed bytes, a chunk at a time. */
+#define LEVEL_TILES(name, kind)                                                                                       \
+    static __attribute__((noinline)) void name(const Product *p, int64_t block, const Inputs *x, int64_t first,       \
+                                               int64_t rows, float (*to)[BLOCK]) {                                    \
+        const int64_t G = groups(p), bytes = group_bytes(kind);                                                       \
+        const int64_t share = bytes * TILE_ROWS / rows / 64 * 64;                                                     \
+        int8_t unpacked[kind == INT8 ? 1 : CHUNK_GROUPS * GROUP * BLOCK] __attribute__((aligned(64)));                \
+        for (int64_t a = 0, b; a < G; a = b) {                                                                        \
+            b = a + CHUNK_GROUPS < G ? a + CHUNK_GROUPS : G;                                                          \
+            const uint8_t *chunk = (const uint8_t *)p->weight + (block * G + a) * bytes;                              \
+            const char *next = (const char *)chunk + (b - a) * bytes;                                                 \
+            const int8_t *weight = (const int8_t *)chunk;                                                             \
+            if (kind == INT4) {                                                                                       \
+                weight = unpacked;                                                                                    \
+                for (int64_t q = 0; q < (b - a) * QUADS; q++) {                                                       \
+                    __m512i quad[4];                                                                                  \
+                    load_quad(chunk + q * (QUAD / 2), INT4, quad);                                                    \
+                    for (int j = 0; j < 4; j++)                                                                       \
+                        _mm512_store_si512(unpacked + q * QUAD + 64 * j,                                              \
+                                           _mm512_sub_epi8(quad[j], _mm512_set1_epi8(p->middle)));                    \
+                }                                                                                                     \
+            }                                                                                                         \
+            for (int64_t r = 0; r < rows; r += TILE_ROWS)                                                             \
+                for (int j = 0; j < 4; j++, next += (b - a + 3) / 4 * share)                                          \
+                    level_tiles(p, block, a, b - a, 16 * j, weight + 64 * j, x, first + r, to + r, next, share);      \
+        }                                                                                                             \
+    }
+LEVEL_TILES(int8_tiles, INT8)
+LEVEL_TILES(int4_tiles, INT4)
+#else
+#define int8_tiles int8_rows
+#define int4_tiles int4_rows
+#endif
+
+enum { LEAST_TILE = 9 }; /* rows from which a tile of 16, some unused, is faster than the other instructions */
+
+/* How many of the rows AMX multiplies, some of them unused. */
+INLINE int64_t tiled_rows(int64_t rows) {
+    return has_tiles ? (rows + TILE_ROWS - LEAST_TILE) / TILE_ROWS * TILE_ROWS : 0;
+}
+
+/* `rows` rows from `first` on times one block -> [rows, 64]; up to 15 rows more are read and written. */
+INLINE void multiply_levels(const Product *p, int64_t block, const Inputs *x, int64_t first, int64_t rows,
+                            float (*to)[BLOCK]) {
+    const int64_t tiled = tiled_rows(rows);
+    if (tiled) (p->kind == INT8 ? int8_tiles : int4_tiles)(p, block, x, first, tiled, to);
+    if (tiled < rows)
+        (p->kind == INT8 ? int8_rows : int4_rows)(p, block, x, first + tiled, rows - tiled, to + tiled);
+}
+
+/* The same for inputs in float32, in float32; see `tile` in kernels.c. */
+INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*to)[BLOCK], int rows, int kind) {
+    const int64_t G = groups(p), bytes = group_bytes(kind);
+    const uint8_t *weight = (const uint8_t *)p->weight + block * G * bytes;
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(to[r] + 16 * j, _mm512_setzero_ps());
+    for (int64_t g = 0; g < G; g++, weight += bytes) {
+        const int64_t end = p->inputs - g * GROUP < GROUP ? p->inputs - g * GROUP : GROUP;
+        __m512 sums[TILE][4];
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < end; i++) {
+            __m512i quad[4];
+            load_quad(weight + i / 4 * (bytes / QUADS), kind, quad);
+            for (int j = 0; j < 4; j++) {
+                __m512i level = _mm512_and_si512(_mm512_srli_epi32(quad[j], 8 * (i % 4)), _mm512_set1_epi32(255));
+                __m512 one = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(kind == INT8 ? 128 : p->middle)));
+                for (int r = 0; r < rows; r++) {
+                    __m512 input = _mm512_set1_ps(x[r * p->inputs + g * GROUP + i]);
+                    sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            __m512 total = _mm512_setzero_ps();
+            if (p->has_zeros)
+                for (int64_t i = 0; i < end; i++)
+                    total = _mm512_add_ps(total, _mm512_set1_ps(x[r * p->inputs + g * GROUP + i]));
+            for (int j = 0; j < 4; j++) {
+                __m512 sum = _mm512_loadu_ps(to[r] + 16 * j);
+                sum = _mm512_fmadd_ps(sums[r][j], load_scales(p, block * G + g, 16 * j), sum);
+                if (p->has_zeros) sum = _mm512_fmadd_ps(total, load_scales(p, block * G + g, BLOCK + 16 * j), sum);
+                _mm512_storeu_ps(to[r] + 16 * j, sum);
+            }
+        }
+    }
+}
+
+#define LEVEL_FLOATS(name, kind)                                                                                      \
+    static __attribute__((noinline)) void name(const Product *p, int64_t block, const float *x, int64_t rows,         \
+                                               float (*to)[BLOCK]) {                                                  \
+        for (int64_t r = 0; r < rows; r += 4) {                                                                       \
+            const float *from = x + r * p->inputs;                                                                    \
+            switch (rows - r) {                                                                                       \
+            case 1: float_tile(p, block, from, to + r, 1, kind); break;                                               \
+            case 2: float_tile(p, block, from, to + r, 2, kind); break;                                               \
+            case 3: float_tile(p, block, from, to + r, 3, kind); break;                                               \
+            default: float_tile(p, block, from, to + r, 4, kind);                                                     \
+            }                                                                                                         \
+        }                                                                                                             \
+    }
+LEVEL_FLOATS(int8_floats, INT8)
+LEVEL_FLOATS(int4_floats, INT4)

@@ -1,0 +1,30 @@
+/* A weight as the kernels read it, and the layouts of weights. */
+
+#pragma once
+
+#include "vectors.h"
+
+enum { PLAIN, INT8, INT4 };
+enum { BF16, F16, F32 }; /* the types of scales */
+enum { GROUP = 32, MOST_ROWS = 256 };
+enum { TILE = 6 };       /* rows whose sums fit into registers */
+enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
+
+/* x W' + b, [R, I] -> [R, O]. The weight is stored in blocks of 64 outputs, zeros behind O and I.
+   PLAIN: each block in pairs of inputs, [O / 64, I / 2, 64, 2]; float32 is [O / 64, I, 64]. oneDNN uses the same
+   layout, except for bfloat16 with AMX.
+   INT8 and INT4: levels by groups of 32 inputs with a scale, in fours of inputs, [O / 64, I / 4, 64, 4]. INT8 has
+   signed bytes. INT4 has levels 0 to 15 two to a byte, of which `middle`, 0 or 8, is subtracted: 32 outputs in 64
+   bytes, the first 16 in the low halves.
+   scales: [O / 64, G, 1 or 2, 64] of the type `scale_type`. The weight is level * scale, plus the second of two
+   scales if `has_zeros`. */
+typedef struct {
+    const void *weight, *scales;
+    const float *bias; /* [O] or NULL */
+    int64_t inputs, outputs, kind, scale_type, has_zeros, middle;
+} Product;
+
+INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }
+
+/* Groups of inputs that share a scale; the last may be shorter. */
+INLINE int64_t groups(const Product *p) { return (p->inputs + GROUP - 1) / GROUP; }

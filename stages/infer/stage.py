@@ -1,0 +1,340 @@
+"""infer: where the broker meets the engine. It takes batches and publishes every token as soon as it exists.
+
+A request's first output announces its epoch and is stored only if nothing is stored before it, so a batch that was
+dispatched twice runs once. A worker that takes over a request announces a newer epoch right behind the last output:
+this fences off the previous worker, and generation continues with the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import partial
+
+import structlog
+
+from ...config import metrics
+from ...engine import EmbeddingInput, EngineRequest, InferenceEngine
+from ...schemas import codec
+from ...schemas.canaries import CANARY
+from ...schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal
+from ...schemas.events import FINAL
+from ...schemas.jobs import InferenceBatch, Priority, ValidatedJob
+from ...schemas.registry import Room, WorkerCard, reserve_of
+from ...streams.family import share_metrics, watch_loop
+from ...streams.lanes import open_lanes
+from ...streams.outages import outage_logged, through_outages
+from ...streams.port import SCHEMA, Delivery
+from ...streams.topology import CONSUMER_IDLE, EVENTS, INFER
+from .. import endings
+from ..contract import Intake, Pipe, Stage
+from ..degradation import slots
+from ..transcript import Transcript
+from ..visits import CURRENT
+from .adapters import WorkerAdapters
+from .arrivals import Arrivals
+from .relay import OutputPublisher
+from .request_metrics import EngineMetrics, RequestMetrics, Unmeasured, WorkerMetrics
+from .spans import InferSpan
+
+log = structlog.get_logger(__name__)
+
+_RANKS: dict[Priority, int] = {"high": 0, "normal": 1, "low": 2}
+_MESSAGES = 1_000  # of a worker's streams in a second, above which they are made larger instead
+_ROOM_PAUSE = 0.0005  # least seconds between two reports of free seats
+
+
+class Infer(Stage):
+    """Runs every job of a batch in the engine's continuous batch; a failure ends that job alone."""
+
+    name = "infer"
+    is_brief = False  # and it counts deaths itself, by request
+    concurrency = 1024
+    prefetch = 16
+
+    def __init__(self, pipe: Pipe, engine: InferenceEngine, card: WorkerCard) -> None:
+        super().__init__(pipe)
+        self._engine = engine
+        self._card = card
+        self._publishers: dict[tuple[str, str], OutputPublisher] = {}  # by tenant and request; set by _publish_outputs
+        self._leaving = False  # set by leave
+        self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
+        self._moved = 0.0  # loop time when that last changed; set by _watch
+        self._adapters = WorkerAdapters(engine)
+        self._metrics = WorkerMetrics(card.model.name, card.id)
+        self._arrivals = Arrivals()  # set by handle
+        self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
+        self._free_reported = 0  # seats last reported free that no job has taken yet; set by _report_room
+        self._has_news = asyncio.Event()  # about the room
+        self._alone = asyncio.Lock()  # held while a request begins that may have killed a worker
+
+    async def run(self, intake: Intake) -> None:
+        await self.pipe.registry.claim(self._card)
+        await open_lanes(self.pipe.broker, self.pipe.settings, self._card.model.name, self._card.model.revision)
+        name, subject = f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id)
+        await intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
+        state = EngineMetrics(self._engine.stats, self._card.model.name, self._card.id)
+        metrics.REGISTRY.register(state)
+        metrics.serve_metrics(self.pipe.settings.host, self.pipe.settings.metrics_port)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._report_room())
+                group.create_task(self._keep_adapters())
+                group.create_task(share_metrics(self.pipe.broker, self.pipe.subjects, self._card.id))
+                group.create_task(watch_loop(self._card.id))
+                await self._heartbeats()
+        finally:
+            metrics.REGISTRY.unregister(state)
+
+    async def leave(self) -> None:
+        self._leaving = True
+        await self.pipe.registry.withdraw(self._card)
+
+    async def _heartbeats(self) -> None:
+        while self._engine.healthy:
+            if self._leaving:
+                await asyncio.Event().wait()  # what runs is finished; nothing more is asked for
+            with outage_logged("heartbeat missed", stage=self.name):
+                await self.pipe.registry.announce_worker(self._card)
+            self._has_news.set()
+            await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+            self._watch()
+        raise RuntimeError("the engine has died") from self._engine.error
+
+    async def _keep_adapters(self) -> None:
+        """Have every adapter ready that requests may name: those of the settings, and those added at run time."""
+        model = self._card.model
+        while True:
+            with outage_logged("adapters cannot be looked up"):
+                added = await self.pipe.registry.added_adapters()
+                own = [each.source for each in added if each.model == model.name]
+                await self._adapters.keep([*model.adapters, *own])
+            await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+
+    async def _report_room(self) -> None:
+        """Report free seats when few are left, when idle, and with each heartbeat, since a report can be lost."""
+        subject = self.pipe.subjects.room(self._card.id)
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            room = self._room()
+            self._free_reported = room.free
+            await self.pipe.broker.notify(subject, room.model_dump_json().encode())
+            await asyncio.sleep(_ROOM_PAUSE)
+
+    def _room(self) -> Room:
+        cache = self._engine.stats().cache
+        pressure = cache.usage if cache else 0.0
+        high, others = slots(pressure, self._card.capacity, reserve_of(self._card.capacity))
+        active = self._active.total()
+        return Room(
+            worker=self._card.id,
+            incarnation=self._card.incarnation,
+            free=0 if self._leaving else others - active,
+            free_high=0 if self._leaving else high - active,
+            received=self._arrivals.numbers,
+            active=active,
+            free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
+            total_tokens=cache.num_tokens if cache else 0,
+            tenants=dict(self._active),
+        )
+
+    def _arrive(self, tenant: str, seats: int) -> None:
+        self._metrics.seats_received.inc(seats)
+        self._metrics.active.inc()
+        self._active[tenant] += seats
+        self._free_reported -= seats
+
+    def _depart(self, tenant: str, seats: int, _: asyncio.Task[None]) -> None:
+        self._metrics.active.dec()
+        self._active[tenant] -= seats
+        if not self._active[tenant]:
+            del self._active[tenant]
+        if self._free_reported <= self._card.capacity // 2 or not self._active:
+            self._has_news.set()
+
+    def _watch(self) -> None:
+        """End this worker if its engine hangs, so that another worker takes over its requests."""
+        now = asyncio.get_running_loop().time()
+        stats = self._engine.stats()
+        seen = (self._engine.progress, stats.num_running + stats.num_waiting > 0)
+        if seen != self._seen or not seen[1]:
+            self._seen, self._moved = seen, now
+        elif now - self._moved > self.pipe.settings.stall_timeout:
+            raise RuntimeError(f"the engine has made no progress for {self.pipe.settings.stall_timeout:g} s")
+
+    def alive(self) -> bool:
+        """Keep leases through a long step, but not for an engine that `_watch` would end."""
+        standing = asyncio.get_running_loop().time() - self._moved if self._seen[1] else 0.0
+        return self._engine.healthy and standing <= self.pipe.settings.stall_timeout
+
+    async def handle(self, delivery: Delivery) -> None:
+        if (visit := CURRENT.get()) is not None:
+            CURRENT.set(visit.noting(worker=self._card.id))
+        message = delivery.message
+        batch = codec.decode_model(InferenceBatch, message.data, message.headers.get(SCHEMA))
+        epochs = batch.epochs or (0,) * len(batch.jobs)
+        is_ours = batch.incarnation == self._card.incarnation
+        if is_ours:
+            self._arrivals.add(batch.sender, batch.number, batch.oldest)
+        async with asyncio.TaskGroup() as group:
+            for job, epoch in zip(batch.jobs, epochs, strict=True):
+                seats = self._card.seats_of(job)
+                self._arrive(job.tenant, seats)
+                # An earlier process with this worker's name may have used this epoch already: start above it.
+                running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
+                running.add_done_callback(partial(self._depart, job.tenant, seats))
+
+    async def _run(self, job: ValidatedJob, newest: int) -> None:
+        """Run one job to its end. `newest` is the highest epoch that another worker may have used.
+
+        Raises only if the engine has died: any other failure ends this job alone.
+        """
+        try:
+            # These wait, and the checks below must not be followed by a wait.
+            await self._note_keep_alive(job)
+            await self._engine.prepare(job.params)
+            async with self._adapters.using(job.adapter) as adapter:
+                if running := self._publishers.get((job.tenant, job.id)):
+                    # Redelivered after a lost lease, or dispatched twice: this delivery ends when the running one does.
+                    await running.ended.wait()
+                    if not self._engine.healthy:
+                        raise RuntimeError("the engine has died") from self._engine.error
+                    return
+                if (job.model, job.revision) != (self._card.model.name, self._card.model.revision):
+                    raise Overloaded(f"The worker no longer serves {job.model}.", retry_after=1.0)
+                if job.deadline <= self.pipe.now():
+                    raise DeadlineExceeded("No worker began the request before its deadline.")
+                await self._publish_outputs(job, newest, adapter)
+        except Exception as error:
+            if not self._engine.healthy:
+                raise
+            if not isinstance(error, Refusal):
+                log.error(
+                    "a request failed", request=job.id, reason=type(error).__name__, where=endings.location(error)
+                )
+                error = GenerationFailed("The request failed in the worker.")
+            event = endings.ending(job.id, error)
+            await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)
+
+    async def _note_keep_alive(self, job: ValidatedJob) -> None:
+        """Tell the agent, before the worker is idle again, how long it is to stay."""
+        if job.keep_alive != self._card.keep_alive and not self._leaving:
+            self._card = self._card.model_copy(update={"keep_alive": job.keep_alive})
+            with outage_logged("keep_alive cannot be announced"):
+                await self.pipe.registry.announce_worker(self._card)
+
+    def _interval(self) -> float:
+        """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""
+        return max(self.pipe.settings.relay_interval, len(self._publishers) / _MESSAGES)
+
+    async def _publish_outputs(self, job: ValidatedJob, newest: int, adapter: str | None) -> None:
+        measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics)
+        publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter)
+        if (visit := CURRENT.get()) is not None and visit.span is not None:
+            publisher.span = InferSpan(visit.span, job, self._card.id)
+        self._publishers[job.tenant, job.id] = publisher
+        timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), publisher.expire)
+        try:
+            if newest == 0:
+                publisher.metrics.began()
+                await self._continue(publisher, Transcript())
+                if not publisher.is_ours:
+                    await self._announce_end_again(publisher, await self.pipe.transcript(job.tenant, job.id))
+                return
+            transcript = await self.pipe.transcript(job.tenant, job.id)
+            if transcript.finished:
+                await self._announce_end_again(publisher, transcript)
+                return
+            if transcript.kills >= self.pipe.settings.max_kills:
+                reason = f"{transcript.kills} workers died while they began it"
+                await endings.give_up(self.pipe, self.name, job, reason)
+            elif transcript.silent:
+                # Begin suspects one at a time, so that a request that kills workers can be identified.
+                async with self._alone:
+                    continuing = asyncio.create_task(self._take_over(publisher, newest, transcript))
+                    begun = asyncio.create_task(publisher.begun.wait())
+                    try:
+                        await asyncio.wait({continuing, begun}, return_when=asyncio.FIRST_COMPLETED)
+                    except asyncio.CancelledError:
+                        continuing.cancel()
+                        raise
+                    finally:
+                        begun.cancel()
+                await continuing
+            else:
+                await self._take_over(publisher, newest, transcript)
+        finally:
+            timer.cancel()
+            publisher.cancel()
+            del self._publishers[job.tenant, job.id]
+            publisher.ended.set()
+
+    async def _announce_end_again(self, publisher: OutputPublisher, transcript: Transcript) -> None:
+        """Announce an epoch behind a finished request whose final event is no longer stored: the stage stream stores it
+        again. That happens when a client repeats a request after its events have left their stream."""
+        job, broker = publisher.job, self.pipe.broker
+        if transcript.finished:
+            events = self.pipe.subjects.events(job.tenant, job.bridge, job.id)
+            newest = await through_outages(lambda: broker.last(EVENTS, events), events)
+            if newest is None or not isinstance(codec.decode_event(newest.data), FINAL):
+                publisher.epoch, publisher.last = transcript.epoch + 1, transcript.last
+                await publisher.announce()
+
+    async def _take_over(self, publisher: OutputPublisher, newest: int, transcript: Transcript) -> None:
+        """Announce an epoch newer than `newest` right behind `transcript`, and continue from there."""
+        while True:
+            publisher.epoch, publisher.last = max(newest, transcript.epoch) + 1, transcript.last
+            if await publisher.announce():
+                publisher.metrics.continued(transcript.token_ids) if transcript.started else publisher.metrics.began()
+                job, tokens = publisher.job, sum(map(len, transcript.token_ids))
+                log.warning("request taken over", request=job.id, tenant=job.tenant, tokens=tokens)
+                if publisher.span is not None:
+                    publisher.span.taken_over(transcript.trace, tokens)
+                await self._continue(publisher, transcript)
+                return
+            before, transcript = transcript, await self.pipe.transcript(publisher.job.tenant, publisher.job.id)
+            if transcript.epoch > before.epoch or transcript.finished:
+                return  # another worker has taken it over, or the previous one finished it
+
+    async def _continue(self, publisher: OutputPublisher, transcript: Transcript) -> None:
+        """Generate and publish what `transcript` does not hold yet."""
+        publisher.finished = frozenset(
+            choice for choice, reason in enumerate(transcript.finish_reasons) if reason is not None
+        )
+        publisher.handles += [self._engine.open(request) for request in _requests(publisher, transcript)]
+        if publisher.expired:  # meanwhile
+            publisher.cancel()
+        with self.pipe.cancellations.calling(publisher.job.tenant, publisher.job.id, publisher.cancel):
+            await asyncio.gather(*(publisher.relay(handle) for handle in publisher.handles))
+        if publisher.is_ours and not publisher.is_cut:
+            publisher.metrics.ended()
+        if publisher.is_cut:
+            raise DeadlineExceeded("The deadline passed before every input was embedded.")
+
+
+def _requests(publisher: OutputPublisher, transcript: Transcript) -> list[EngineRequest]:
+    """One engine request for each prompt that is not finished yet."""
+    job = publisher.job
+    requests = []
+    n, seed = job.params.n, job.params.seed
+    embeds = job.endpoint == "/v1/embeddings"
+    kind = partial(EmbeddingInput, dimensions=job.dimensions) if embeds else EngineRequest
+    for index, prompt in enumerate(job.prompts):
+        choices = slice(index * n, (index + 1) * n)
+        if transcript.finish_reasons and None not in transcript.finish_reasons[choices]:
+            continue
+        request = kind(
+            id=f"{job.tenant}.{job.id}.{publisher.epoch}",
+            prompt=prompt,
+            params=job.params,
+            seed=seed if seed is not None else 0,
+            epoch=publisher.epoch,
+            first_choice=choices.start,
+            generated=tuple(map(tuple, transcript.token_ids[choices])),
+            cache_salt=job.tenant,
+            priority=_RANKS[job.priority],
+            adapter=publisher.adapter,
+        )
+        requests.append(request)
+    return requests

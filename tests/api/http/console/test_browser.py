@@ -1,0 +1,198 @@
+"""The page in a real browser, at a real server under load: every panel, every action, and what is killed meanwhile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+from console import ADMIN, KEYS, USER, WIDE, Load, browsing, bury, catalogue, child, page_of, serious_faults
+from playwright.sync_api import Browser, Page, ViewportSize, expect
+from serving import Served, serving
+
+PANELS = ("", "requests", "queue", "models", "workers", "letters", "chat")
+SMALL = ViewportSize(width=400, height=800)
+some = re.compile(r"[1-9]")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("console")
+    arguments = "--models", str(catalogue(root)), "--echo-rate", "30", "--max-batch-size", "4", "--api-keys", KEYS
+    with serving(root / "state", *arguments, "--heartbeat-interval", "0.5") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, served: Served) -> Iterator[Page]:
+    with page_of(browser, served) as page:
+        yield page
+
+
+def show(page: Page, panel: str) -> None:
+    page.evaluate("path => { location.hash = path }", f"#/{panel}")
+    expect(page.locator(f"main.{panel.partition('/')[0] or 'overview'}")).to_be_visible()
+
+
+def test_every_panel_has_live_data_under_load(served: Served, page: Page) -> None:
+    with Load(served, "main", 14):
+        stages = page.locator(".stage")
+        expect(stages.locator("h3")).to_have_text(["validate", "queue", "batch", "infer", "stream"])
+        for stage in ("batch", "infer", "stream"):
+            card = stages.filter(has=page.get_by_role("heading", name=stage))
+            expect(card.locator(".main-number b")).to_have_text(some)
+        for title in ("Tokens a second", "Requests", "Time to the first token"):
+            plot = page.locator(".plot", has=page.get_by_role("heading", name=title, exact=True))
+            expect(plot.locator("path.line").first).to_be_visible()
+            expect(plot.locator(".legend b").first).to_have_text(some)
+        assert serious_faults(page) == []
+
+        show(page, "requests")
+        running = page.locator("tbody tr", has=page.locator(".badge.run"))
+        expect(running.first.locator("td").nth(2)).to_have_text("acme")
+        expect(running.first.locator("td.number").first).to_have_text(some)
+        page.get_by_role("button", name="Ended").click()
+        expect(page.locator("tbody .badge.good").first).to_be_visible()
+        page.get_by_label("Filter the requests").fill("no such word")
+        expect(page.get_by_text("No requests here")).to_be_visible()
+        page.get_by_label("Filter the requests").fill("")
+        page.get_by_role("button", name="All").click()
+        assert serious_faults(page) == []
+
+        show(page, "queue")
+        expect(page.locator("td.position").first).to_have_text("1")
+        assert serious_faults(page) == []
+
+        show(page, "workers")
+        expect(page.locator(".card h2")).to_have_count(2)
+        for each in page.locator(".card").all():
+            expect(each.locator(".gauge b").first).to_have_text(re.compile("[1-9] of 4"))
+        assert serious_faults(page) == []
+
+
+def test_a_waiting_request_is_cancelled(served: Served, page: Page) -> None:
+    with Load(served, "main", 14, max_tokens=200):
+        show(page, "queue")
+        last = page.locator("tbody tr").last
+        expect(last.locator("td.position")).to_have_text(some)
+        link = last.locator("a.id")
+        name = str(link.get_attribute("title"))
+        page.get_by_title(f"Cancel {name}").click()
+        expect(page.locator(".toast")).to_contain_text("is cancelled")
+        expect(page.locator(f"a.id[title='{name}']")).to_have_count(0)
+        show(page, f"requests/acme/{name}")
+        expect(page.locator(".detail .badge").first).to_have_text("cancelled")
+
+
+def test_a_takeover_is_seen_in_the_life_of_a_request(served: Served, page: Page) -> None:
+    body: dict[str, Any] = {"model": "main", "prompt": "x", "max_tokens": 600, "stream": True, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {USER}"}
+    with requests.post(f"{served.url}/v1/completions", json=body, headers=headers, stream=True, timeout=60) as response:
+        name = response.headers["x-request-id"]
+        show(page, f"requests/acme/{name}")
+        infer = page.locator(".span", has_text=re.compile("^infer"))
+        expect(infer).to_have_count(1)
+        worker = str(page.locator("tr.current td").nth(3).text_content())
+        child(served, worker).kill()
+        expect(page.locator(".told")).to_contain_text(worker)
+        expect(infer.first.locator(".bar.bad")).to_be_visible()
+        expect(infer.nth(1)).to_contain_text("from token")
+        expect(page.locator("tr.current .tag")).to_have_text("taken over")
+        assert serious_faults(page) == []
+        page.locator(".detail").get_by_title(f"Cancel {name}").click()
+        expect(page.locator(".detail .badge").first).to_have_text("cancelled")
+    show(page, "workers")
+    expect(page.locator(".card .badge.good")).to_have_count(2)
+
+
+def test_models_are_loaded_swapped_and_unloaded(served: Served, page: Page) -> None:
+    show(page, "models")
+    spare = page.get_by_role("article", name="Model spare")
+    spare.get_by_title("Load spare").click()
+    expect(spare.locator(".badge").first).to_have_text("ready")
+    spare.get_by_label("Swap spare to").fill("no-files-3")
+    spare.get_by_role("button", name="Swap").click()
+    expect(spare.locator(".fact", has_text="Revision").locator("dd")).to_have_text("2")
+    assert serious_faults(page) == []
+    spare.get_by_title("Unload spare").click()
+    expect(spare.locator(".badge").first).to_have_text("unloaded")
+
+
+def test_dead_letters_are_shown_retried_and_dropped(served: Served, page: Page) -> None:
+    bury(served, "lost-1", "main")
+    bury(served, "lost-2", "main")
+    show(page, "letters")
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("the disk was full")
+    page.get_by_title("Show dead letter 1").click()
+    expect(page.locator("tr.whole")).to_contain_text("penstock.jobs.high.acme")
+    expect(page.locator("tr.whole")).to_contain_text("Hidden, as it holds what clients wrote")
+    assert "a secret" not in page.content()
+    assert serious_faults(page) == []
+    page.get_by_title("Retry dead letter 1").click()
+    expect(page.locator(".toast", has_text="Sent again as lost-1-r1.")).to_be_visible()
+    page.get_by_title("Drop dead letter 2").click()
+    page.get_by_role("dialog").get_by_role("button", name="Drop").click()
+    expect(page.get_by_text("No dead letters")).to_be_visible()
+    show(page, "requests/acme/lost-1-r1")
+    expect(page.locator(".detail .badge").first).to_have_text("completed")
+
+
+def test_a_chat_goes_on_when_the_bridge_is_killed(served: Served, page: Page) -> None:
+    words = " ".join(f"word{number}" for number in range(40))
+    show(page, "chat")
+    page.get_by_label("Model").select_option("main")
+    page.get_by_label("Your message").fill(words)
+    page.get_by_label("Your message").press("Enter")
+    answer = page.locator(".turn.assistant .text").last
+    expect(answer).to_contain_text("word2")
+    child(served, "front").kill()
+    expect(page.locator(".turn.assistant .badge", has_text="nothing lost")).to_be_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    body: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": words}]}
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    undisturbed = requests.post(f"{served.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
+    expect(answer).to_have_text(undisturbed["choices"][0]["message"]["content"])
+    expect(page.locator(".status")).to_have_text("Live")
+    assert serious_faults(page) == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_is_usable_on_a_small_screen_and_by_keyboard(browser: Browser, served: Served, dark: bool) -> None:
+    bury(served, f"small-{dark}", "main")
+    with Load(served, "main", 10), page_of(browser, served, SMALL, dark=dark) as page:
+        for number, panel in enumerate(PANELS, 1):
+            page.locator("body").press(str(number))
+            expect(page.locator("nav a[aria-current]")).to_have_attribute("href", f"#/{panel}")
+            assert page.evaluate("document.documentElement.scrollWidth") <= SMALL["width"], panel
+            assert serious_faults(page) == []
+        page.locator("body").press("2")
+        page.locator("body").press("/")
+        expect(page.get_by_label("Filter the requests")).to_be_focused()
+        page.locator("tbody a.id").first.focus()
+        page.locator("tbody a.id").first.press("Enter")
+        expect(page.locator(".detail")).to_be_visible()
+        page.locator(".detail h2").press("Escape")
+        expect(page.locator(".detail")).to_have_count(0)
+
+
+def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served) -> None:
+    context = browser.new_context(viewport=WIDE)
+    page = context.new_page()
+    page.goto(served.url)
+    expect(page.get_by_text("This server wants an API key")).to_be_visible()
+    for key, status in (("sk-user-of-acme", "Key needed"), (ADMIN, "Live")):
+        page.get_by_role("button", name="Enter a key").click()
+        page.get_by_role("dialog").get_by_label("Key").fill(key)
+        page.get_by_role("dialog").get_by_role("button", name="Save").click()
+        expect(page.locator(".status")).to_have_text(status)
+    context.close()

@@ -1,0 +1,46 @@
+"""Whether there is a tracer, and what of a client's trace is believed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from penstock.config.settings import Settings
+from penstock.config.tracing import ENDPOINTS, is_traceparent, span_context, tracing
+from penstock.schemas.errors import StartupError
+
+
+async def test_without_a_collector_there_is_no_tracer() -> None:
+    async with tracing(Settings(), "test") as tracer:
+        assert tracer is None
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+async def test_without_the_sdk_a_collector_is_an_error(monkeypatch: pytest.MonkeyPatch, by_variable: bool) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    if by_variable:
+        monkeypatch.setenv(ENDPOINTS[1], "http://127.0.0.1:9")
+    settings = Settings() if by_variable else Settings(otlp_endpoint="http://127.0.0.1:9")
+    with pytest.raises(StartupError, match=r"penstock\[otel\]"):
+        async with tracing(settings, "test"):
+            pass
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331",
+        "00-0AF7651916CD43DD8448EB211C80319C-B7AD6B7169203331-01",
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\nx: y",
+    ],
+)
+def test_a_malformed_trace_is_none(header: str | None) -> None:
+    assert not is_traceparent(header)
+    assert span_context(header) is None
+
+
+def test_zeros_name_no_span() -> None:
+    assert span_context(f"00-{'0' * 32}-{'0' * 16}-01") is None

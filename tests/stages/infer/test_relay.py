@@ -1,0 +1,92 @@
+"""How a worker publishes what its engine says: in few messages, however many choices a request has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from memory_pipeline import Pipeline, validated
+
+from penstock.engine import EngineRequest, RequestHandle
+from penstock.schemas import codec
+from penstock.schemas.events import Delta, FinishReason, Started, TokenLogprob
+from penstock.schemas.params import GenerationParams
+from penstock.stages.infer.relay import OutputPublisher, messages, pause_behind
+from penstock.stages.infer.request_metrics import RequestMetrics, WorkerMetrics
+
+
+def delta(choice: int, tokens: int = 1, reason: FinishReason | None = None, *, logprobs: bool = False) -> Delta:
+    entries = (TokenLogprob("x", 1, -0.5, (120,)),) * tokens if logprobs else None
+    return Delta("r", 1, choice, 0, (1,) * tokens, "x" * tokens, entries, reason)
+
+
+def handle_of(choices: int, deltas: Sequence[Delta]) -> RequestHandle:
+    request = EngineRequest(id="r", prompt=(1,), params=GenerationParams(n=choices), seed=0)
+    handle = RequestHandle(request, lambda: None)
+    for one in deltas:
+        handle.put(one)
+    return handle
+
+
+def test_what_many_choices_have_to_say_is_one_message(pipeline: Pipeline) -> None:
+    async def scene() -> None:
+        pipe, job = pipeline.pipe, validated("wide", pipeline.pipe)
+        job = job.model_copy(update={"params": job.params.model_copy(update={"n": 40})})
+        publisher = OutputPublisher(pipe, job, lambda: 0.0, RequestMetrics(job, WorkerMetrics("model", "w0")))
+        await publisher.relay(handle_of(40, [delta(choice, reason="stop") for choice in range(40)]))
+        (message,) = await pipe.broker.replay("STREAM", pipe.outputs_of(job.tenant, job.id))
+        started, *said = codec.decode_outputs(message.data)
+        assert isinstance(started, Started)
+        assert [one.choice for one in said if isinstance(one, Delta)] == list(range(40))
+        assert {one.request for one in said} == {"wide"}
+
+    pipeline.runner.run(scene())
+
+
+def test_a_message_holds_no_more_than_fits() -> None:
+    def sizes(deltas: Sequence[Delta]) -> list[int]:
+        return [len(message) for message in messages(deltas)]
+
+    assert sizes([delta(choice, 3_000) for choice in range(3)]) == [1, 1, 1]
+    assert sizes([delta(choice, 2_000) for choice in range(4)]) == [2, 2]
+    assert sizes([delta(0), delta(1, logprobs=True), delta(2), delta(3)]) == [1, 1, 2]
+    assert sizes([]) == []
+
+
+@pytest.mark.parametrize(
+    ("deltas", "interval", "pause"),
+    [
+        (1, 0.01, 0.01),
+        (2, 0.01, 0.02),
+        (30, 0.01, 0.3),
+        (128, 0.01, 0.5),
+        (4, 0.8, 0.8),
+        (30, 0.0, 0.0),
+        (0, 0.01, 0.01),
+    ],
+)
+def test_a_request_for_many_choices_makes_as_many_events_a_second_as_any(
+    deltas: int, interval: float, pause: float
+) -> None:
+    assert pause_behind(deltas, interval) == pytest.approx(pause)
+
+
+async def test_a_pause_ends_with_the_last_delta() -> None:
+    handle = handle_of(2, [delta(0, reason="stop")])
+    handle.wake()
+    pausing = asyncio.create_task(handle.pause(1e6))
+    handle.put(delta(1))
+    handle.wake()
+    await asyncio.sleep(0)
+    assert not pausing.done()
+    handle.put(delta(1, reason="stop"))
+    handle.wake()
+    await pausing
+    assert len(await handle.take()) == 2
+
+
+async def test_a_pause_ends_in_time() -> None:
+    handle = handle_of(1, [delta(0)])
+    await handle.pause(0.001)
+    assert not handle.finished
