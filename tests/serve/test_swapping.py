@@ -11,8 +11,9 @@ from in_process import BROKEN, MODEL, PATIENCE, TOKENS, Hosting
 
 from penstock.api.serve import swapping
 from penstock.schemas.catalogue import RevisionKey
-from penstock.schemas.errors import InvalidRequest
+from penstock.schemas.errors import BrokerUnavailable, InvalidRequest
 from penstock.schemas.registry import LoadProgress
+from penstock.streams.stores.catalogue import CatalogueStore
 from penstock.streams.topology import lanes_of
 
 ASK = st.just("ask")
@@ -102,8 +103,7 @@ async def test_a_failed_swap_says_why_and_ends_its_worker(source: str, reason: s
     failed = (await hosting.settled()).failed_swap
     assert failed is not None and failed.source == source and failed.reason.startswith(reason)
     await hosting.until(lambda: not hosting.pipeline.pipe.registry.workers_for(MODEL, 2))
-    state = await hosting.state(2)
-    assert state is not None and state.status in ("failed", "draining", "unloaded")
+    await hosting.until(lambda: hosting.is_in(2, "failed", "draining", "unloaded"))
     await hosting.stop()
 
 
@@ -116,8 +116,12 @@ async def test_a_former_revision_goes_when_nothing_is_left_for_it(monkeypatch: p
     assert await before.answer() == "a" * TOKENS
     registry = hosting.pipeline.pipe.registry
     await hosting.until(lambda: lanes_of(MODEL, 1) not in registry.lanes)
-    assert set((await hosting.entry()).sources) == {2}
-    assert RevisionKey(MODEL, 1) not in await hosting.store.states()
+
+    async def gone() -> bool:
+        known, states = set((await hosting.entry()).sources), await hosting.store.states()
+        return known == {2} and RevisionKey(MODEL, 1) not in states
+
+    await hosting.until(gone)
     assert await (await hosting.ask()).answer() == "b" * TOKENS
     await hosting.stop()
 
@@ -142,6 +146,32 @@ async def test_a_swap_goes_on_with_the_next_agent() -> None:
     hosting.start_agent()
     assert (await hosting.settled()).revision == 2
     assert (await before.answer(), await (await hosting.ask()).answer()) == ("a" * TOKENS, "b" * TOKENS)
+    await hosting.stop()
+
+
+async def test_a_preloaded_model_is_loaded_at_every_start() -> None:
+    hosting = await Hosting.start({"preload": True})
+    for loads in (1, 2):
+        await hosting.until(lambda: hosting.workers)
+        await hosting.until(lambda: hosting.is_in(1, "ready"))
+        state = await hosting.state(1)
+        assert state is not None and state.loads == loads
+        await hosting.stop_agent()
+        await hosting.until(lambda: not hosting.workers)
+        hosting.start_agent()
+    await hosting.stop()
+
+
+async def test_an_agent_ends_though_the_broker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(*_: object) -> None:
+        raise BrokerUnavailable("the broker is away")
+
+    hosting = await Hosting.start({"preload": True})
+    await hosting.until(lambda: hosting.workers)
+    with monkeypatch.context() as gone:
+        gone.setattr(CatalogueStore, "change_state", away)
+        async with asyncio.timeout(PATIENCE):
+            await hosting.stop_agent()
     await hosting.stop()
 
 

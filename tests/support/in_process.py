@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from collections.abc import Callable
+from inspect import isawaitable
 from typing import Any
 
 from memory_pipeline import FragileEcho, Pipeline
@@ -20,7 +22,7 @@ from penstock.schemas.jobs import Job
 from penstock.schemas.model_state import ModelState
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.stages import Runner
-from penstock.stages.infer import Infer
+from penstock.stages.infer.stage import Infer
 from penstock.streams.stores.catalogue import CatalogueStore
 
 MODEL = "m"
@@ -171,6 +173,14 @@ class Hosting:
     async def state(self, revision: int) -> ModelState | None:
         return (await self.store.states()).get(RevisionKey(MODEL, revision))
 
+    async def only(self, statuses: set[str]) -> bool:
+        """Whether all revisions and replicas are in one of them: agents note it a moment after a worker comes or goes."""
+        return {state.status for state in (await self.store.states()).values()} <= statuses
+
+    async def is_in(self, revision: int, *statuses: str) -> bool:
+        state = await self.state(revision)
+        return state is not None and state.status in statuses
+
     async def settled(self) -> CatalogueEntry:
         """The entry once no swap is going on, and the stage validate knows what is current."""
         async with asyncio.timeout(PATIENCE):
@@ -178,9 +188,9 @@ class Hosting:
                 await asyncio.sleep(0.01)
         return entry
 
-    async def until(self, condition: Any) -> None:
+    async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not condition():  # noqa: ASYNC110
+            while not (await met if isawaitable(met := condition()) else met):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def ask(self, **fields: Any) -> Asked:
