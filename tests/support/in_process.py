@@ -174,7 +174,7 @@ class Hosting:
         return (await self.store.states()).get(RevisionKey(MODEL, revision))
 
     async def only(self, statuses: set[str]) -> bool:
-        """Whether all revisions and replicas are in one of them: agents note it a moment after a worker comes or goes."""
+        """Whether all revisions and replicas are in one of them: an agent notes it a moment after a worker is seen."""
         return {state.status for state in (await self.store.states()).values()} <= statuses
 
     async def is_in(self, revision: int, *statuses: str) -> bool:
