@@ -41,6 +41,7 @@ from penstock.stages.infer.request_metrics import EngineMetrics
 from penstock.stages.loading import model_card
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.deployment import layout
+from penstock.streams.port import Backlog
 from penstock.streams.stores.quotas import Quotas
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, model_lanes
@@ -230,6 +231,8 @@ async def _deployment() -> list[Metric]:
 
     shown = Deployment(gateway, states)
     await shown.look()
+    shown.used = [used._replace(leader="n1") for used in shown.used]
+    shown.backlogs = [Backlog("INFER", 0, 0, 0)]
     return list(shown.collect())
 
 

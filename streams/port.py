@@ -72,7 +72,8 @@ class Usage(NamedTuple):
     """What a stream holds, or a bucket, whose name is in lower case. Limits of 0 are none.
 
     `behind` counts the messages that its slowest copy on another server lacks; `last` is the newest sequence ever
-    assigned.
+    assigned. `leader` is the server that leads its copies, "" on a single server and during an election; `away` counts
+    the copies whose servers are gone or have not caught up.
     """
 
     name: str
@@ -82,6 +83,21 @@ class Usage(NamedTuple):
     max_bytes: int
     behind: int = 0
     last: int = 0
+    consumers: int = 0
+    leader: str = ""
+    away: int = 0
+
+
+class Backlog(NamedTuple):
+    """The work that all consumers of a stream together have before them, in messages.
+
+    `pending` have not been delivered; `leased` have, and are not settled; `redelivered` of those more than once.
+    """
+
+    stream: str
+    pending: int
+    leased: int
+    redelivered: int
 
 
 class Delivery(Protocol):
@@ -259,6 +275,9 @@ class Broker(Protocol):
 
     async def usage(self) -> list[Usage]:
         """What every stream and bucket holds."""
+
+    async def backlogs(self, streams: Sequence[str]) -> list[Backlog]:
+        """The backlog of each of these streams; one that is missing has none and is left out."""
 
     async def delete(self, stream: str, sequence: int) -> bool:
         """Delete a message from the stream even while it is leased; False if it was gone already."""

@@ -71,6 +71,16 @@ def batch_stream(lanes: str, priority: str) -> str:
     return lane_stream(f"{BATCH}_{_token(lanes).upper()}", priority)
 
 
+def consumed_by(stream: str) -> tuple[str, str]:
+    """The stage that consumes a stream of the pipeline, and the priority of its messages; "" if it has all."""
+    name, _, last = stream.rpartition("_")
+    priority = last.lower() if last.lower() in PRIORITIES else ""
+    kind, _, stage = (name if priority else stream).partition("_")
+    if kind == "STAGE":
+        return stage.lower(), priority
+    return {JOBS: "validate", BATCHES: "batches"}.get(kind, kind.lower()), priority
+
+
 def partition(tenant: str, request: str, partitions: int) -> int:
     """The partition, from 0, of a tenant's request: the same in every process and release."""
     return zlib.crc32(f"{tenant}.{request}".encode()) % partitions

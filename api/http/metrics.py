@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from ...config.metrics import Exposition
 from ...schemas.errors import BrokerUnavailable
 from ...streams.family import FamilyMetrics
-from ...streams.port import Usage
-from ...streams.topology import PRIORITIES
+from ...streams.port import Backlog, Usage
+from ...streams.topology import DEAD, EVENTS, PRIORITIES, consumed_by
 from .models.catalogue import check_admin
 from .openapi import refusals
 from .requests import Gateway
@@ -30,6 +30,13 @@ _OF_STREAMS = {
     "bytes": "Bytes of a stream or bucket.",
     "max_bytes": "The limit of a stream or bucket in bytes; 0 for none.",
     "behind": "Messages that the slowest copy of a stream lacks.",
+    "away": "Copies of a stream whose servers are gone or have not caught up.",
+    "consumers": "Consumers of a stream.",
+}
+_OF_BACKLOGS = {
+    "pending": "Messages of a stream that no copy of its stage has received yet.",
+    "leased": "Messages of a stream that its stage works on: delivered and not acknowledged.",
+    "redelivered": "Those of penstock_consumer_leased that were delivered more than once.",
 }
 States = Callable[[], Awaitable[Any]]
 
@@ -88,6 +95,7 @@ class Deployment(Collector):
     def __init__(self, gateway: Gateway, states: States) -> None:
         self._gateway, self._states = gateway, states
         self.used: list[Usage] = []  # set by look
+        self.backlogs: list[Backlog] = []  # set by look, of the streams that stages consume
         self.models: list[dict[str, Any]] = []  # set by look
         self._workers: dict[str, int] = {}  # how many of each model
         self._looked = float("-inf")
@@ -108,6 +116,7 @@ class Deployment(Collector):
                 async with asyncio.timeout(2.0):
                     self.used = await self._gateway.broker.usage()
                     self.models = (await self._states())["models"]
+                    self.backlogs = await self._gateway.broker.backlogs(_consumed(self.used))
             except (BrokerUnavailable, TimeoutError):
                 pass  # `penstock_broker_connected` tells
             self._looked = time.monotonic()
@@ -121,6 +130,19 @@ class Deployment(Collector):
         for field, text in _OF_STREAMS.items():
             samples = [([used.name], float(getattr(used, field))) for used in self.used]
             yield _gauge(f"penstock_stream_{field}", text, ["stream"], samples)
+        yield _gauge(
+            "penstock_stream_leader",
+            "1 for the server of a cluster that leads the copies of a stream.",
+            ["stream", "server"],
+            [([used.name, used.leader], 1) for used in self.used if used.leader],
+        )
+        for field, text in _OF_BACKLOGS.items():
+            yield _gauge(
+                f"penstock_consumer_{field}",
+                text,
+                ["stage", "priority", "stream"],
+                [([*consumed_by(each.stream), each.stream], float(getattr(each, field))) for each in self.backlogs],
+            )
         workers = [([name], count) for name, count in self._workers.items()]
         yield _gauge("penstock_workers", "Live workers of a model.", ["model_name"], workers)
         yield _gauge(
@@ -168,7 +190,6 @@ class MetricsRoutes:
         check_admin(request)
         await self.deployment.look()
         counted = Snapshot(self.whole.collect())
-        self._workers: dict[str, int] = {}  # how many of each model
         queries = counted.total("vllm:prefix_cache_queries_total")
         steps = counted.total("penstock_engine_steps_total")
         lanes = {priority: int(counted.total("penstock_queue_depth", priority=priority)) for priority in PRIORITIES}
@@ -197,6 +218,11 @@ class MetricsRoutes:
                 for card in self._gateway.registry.workers
             ],
         }
+
+
+def _consumed(used: Iterable[Usage]) -> list[str]:
+    """The streams from which stages take their work. Those of EVENTS are clients, one a request."""
+    return [each.name for each in used if each.consumers and each.name not in (DEAD, EVENTS) and each.name.isupper()]
 
 
 def _gauge(name: str, text: str, labels: list[str], samples: Iterable[tuple[list[str], float]]) -> Metric:

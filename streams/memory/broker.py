@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...schemas.errors import BrokerUnavailable, StartupError, StreamFull
 from ..port import (
     MESSAGE_ID,
+    Backlog,
     BucketSpec,
     ConsumerSpec,
     Entry,
@@ -119,9 +120,19 @@ class MemoryBroker:
         return self._find(stream).held()
 
     async def usage(self) -> list[Usage]:
-        return [stream.usage() for stream in self._streams.values()] + [
-            bucket.usage() for bucket in self._buckets.values()
+        consumers = Counter(stream for stream, _ in self._groups)
+        return [
+            *(stream.usage()._replace(consumers=consumers[name]) for name, stream in self._streams.items()),
+            *(bucket.usage() for bucket in self._buckets.values()),
         ]
+
+    async def backlogs(self, streams: Sequence[str]) -> list[Backlog]:
+        found: list[Backlog] = []
+        for stream in streams:
+            if (name := stream.upper()) in self._streams:
+                counts = [group.backlog() for (of, _), group in self._groups.items() if of == name]
+                found.append(Backlog(stream, *map(sum, zip((0, 0, 0), *counts, strict=True))))
+        return found
 
     async def delete(self, stream: str, sequence: int) -> bool:
         found = self._find(stream)

@@ -90,6 +90,13 @@ class ConsumerGroup:
         self.dispatch()
         return bool(self._members)
 
+    def backlog(self) -> tuple[int, int, int]:
+        """How many messages were never delivered, are leased, and are leased again."""
+        first = max(self._next, self._stream.first)
+        messages = (self._stream.get(sequence) for sequence in range(first, self._stream.last + 1))
+        pending = sum(message is not None and bool(self._pattern.fullmatch(message.subject)) for message in messages)
+        return pending, len(self._leases), sum(lease.attempt > 1 for lease in self._leases.values())
+
     def leave(self, member: MemoryConsumer) -> None:
         if member in self._members:
             self._members.remove(member)

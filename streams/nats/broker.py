@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from nats.aio.subscription import Subscription
 from ...schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
 from ..port import (
     MESSAGE_ID,
+    Backlog,
     Bucket,
     BucketSpec,
     ConsumerSpec,
@@ -25,7 +27,7 @@ from ..port import (
     check_size,
 )
 from .buckets import JetStreamBucket
-from .direct import held_subjects, last_message, stored_messages, used
+from .direct import backlog, consumers_of, held_subjects, last_message, stored_messages, used
 from .link import Link
 from .management import (
     BUCKET,
@@ -147,12 +149,7 @@ class JetStreamBroker:
 
     async def consumers(self, stream: str) -> list[Json]:
         """The server's description of each consumer."""
-        found: list[Json] = []
-        while True:
-            answer = await call(self._link, f"CONSUMER.LIST.{self._stream(stream)}", {"offset": len(found)})
-            found += answer["consumers"] or []
-            if not answer["consumers"] or len(found) >= answer["total"]:
-                return found
+        return await consumers_of(self._link, self._stream(stream))
 
     async def unsettled(self, stream: str) -> int:
         """The number of messages not yet delivered or acknowledged; 0 if there is no such stream."""
@@ -217,6 +214,11 @@ class JetStreamBroker:
 
     async def usage(self) -> list[Usage]:
         return await used(self._link, self._stream(""), BUCKET + self._bucket(""))
+
+    async def backlogs(self, streams: Sequence[str]) -> list[Backlog]:
+        found = await asyncio.gather(*(backlog(self._link, self._stream(stream)) for stream in streams))
+        pairs = zip(streams, found, strict=True)
+        return [Backlog(stream, *counts) for stream, counts in pairs if counts is not None]
 
     async def delete(self, stream: str, sequence: int) -> bool:
         with allowed(*MESSAGE_MISSING):

@@ -22,7 +22,7 @@ from nats.aio.msg import Msg
 
 from ..port import Held, Message, Usage
 from .link import Link, status
-from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, call
+from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, allowed, call
 
 _BATCH = 512
 _ANSWER_WAIT = 1.0  # seconds for a whole batch, then the leader supplies the rest
@@ -91,18 +91,52 @@ async def used(link: Link, streams: str, buckets: str) -> list[Usage]:
         page: list[Json] = answer.get("streams") or []
         seen += len(page)
         for info in page:
-            config, state = info["config"], info["state"]
-            name: str = config["name"]
+            name: str = info["config"]["name"]
             for prefix in (streams, buckets):
                 if name.startswith(prefix):
-                    replicas = (info.get("cluster") or {}).get("replicas") or []
-                    behind = max((replica.get("lag", 0) for replica in replicas), default=0)
-                    limits = max(0, config.get("max_msgs", 0)), max(0, config.get("max_bytes", 0))
-                    kept = state["messages"], state["bytes"]
-                    found.append(Usage(name.removeprefix(prefix), *kept, *limits, behind, state["last_seq"]))
+                    found.append(_usage(name.removeprefix(prefix), info))
                     break
         if not page or seen >= answer.get("total", 0):
             return found
+
+
+async def consumers_of(link: Link, stream: str) -> list[Json]:
+    """The server's description of each consumer of a stream. Raises `BrokerUnavailable`."""
+    found: list[Json] = []
+    while True:
+        answer = await call(link, f"CONSUMER.LIST.{stream}", {"offset": len(found)})
+        found += answer["consumers"] or []
+        if not answer["consumers"] or len(found) >= answer["total"]:
+            return found
+
+
+async def backlog(link: Link, stream: str) -> tuple[int, int, int] | None:
+    """The messages that a stream's consumers were not given, have, and have once more; None without the stream."""
+    with allowed(STREAM_MISSING):
+        found = await consumers_of(link, stream)
+        pending, leased, again = (
+            sum(consumer[field] for consumer in found)
+            for field in ("num_pending", "num_ack_pending", "num_redelivered")
+        )
+        return pending, leased, again
+    return None
+
+
+def _usage(name: str, info: Json) -> Usage:
+    config, state, cluster = info["config"], info["state"], info.get("cluster") or {}
+    others: list[Json] = cluster.get("replicas") or []
+    limits = max(0, config.get("max_msgs", 0)), max(0, config.get("max_bytes", 0))
+    return Usage(
+        name,
+        state["messages"],
+        state["bytes"],
+        *limits,
+        behind=max((other.get("lag", 0) for other in others), default=0),
+        last=state["last_seq"],
+        consumers=state["consumer_count"],
+        leader=cluster.get("leader", "") if others else "",
+        away=sum(bool(other.get("offline")) or not other.get("current") for other in others),
+    )
 
 
 class _Batch:

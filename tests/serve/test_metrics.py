@@ -13,12 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Serve, Served
 
 from penstock.api.http.metrics import Snapshot
+from penstock.streams.topology import PRIORITIES
 
 PROMPT = "twelve words of which the answer is made, so that there are enough"
+LEASED = "penstock_consumer_leased"
 
 
-def counted(url: str) -> Snapshot:
-    response = requests.get(f"{url}/metrics", timeout=30)
+def counted(url: str, headers: dict[str, str] | None = None) -> Snapshot:
+    response = requests.get(f"{url}/metrics", headers=headers, timeout=30)
     assert response.headers["content-type"].startswith("text/plain")
     return Snapshot(text_string_to_metric_families(response.text))
 
@@ -100,9 +102,15 @@ def test_a_takeover_is_seen_and_a_port_of_its_own_needs_no_key(serve: Serve) -> 
         assert requests.get(server.url + path, headers=given["sk-operator-key"], timeout=30).status_code == 200
 
     stream = client.completions.create(
-        model="echo", prompt=PROMPT, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+        model="echo", prompt=PROMPT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
     )
     texts = [next(iter(stream)).choices[0].text]
+    until = time.monotonic() + 30
+    while (held := counted(server.url, given["sk-operator-key"])).total(LEASED, stage="infer", priority="") != 1:
+        assert time.monotonic() < until
+    stages = "validate", "queue", "batch", "infer", "stream", "tools"
+    assert all(held.values("penstock_consumer_pending", stage=stage) for stage in stages)
+    assert len(held.values(LEASED)) == 4 * len(PRIORITIES) + 2  # one a stream, whatever runs
     (worker,) = [child for child in psutil.Process(server.process.pid).children() if "worker" in child.cmdline()]
     worker.kill()
     texts += [chunk.choices[0].text for chunk in stream]
@@ -111,7 +119,7 @@ def test_a_takeover_is_seen_and_a_port_of_its_own_needs_no_key(serve: Serve) -> 
     seen = settled(own, completed=1)
     assert seen.total("penstock_takeovers_total") == 1
     assert seen.total("penstock_requests_total", outcome="completed") == 1
-    assert seen.total("vllm:request_generation_tokens_sum") == 100
+    assert seen.total("vllm:request_generation_tokens_sum") == 200
     assert seen.total("penstock_broker_connected") == 1
     until = time.monotonic() + 30
     while not (again := counted(own)).total("penstock_model_state", state="ready"):  # the worker is started again

@@ -607,6 +607,32 @@ async def test_tells_what_every_stream_and_bucket_holds(
     assert (found["QUEUE"].behind, found["QUEUE"].last, found["RELAY"].last) == (0, 3, 0)
 
 
+async def test_tells_what_waits_for_the_consumers_of_a_stream(broker: Broker, namespace: str, queue: Spec) -> None:
+    async def found(*expected: int) -> bool:
+        (backlog,) = await broker.backlogs(["QUEUE", "NONE"])
+        return backlog == ("QUEUE", *expected)
+
+    await broker.ensure([queue()], [])
+    assert await broker.backlogs(["QUEUE"]) == [("QUEUE", 0, 0, 0)]
+    await put(broker, f"{namespace}.queue.a", *"12345")
+    await put(broker, f"{namespace}.queue.b", *"67")
+    one, other = (
+        ConsumerSpec("QUEUE", name, f"{namespace}.queue.{name}", LONG_LEASE, max_ack_pending=most)
+        for name, most in (("a", 2), ("b", 1))
+    )
+    consumer = await broker.consume(one, prefetch=8)
+    first, second = await take(consumer, 2)
+    await eventually(lambda: found(3, 2, 0))
+    await take(await broker.consume(other, prefetch=8), 1)
+    await eventually(lambda: found(4, 3, 0))
+    assert [used.consumers for used in await broker.usage()] == [2]
+    await second.nak()
+    assert [delivery.attempt for delivery in await take(consumer, 1)] == [2]
+    await eventually(lambda: found(4, 3, 1))
+    await first.ack()
+    await eventually(lambda: found(3, 3, 1))
+
+
 async def test_a_deleted_message_is_not_delivered_and_may_be_deleted_again(
     broker: Broker, namespace: str, queue: Spec
 ) -> None:

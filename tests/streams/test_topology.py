@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.memory.stream import matcher, overlap
 from penstock.streams.port import Broker, BucketSpec, StreamSpec
-from penstock.streams.topology import PRIORITIES, Subjects, model_lanes, partition, stage_stream, topology
+from penstock.streams.topology import PRIORITIES, Subjects, consumed_by, model_lanes, partition, stage_stream, topology
 
 SUBJECTS = Subjects("root")
 
@@ -52,6 +52,25 @@ def test_every_subject_belongs_to_one_stream() -> None:
     assert owner(SUBJECTS.tools("low", "t")) == "TOOLS_LOW"
     assert owner(SUBJECTS.dead("validate")) == "DEAD"
     assert owner(SUBJECTS.cancel("t", "r1")) is None
+
+
+def test_every_work_queue_has_one_stage() -> None:
+    streams = [*topology("root", ["queue", "custom_low"]).streams, *model_lanes("root", "m1")]
+    works = {spec.name: consumed_by(spec.name) for spec in streams if spec.retention == "work_queue"}
+    single = {"INFER": ("infer", ""), "BATCHES": ("batches", "")}
+    lanes = {
+        f"{name}_{priority.upper()}": (stage, priority)
+        for name, stage in {
+            "JOBS": "validate",
+            "STAGE_QUEUE": "queue",
+            "STAGE_CUSTOM_LOW": "custom_low",
+            "BATCH_M1": "batch",
+            "TOOLS": "tools",
+        }.items()
+        for priority in PRIORITIES
+    }
+    assert works == single | lanes
+    assert consumed_by("STREAM") == ("stream", "")
 
 
 @pytest.mark.parametrize(

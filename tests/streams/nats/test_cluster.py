@@ -25,9 +25,14 @@ async def test_a_stream_outlives_its_leader(own_cluster: LocalCluster) -> None:
     assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
     leader = await own_cluster.leader_of("P_LEDGER")
     assert leader is not None
+    (used,) = await broker.usage()
+    assert (used.leader, used.away) == (f"n{leader}", 0)
     await own_cluster.kill(leader)
     assert (await broker.publish("p.ledger", b"", message_id="m2")).sequence == 2
     assert await own_cluster.leader_of("P_LEDGER") not in (None, leader)
+    async with asyncio.timeout(20):
+        while [(used.leader in ("", f"n{leader}"), used.away) for used in await broker.usage()] != [(False, 1)]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
     await own_cluster.ready()
     assert await own_cluster.meta_leader() not in (None, leader)
     await own_cluster.restart(leader)
