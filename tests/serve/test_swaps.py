@@ -208,7 +208,7 @@ def test_only_an_operator_swaps_and_one_swap_at_a_time(served: Served, tiny_mode
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
     admin = {"Authorization": "Bearer sk-admin-of-swaps"}
     unknown = httpx2.post(url, json=body | {"model": "mm"}, headers=admin)
-    assert unknown.status_code == 404 and "did you mean m" in unknown.json()["error"]["message"]
+    assert unknown.status_code == 404 and "id you mean m?" in unknown.json()["error"]["message"]
     relative = httpx2.post(url, json=body | {"source": "./here"}, headers=admin)
     assert relative.status_code == 400 and "absolute" in relative.json()["error"]["message"]
     assert swap(served, tiny_model).json()["success"] is True

@@ -72,6 +72,7 @@ class Traced:
                 context_length=2048,
                 toolbox=Toolbox({}, [add], policy=ToolPolicy(["default=*"], ["functions"])),
                 tracer=provider.get_tracer("penstock"),
+                lease=10.0,  # nothing is delivered twice, however slow the machine is
             )
         )
         pipe = self.pipeline.pipe
