@@ -14,15 +14,15 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ..schemas.jobs import TOKEN_PATTERN, Priority, SubjectToken
+from ..schemas.jobs import TOKEN_PATTERN, Priority
 from .api_keys import ApiKey
-from .models import ModelsSettings, split_commas
+from .broker import BrokerSettings
+from .models import split_commas
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
 LEAST_PARTITION_TTL = 4.0  # seconds
 WebOrigin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
-_is_server = re.compile(r"((nats|tls)://)?(.*@)?([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?").fullmatch
 RESERVED = ("jobs", "events", "tools", "batches", "dead", "control")  # what else stands in a stage's place in subjects
 
 
@@ -36,7 +36,7 @@ def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
     return pipeline[1 : pipeline.index("batch")]
 
 
-class Settings(ModelsSettings):
+class Settings(BrokerSettings):
     """The effective configuration of one process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)
@@ -127,24 +127,6 @@ class Settings(ModelsSettings):
     metrics_port: int | None = Field(
         None, ge=1, le=65535, description="Also serve this process's metrics here, for Prometheus, without a key."
     )
-
-    # Broker
-    nats_url: str | None = Field(None, description="Your own NATS server; without it `serve` starts one.")
-    nats_server: Path | None = Field(None, description="Binary for the embedded server; the bundled one by default.")
-    nats_timeout: float = Field(5.0, gt=0, description="How long one broker operation may take.")
-    nats_replicas: int = Field(1, ge=1, le=5, description="Copies that a NATS cluster keeps of each stream.")
-    store_limit: ByteSize = Field(
-        ByteSize(16 << 30),
-        ge=64 << 20,
-        description="Disk space of all streams together; the embedded broker starts with three quarters of the free "
-        "disk if that is less.",
-    )
-    nats_sync_interval: str | None = Field(
-        None,
-        pattern=r"^(always|[0-9]+(ms|s|m))$",
-        description="How often the embedded server syncs to disk: 'always' survives power cuts, at a cost.",
-    )
-    namespace: SubjectToken = Field("penstock", description="First token of every subject.")
 
     # Pipeline
     pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
@@ -283,13 +265,6 @@ class Settings(ModelsSettings):
     )
     echo_rate: float = Field(0.0, ge=0, description="Tokens a second and request of the echo backend; 0: no limit.")
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
-
-    @field_validator("nats_url")
-    @classmethod
-    def _servers(cls, value: str | None) -> str | None:
-        if value is not None and not all(map(_is_server, value.split(","))):
-            raise ValueError("must be nats://HOST:PORT or tls://HOST:PORT, or several with commas between")
-        return value
 
     @field_validator("pipeline")
     @classmethod

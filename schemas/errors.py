@@ -24,7 +24,8 @@ PenstockError
     ├── ConfigurationError  all faults of the configuration, one a line
     ├── ModelLoadError      the model's files are missing, broken or unsupported
     └── StartupError        a port, directory, program or broker is not available
-        └── BrokerAway      no broker answers yet: a server waits for one, a command ends
+        ├── BrokerAway      no broker answers yet: a server waits for one, a command ends
+        └── BrokerDenied    the broker does not allow a subject to us
 """
 
 from __future__ import annotations
@@ -196,4 +197,8 @@ class StartupError(Fatal):
 
 
 class BrokerAway(StartupError):
+    pass
+
+
+class BrokerDenied(StartupError):
     pass

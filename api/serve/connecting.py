@@ -11,6 +11,7 @@ import structlog
 
 from ...config.settings import Settings
 from ...schemas.errors import BrokerAway, StartupError
+from ...streams.nats.access import Access
 from ...streams.nats.broker import JetStreamBroker
 from .processes import LEAST_DELAY
 
@@ -24,8 +25,10 @@ URL_FILE = "nats-url"  # file in the state directory in which local parts and cl
 async def connected(settings: Settings, name: str, *, patient: bool = False) -> AsyncIterator[JetStreamBroker]:
     """Connect to the broker at `broker_url(settings)` under the client name `penstock-<name>`.
 
-    Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt.
+    Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt. Raises `StartupError`
+    if the server refuses us, also when it does so later.
     """
+    access = Access.of(settings)
     delay = LEAST_DELAY
     while True:
         try:
@@ -35,6 +38,7 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
                 timeout=settings.nats_timeout,
                 name=f"penstock-{name}",
                 replicas=settings.nats_replicas,
+                access=access,
             )
             break
         except BrokerAway as error:
@@ -44,9 +48,32 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
         await asyncio.sleep(delay)
         delay = min(2 * delay, BROKER_DELAY)
     try:
-        yield broker
+        async with _until_refused(broker):
+            yield broker
     finally:
         await broker.close()
+
+
+@contextlib.asynccontextmanager
+async def _until_refused(broker: JetStreamBroker) -> AsyncIterator[None]:
+    """Cancel the body, and raise why, when the server does not have us back."""
+    body = asyncio.current_task()
+    assert body is not None
+    watching = asyncio.create_task(broker.refused())
+
+    def end(task: asyncio.Task[StartupError]) -> None:
+        if not task.cancelled():
+            body.cancel()
+
+    watching.add_done_callback(end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watching.done() or body.uncancel() > 0:
+            raise
+        raise watching.result() from None
+    finally:
+        watching.cancel()
 
 
 def broker_url(settings: Settings) -> str:

@@ -21,6 +21,7 @@ import httpx2
 import structlog
 from rich.console import Console
 
+from ...config.broker import check_broker
 from ...config.deployment import explicit
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
@@ -78,6 +79,7 @@ class Supervisor:
 
     async def run(self) -> None:
         settings, keeper = self._settings, self._keeper
+        check_broker(settings)
         listener = listen(settings.host, settings.port)
         self._on_signals()
         async with contextlib.AsyncExitStack() as stack:

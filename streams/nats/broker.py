@@ -11,7 +11,7 @@ import orjson
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from ...schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
+from ...schemas.errors import PayloadTooLarge, StartupError, StreamFull, Superseded
 from ..port import (
     MESSAGE_ID,
     Backlog,
@@ -26,7 +26,9 @@ from ..port import (
     Usage,
     check_size,
 )
+from .access import Access
 from .buckets import JetStreamBucket
+from .checks import check_fixed, check_jetstream, check_version, refused
 from .direct import backlog, consumers_of, held_subjects, last_message, stored_messages, used
 from .link import Link
 from .management import (
@@ -83,20 +85,21 @@ class JetStreamBroker:
         timeout: float = 5.0,  # noqa: ASYNC109  (of every later call)
         name: str = "penstock",
         replicas: int = 1,
+        access: Access | None = None,
     ) -> JetStreamBroker:
         """Connect to the server at `url`, or to one of several separated by commas; the broker reconnects by itself.
 
-        Raises `BrokerAway` if no server answers or JetStream is off, and `StartupError` if the server refuses us.
+        Raises `BrokerAway` if no server answers or JetStream does not yet, and `StartupError` if the server refuses us,
+        has no JetStream, or is too old.
         """
-        again = partial(Link.connect, url, name=name, timeout=timeout)
+        again = partial(Link.connect, url, name=name, timeout=timeout, access=access)
         link = await again()
         try:
-            await call(link, "INFO")
-        except BrokerUnavailable as error:
+            check_version(link)
+            await check_jetstream(link)
+        except BaseException:
             await link.close()
-            raise BrokerAway(
-                f"the NATS server at {link.address} offers no JetStream: {error}; start it with -js"
-            ) from error
+            raise
         return cls(link, again, namespace=namespace, replicas=replicas)
 
     @property
@@ -110,6 +113,10 @@ class JetStreamBroker:
     @property
     def outages(self) -> int:
         return self._link.outages
+
+    async def refused(self) -> StartupError:
+        """Return when a server that accepted us goes on refusing to have us back."""
+        return await asyncio.shield(self._link.refused)
 
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         for config in self.configs(streams, buckets):
@@ -128,12 +135,12 @@ class JetStreamBroker:
             if present is None:
                 await self._ensure(config)
             else:
-                _check_fixed(config, present)
+                check_fixed(config, present)
                 try:
                     # An operator's additions, such as a placement, stay.
                     await call(self._link, f"STREAM.UPDATE.{config['name']}", present | config)
                 except ApiError as error:
-                    raise _refused(config, error) from error
+                    raise refused(config, error) from error
             self._configs[config["name"]] = config
 
     def configs(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> list[Json]:
@@ -257,6 +264,7 @@ class JetStreamBroker:
         listening = _Listening(link, subscription)
         try:
             await link.flush()
+            link.check_allowed(subscription)
         except BaseException:
             await listening.close()
             raise
@@ -283,7 +291,7 @@ class JetStreamBroker:
                 raise StreamFull(
                     f"{subject}: {error}",
                     per_subject="per subject" in str(error),
-                    storage=error.code != LIMIT_REACHED or subject.startswith(KEY_VALUE),
+                    storage=error.code != LIMIT_REACHED or KEY_VALUE in subject,
                 ) from error
             if error.code == TOO_LARGE:
                 raise PayloadTooLarge(f"{subject}: {error}") from error
@@ -297,8 +305,8 @@ class JetStreamBroker:
             # A server without free space reports that before it checks whether the stream exists.
             is_there = error.code in (STREAM_EXISTS, *STREAM_FULL)
             if not is_there or (present := await self.present(config["name"])) is None:
-                raise _refused(config, error) from error
-            _check_fixed(config, present)
+                raise refused(config, error) from error
+            check_fixed(config, present)
 
     async def _restore(self) -> None:
         """Create the streams that a restarted server has lost; existing ones may be newer than our copy, and stay."""
@@ -317,20 +325,6 @@ class JetStreamBroker:
 
     def _bucket(self, name: str) -> str:
         return f"{self._namespace}_{name}"
-
-
-def _refused(config: Json, error: ApiError) -> StartupError:
-    advice = f" for its {config['max_bytes']:,} bytes; lower --store-limit, or give the server more space"
-    return StartupError(f"stream {config['name']}: {error}{advice if error.code in STREAM_FULL else ''}")
-
-
-def _check_fixed(config: Json, present: Json) -> None:
-    for fixed in ("retention", "storage"):
-        if present[fixed] != config[fixed]:
-            raise StartupError(
-                f"stream {config['name']} exists with {fixed} {present[fixed]!r} where {config[fixed]!r} is needed; "
-                "delete it, or choose another namespace"
-            )
 
 
 class _Listening:

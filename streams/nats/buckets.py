@@ -26,6 +26,7 @@ class JetStreamBucket:
         self._link = link
         self._stream = f"KV_{name}"
         self._prefix = f"$KV.{name}."
+        self._written = link.access.key_values + self._prefix
         self._store = store
         self._ids = nuid.NUID()
 
@@ -75,7 +76,7 @@ class JetStreamBucket:
     async def _write(self, key: str, value: bytes, headers: dict[str, str]) -> Published:
         # The id identifies a write of ours whose answer was lost.
         headers[MESSAGE_ID] = self._ids.next().decode()
-        return await self._store(self._prefix + key, value, headers)
+        return await self._store(self._written + key, value, headers)
 
     def _entry(self, message: Message) -> Entry:
         return Entry(message.subject[len(self._prefix) :], message.data, message.sequence)

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import Error, SecureConnWantedError
+
+from .access import Access
 
 LINGER = 0.002  # seconds that a message without haste waits for others, because each write costs a system call
 
@@ -24,11 +28,20 @@ _has_space = re.compile(r"\s").search
 _is_header_name = re.compile(r"[A-Za-z0-9-]+").fullmatch
 
 
-class DirectClient(Client):
-    """Everything received waits for the callbacks of its subscriptions, so these must never wait for an answer."""
+class ClosedAfterHandshake(Error):
+    """So a server refuses a certificate: the handshake of TLS 1.3 ends before it has seen that."""
 
-    def __init__(self) -> None:
+
+class DirectClient(Client):
+    """Everything received waits for the callbacks of its subscriptions, so these must never wait for an answer.
+
+    It sends no password where TLS is wanted and there is none, and reconnects after every error by which a server ends
+    a connection, where nats-py would stay closed.
+    """
+
+    def __init__(self, access: Access) -> None:
         super().__init__()
+        self._access = access
         self._lingering: asyncio.TimerHandle | None = None  # set by post, reset by _end_lingering
 
     async def post(
@@ -51,6 +64,43 @@ class DirectClient(Client):
             self._flush_soon()
         elif self._lingering is None:
             self._lingering = asyncio.get_running_loop().call_later(LINGER, self._end_lingering)
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        return self._access.tls()
+
+    def _connect_command(self) -> bytes:
+        assert self._current_server is not None
+        wanted = self._access.wants_tls or self._current_server.uri.scheme == "tls"
+        if wanted and not self._is_secure():
+            raise SecureConnWantedError
+        self._public_nkey = self._access.public_key()
+        return super()._connect_command()
+
+    def _is_secure(self) -> bool:
+        writer: asyncio.StreamWriter = self._transport._io_writer  # type: ignore[union-attr]
+        return writer.get_extra_info("ssl_object") is not None
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+            if not self.is_connected:  # the server closed the connection, and nats-py did not notice
+                raise ConnectionResetError("the server closed the connection before it accepted us")
+        except (OSError, Error, TimeoutError) as error:
+            for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+                if task is not None:
+                    task.cancel()
+            is_secure = self._is_secure()
+            self._transport.close()  # type: ignore[union-attr]  # nats-py would only forget it
+            if is_secure and (isinstance(error, ConnectionError) or "empty response" in str(error)):
+                raise ClosedAfterHandshake("it closed the connection after the TLS handshake") from error
+            raise
+
+    async def _process_err(self, err_msg: str) -> None:
+        if "permissions violation" in err_msg or "invalid" in err_msg:  # after others the server closes the connection
+            await self._error_cb(Error(f"nats: {err_msg.strip(chr(39))}"))
+        else:
+            await self._process_op_err(Error(f"nats: {err_msg.strip(chr(39))}"))
 
     def _end_lingering(self) -> None:
         self._lingering = None

@@ -151,7 +151,7 @@ class _Batch:
         """Request the messages after `last`; returns the status that ended the batch, or "no answer"."""
         self._ended = asyncio.get_running_loop().create_future()
         request = orjson.dumps({"batch": _BATCH, "seq": self.last + 1, "next_by_subj": subject})
-        await link.send(f"$JS.API.DIRECT.GET.{stream}", request, reply=inbox)
+        await link.send(f"{link.access.api}DIRECT.GET.{stream}", request, reply=inbox)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_WAIT):
                 return await self._ended

@@ -14,29 +14,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error, OutboundBufferLimitError
+from nats.errors import (
+    ConnectionClosedError,
+    ConnectionDrainingError,
+    Error,
+    OutboundBufferLimitError,
+)
 
-from ...schemas.errors import BrokerAway, BrokerUnavailable, PenstockError, StartupError
+from ...schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PenstockError, StartupError
+from .access import Access
 from .client import DirectClient, cancellations
+from .opening import Denial, close_client, denial, open_client, public_address, refusal
 
 log = logging.getLogger(__name__)
 
 NO_RESPONDERS = "503"
 
-_CONNECT_TIMEOUT = 2  # seconds for one server to accept the connection
-_RECONNECT_WAIT = 0.2  # seconds between two attempts at one server
-_PING_INTERVAL = 10  # seconds; a connection that misses two pongs in a row is closed
-_FLUSH_TIMEOUT = 1.0  # seconds that a sender waits for nats-py's full buffer; otherwise until a reconnect
 _SWEEP = 0.1  # seconds between checks of unanswered exchanges, and before one without responders is resent
 _RESEND_AFTER = 1.0  # seconds without an answer
 _RECOVERY_WAIT = 0.5  # seconds before a failed recovery is retried
+
+_REFUSED_FOR = 2.0  # timeouts for which a server may refuse a part that it accepted before
 
 _NOT_SENT = (ConnectionClosedError, ConnectionDrainingError, OutboundBufferLimitError)
 
@@ -54,96 +57,73 @@ class _Exchange:
     trouble: str = "no answer"
 
 
-def public_address(url: str) -> str:
-    """`url` (or several, separated by commas) without credentials, fit for logs and error messages."""
-    servers = (urlsplit(server if "://" in server else f"nats://{server}") for server in url.split(","))
-    return ",".join(f"{server.scheme}://{server.netloc.rpartition('@')[2]}" for server in servers)
-
-
 class Link:
     """A connection that reconnects by itself; create it with `connect`, and use it in one event loop."""
 
-    def __init__(self, address: str, timeout: float) -> None:
-        self.address = address
+    def __init__(self, url: str, timeout: float, access: Access) -> None:
+        self.address = public_address(url)
         self.timeout = timeout
-        self._client = DirectClient()
+        self.access = access
+        self._url = url
+        self._client = DirectClient(access)
         self._loop = asyncio.get_running_loop()
-        self._inbox = f"{self._client.new_inbox()}."
+        self._inbox = ""  # set by `connect`
+        self._refused_at: float | None = None  # when a server first refused to have us back
+        self.refused: asyncio.Future[StartupError] = self._loop.create_future()  # set when it goes on refusing
+        self._denied: set[Denial] = set()  # that the server has told us
+        self._is_deaf = False  # set when the server denies us the inbox
         self._count = 0
         self._open: dict[str, _Exchange] = {}
         self._hook: Callable[[], Awaitable[None]] | None = None  # set by `on_recover`
         self._restored: list[Callable[[], None]] = []
         self._unanswered = asyncio.Event()
         self._reconnected = asyncio.Event()
-        self._held = False  # set by `_disconnected`, reset at the end of `_recover`
+        self._held = False  # set by `disconnected`, reset at the end of `_recover`
         self.outages = 0
         self._subscriptions: set[Subscription] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, timeout: float) -> Link:  # noqa: ASYNC109  (of exchanges, not of this)
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str,
+        timeout: float,  # noqa: ASYNC109  (of exchanges, not of this)
+        access: Access | None = None,
+    ) -> Link:
         """Connect to the first server in `url` that answers; every exchange times out after `timeout` seconds.
 
-        Raises `BrokerAway` once each server has failed once, and `StartupError` if the last one refuses us. Later the
-        link reconnects however long that takes.
+        Raises `BrokerAway` once each server has failed once, and `StartupError` if one of them refuses us or a file of
+        `access` is of no use. Later the link reconnects however long that takes, but see `refused`.
         """
-        link = cls(public_address(url), timeout)
-        await link._connect(url.split(","), name)
+        link = cls(url, timeout, access or Access())
+        await open_client(link._client, url, link.access, name, link)
+        link._inbox = f"{link._client.new_inbox()}."
         await link.subscribe(f"{link._inbox}*", link._answered)
         link._tasks = [asyncio.create_task(link._sweep()), asyncio.create_task(link._recover())]
-        return link
-
-    async def _connect(self, servers: list[str], name: str) -> None:
-        failed: asyncio.Future[Exception] = self._loop.create_future()
-        failures = 0
-
-        async def on_error(error: Exception) -> None:
-            nonlocal failures
-            failures += 1
-            if connecting.done():
-                self._report(error)
-            elif failures >= len(servers) and not failed.done():
-                failed.set_result(error)
-
-        # nats-py would retry for minutes, so its first round of errors ends the attempt.
-        connecting = asyncio.create_task(
-            self._client.connect(
-                servers,
-                name=name,
-                error_cb=on_error,
-                disconnected_cb=self._disconnected,
-                reconnected_cb=self._connected_again,
-                connect_timeout=_CONNECT_TIMEOUT,
-                reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type]  # declared int, but only slept for
-                max_reconnect_attempts=-1,
-                ping_interval=_PING_INTERVAL,
-                flush_timeout=_FLUSH_TIMEOUT,
-            )
-        )
         try:
-            await asyncio.wait((connecting, failed), return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                raise failed.result()
-            await connecting
-        except (OSError, Error, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
-            refused = isinstance(error, Error) and "Auth" in reason  # every authorization error says so
-            if refused or not failed.done() or isinstance(error, ssl.SSLCertVerificationError):
-                raise StartupError(f"NATS at {self.address}: {reason}; correct --nats-url") from error
-            raise BrokerAway(
-                f"no NATS server answers at {self.address}: {reason}; "
-                "start one or leave --nats-url out to use the built-in one"
-            ) from error
-        finally:
-            if not connecting.done():
-                connecting.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await connecting
-                await self._disconnect()
+            await link.flush()
+        except BrokerUnavailable as error:
+            await link.close()
+            raise BrokerAway(f"NATS at {link.address} does not answer: {error}") from error
+        except BaseException:
+            await link.close()
+            raise
+        return link
 
     @property
     def connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def server_version(self) -> str:
+        return str(self._client._server_info.get("version", ""))
+
+    @property
+    def offers_jetstream(self) -> bool:
+        """Whether the server that we are connected to does; in a cluster others may."""
+        return bool(self._client._server_info.get("jetstream"))
 
     @property
     def max_payload(self) -> int:
@@ -188,6 +168,11 @@ class Link:
         """Return when the server has processed everything sent before."""
         await self.exchange(f"{self._inbox}{self._count + 1}", b"")  # to its own reply subject: it answers itself
 
+    def check_allowed(self, subscription: Subscription) -> None:
+        """After a flush: raises `BrokerDenied` if the server has denied the subscription."""
+        if (found := Denial("subscribe to", subscription.subject.lower())) in self._denied:
+            raise BrokerDenied(found.text(self.address, subscription.subject))
+
     async def send(self, subject: str, data: bytes, *, reply: str = "", linger: bool = False) -> None:
         """Send without an answer; during an outage the message may be sent later or be lost.
 
@@ -230,7 +215,7 @@ class Link:
         """Wait for pending exchanges while the server answers, then disconnect."""
         if self._open and self.connected:
             await asyncio.wait([exchange.answer for exchange in self._open.values()], timeout=self.timeout)
-        if self.connected:
+        if self.connected and not self._is_deaf:
             with contextlib.suppress(BrokerUnavailable):
                 await self.flush()
         for task in self._tasks:
@@ -244,9 +229,7 @@ class Link:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        # nats-py tries to flush its buffer to a socket that may be closed.
-        with contextlib.suppress(OSError):
-            await self._client.close()
+        await close_client(self._client)
 
     async def _send(self, token: str, exchange: _Exchange) -> None:
         exchange.resend_at = self._loop.time() + _RESEND_AFTER
@@ -287,13 +270,14 @@ class Link:
                 elif now >= exchange.resend_at and self.connected:
                     await self._send(token, exchange)
 
-    async def _disconnected(self) -> None:
+    async def disconnected(self) -> None:
         self._held = True
         self.outages += 1
         if not self._client.is_closed:
             log.warning("lost the connection to NATS at %s", self.address)
 
-    async def _connected_again(self) -> None:
+    async def reconnected(self) -> None:
+        self._refused_at = None
         # nats-py awaits this while it reconnects and treats errors as connection errors, so only set the event.
         log.info("reconnected to NATS at %s", self.address)
         self._reconnected.set()
@@ -327,12 +311,36 @@ class Link:
                 log.error("cannot restore the streams of NATS at %s, retrying: %s", self.address, error)
                 await asyncio.sleep(_RECOVERY_WAIT)
 
-    def _report(self, error: Exception) -> None:
-        if isinstance(error, OSError | Error | TimeoutError):
+    def report(self, error: Exception) -> None:
+        if (denied := denial(error)) is not None:
+            self._on_denial(denied)
+        elif isinstance(error, OSError | Error | TimeoutError):
+            if not self.connected and (why := refusal(error, self._url, self.access)) is not None:
+                self._on_refusal(why)
             # While disconnected, every attempt fails; the log has the loss itself.
             log.log(logging.WARNING if self.connected else logging.DEBUG, "NATS at %s: %r", self.address, error)
         else:
             log.error("callback for NATS at %s failed", self.address, exc_info=error)
+
+    def _on_refusal(self, why: str) -> None:
+        """A server that accepted us before refuses us: its configuration may be about to change back."""
+        now = self._loop.time()
+        if self._refused_at is None:
+            self._refused_at = now
+            log.error("%s; giving up in %g s", why, _REFUSED_FOR * self.timeout)
+        elif now - self._refused_at > _REFUSED_FOR * self.timeout and not self.refused.done():
+            self.refused.set_result(StartupError(why))
+
+    def _on_denial(self, denied: Denial) -> None:
+        """End what waits for an answer that cannot come."""
+        log.error("%s", denied.text(self.address))
+        self._denied.add(denied)
+        self._is_deaf = is_inbox = self._is_deaf or denied == Denial("subscribe to", f"{self._inbox}*".lower())
+        for exchange in self._open.values():
+            is_it = is_inbox or denied == Denial("publish to", exchange.subject.lower())
+            if is_it and not exchange.answer.done():
+                subject = f"{self._inbox}*" if is_inbox else exchange.subject
+                exchange.answer.set_exception(BrokerDenied(denied.text(self.address, subject)))
 
 
 def status(headers: Mapping[str, str] | None) -> str | None:

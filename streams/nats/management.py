@@ -25,6 +25,8 @@ MESSAGE_MISSING = (10037, 10043, 10057)
 CONSUMER_EXISTS = (10105, 10148)
 LIMIT_REACHED = 10077  # of a stream: messages, messages per subject, or bytes
 STREAM_FULL = (LIMIT_REACHED, 10002, 10023, 10047)  # also limits of the account, the server's memory and its disk
+JETSTREAM_OFF = (10039, 10076)  # for the account; on the server
+NO_PEERS = (10005, 10074)  # too few servers for the copies; no cluster at all
 WRONG_REVISION = (10071, 10164)
 TOO_LARGE = 10054
 
@@ -69,13 +71,13 @@ async def call(
     at_once: bool = False,
     retry_on: int | None = None,
 ) -> Json:
-    """Call `$JS.API.<method>` and return its answer; `at_once` as for `Link.exchange`.
+    """Call `$JS.API.<method>`, in the domain of the link, and return its answer; `at_once` as for `Link.exchange`.
 
     Raises `ApiError`, if its code is `retry_on` only after the link's timeout, and `BrokerUnavailable` if the server
     does not answer in time.
     """
     data = orjson.dumps(body) if body else b""
-    return await ask(link, f"$JS.API.{method}", data, at_once=at_once, retry_on=retry_on)
+    return await ask(link, link.access.api + method, data, at_once=at_once, retry_on=retry_on)
 
 
 async def ask(

@@ -196,7 +196,7 @@ class PullConsumer:
         request = {"batch": wanted, "max_bytes": most, "expires": nanoseconds(_EXPIRES)}
         request["idle_heartbeat"] = nanoseconds(_HEARTBEAT)
         await self._link.send(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._spec.name}",
+            f"{self._link.access.api}CONSUMER.MSG.NEXT.{self._stream}.{self._spec.name}",
             orjson.dumps(request),
             reply=f"{self._inbox}.{self._generation}",
         )
@@ -274,7 +274,8 @@ class PullConsumer:
 
     async def _create(self, config: Json, *, only_new: bool = False) -> None:
         request = {"stream_name": self._stream, "config": config, "action": "create" if only_new else ""}
-        await call(self._link, f"CONSUMER.CREATE.{self._stream}.{self._spec.name}", request)
+        # With the filter in the subject, permissions can bind it.
+        await call(self._link, f"CONSUMER.CREATE.{self._stream}.{self._spec.name}.{self._spec.subject}", request)
 
     async def _info(self) -> Json | None:
         try:

@@ -42,6 +42,8 @@ class EmbeddedServer:
         token: str,
         max_store: int,
         more: Sequence[str],
+        jetstream: str,
+        authorization: str | None,
     ) -> None:
         self._state = state
         self._binary = binary
@@ -50,6 +52,8 @@ class EmbeddedServer:
         self._token = token
         self._max_store = max_store
         self._more = more
+        self._jetstream = jetstream
+        self._authorization = authorization
         self._port = -1  # the server chooses one at first; set by `_spawn`
         self._process: asyncio.subprocess.Process  # set by `_spawn`
 
@@ -63,6 +67,8 @@ class EmbeddedServer:
         token: str | None = None,
         max_store: int | None = None,
         more: Sequence[str] = (),
+        jetstream: str = "",
+        authorization: str | None = None,
     ) -> EmbeddedServer:
         """Start a server on `state_dir` and return once it accepts connections.
 
@@ -70,12 +76,14 @@ class EmbeddedServer:
         which a power cut can cost). `token` authorizes clients; by default a new one. `max_store` is the most that all
         streams may hold, in bytes; by default the disk's size, because nats-server's own default, most of the space
         free at its start, would refuse every stream on a disk full of other files. `more` are further lines of the
-        configuration. Raises `StartupError`.
+        configuration, and `jetstream` further ones of its block, or "off". With `authorization`, which may be empty,
+        clients are known by that in place of the token. Raises `StartupError`.
         """
         found = _find(binary)
         state, lock = _claim(state_dir)
         most = max_store or shutil.disk_usage(state).total
-        server = cls(state, found, sync_interval, lock, token or secrets.token_hex(16), most, more)
+        known_by = token or secrets.token_hex(16)
+        server = cls(state, found, sync_interval, lock, known_by, most, more, jetstream, authorization)
         try:
             await server._spawn()
         except BaseException:
@@ -86,7 +94,8 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Includes the token: keep it out of logs."""
-        return f"nats://{self._token}@127.0.0.1:{self._port}"
+        login = "" if self._authorization is not None else f"{self._token}@"
+        return f"nats://{login}127.0.0.1:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -172,21 +181,31 @@ class EmbeddedServer:
         tail = "\n".join(path.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
         return StartupError(f"{self._binary} {what}; the end of {path}:\n{tail}")
 
+    def _blocks(self) -> list[str]:
+        known_by = f"token: {json.dumps(self._token)}" if self._authorization is None else self._authorization
+        authorization = [f"authorization {{ {known_by} }}"] if known_by else []
+        if self._jetstream == "off":
+            return authorization
+        return [
+            *authorization,
+            "jetstream {",
+            f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
+            f"  max_file_store: {self._max_store}",
+            # Otherwise part of GOMEMLIMIT: too little.
+            f"  max_memory_store: {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')}",
+            *([f"  sync_interval: {json.dumps(self._sync_interval)}"] if self._sync_interval else []),
+            f"  {self._jetstream}",
+            "}",
+        ]
+
     def _write_config(self, ports: Path) -> Path:
         path = self._state / "nats-server.conf"
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         lines = [
             'host: "127.0.0.1"',
             f"port: {self._port}",
             f"ports_file_dir: {json.dumps(str(ports))}",
             f"max_payload: {_MAX_PAYLOAD}",
-            f"authorization {{ token: {json.dumps(self._token)} }}",
-            "jetstream {",
-            f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
-            f"  max_file_store: {self._max_store}",
-            f"  max_memory_store: {memory}",  # else part of GOMEMLIMIT: too little
-            *([f"  sync_interval: {json.dumps(self._sync_interval)}"] if self._sync_interval else []),
-            "}",
+            *self._blocks(),
             *self._more,
         ]
         path.unlink(missing_ok=True)

@@ -13,13 +13,14 @@ from nats.aio.msg import Msg
 from nats.errors import BadSubjectError
 
 from penstock.streams.nats import client as client_module
+from penstock.streams.nats.access import Access
 from penstock.streams.nats.client import DirectClient
 from penstock.streams.nats.server import EmbeddedServer
 
 
 @pytest_asyncio.fixture
 async def client(server: EmbeddedServer) -> AsyncIterator[DirectClient]:
-    client = DirectClient()
+    client = DirectClient(Access())
     await client.connect(server.url)
     yield client
     await client.close()
@@ -126,7 +127,7 @@ async def test_a_callback_that_fails_is_reported_and_the_next_message_comes(
         if message.data == b"bad":
             raise ValueError("unreadable")
 
-    client = DirectClient()
+    client = DirectClient(Access())
     await client.connect(server.url, error_cb=report)
     await client.subscribe(namespace, cb=hear)
     for data in b"bad", b"good":
