@@ -68,6 +68,13 @@ COMMANDS = (
         help="List the models of a running server; load, unload, add, remove and swap them.",
     ),
     CommandEntry(
+        "backends",
+        "api.terminal.backends:backends",
+        "Look",
+        help="List the backends: Penstock's own and installed plug-ins, what each can do, and why another cannot run "
+        "here.",
+    ),
+    CommandEntry(
         "scheduling",
         "api.terminal.look:scheduling",
         "Look",

@@ -25,6 +25,7 @@ import typer
 from .api.http.middleware.keys import Keys
 from .api.http.server import serve_http
 from .api.serve.adapters import check_adapters
+from .api.serve.backends import check_backends, report_refused
 from .api.serve.connecting import connected
 from .api.serve.supervisor import Supervisor, announce, base_url, listen
 from .api.terminal.options import with_settings
@@ -35,12 +36,12 @@ from .config.process import end_quietly, host, keep_loaded
 from .config.settings import Settings
 from .config.sources import Loaded
 from .config.tracing import tracing
-from .engine import BACKENDS, InferenceEngine, resolve_model
+from .engine import EngineConfig, InferenceEngine, find_backend, resolve_model
 from .engine.backend import ProgressCallback
 from .engine.cpu.process import lower_priority, prepare_process, worker_threads
 from .engine.models import BUNDLED, model_name, read_model_info
 from .engine.text.forms import choose_form
-from .schemas.errors import ConfigurationError, StartupError, Transient
+from .schemas.errors import StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
 from .stages import Filter, Pipe, Runner, Stage
@@ -74,6 +75,7 @@ def serve(
     """
     configure_logging(loaded.settings)
     _check(loaded.settings)
+    report_refused(loaded.settings)
     settings, entries = loaded.settings, offered_models(loaded)
     if entries is None:
         settings = _with_model(settings)
@@ -205,8 +207,7 @@ async def _parts(
 
 
 async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> None:
-    from .engine import EngineConfig
-    from .engine.sizing import CACHING, human, sized
+    from .engine.sizing import human, sized
     from .stages.infer.stage import Infer
 
     settings, directory = loaded.settings, None if loaded.settings.model is None else Path(loaded.settings.model)
@@ -217,7 +218,7 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
     sizes = sized(EngineConfig(**given), settings.workers)
     capacity, reserve = sizes.max_batch_size, reserve_of(sizes.max_batch_size)
     own = {"max_batch_size": capacity + reserve, "reserved_batch_size": reserve}
-    if settings.backend in CACHING:
+    if find_backend(settings.backend, settings.allowed_backends).cache:
         own["kv_cache_memory"] = sizes.kv_cache_memory
     config = EngineConfig(**given | own)
     log.info(
@@ -328,8 +329,7 @@ def _check(settings: Settings) -> None:
 
 def _with_model(settings: Settings) -> Settings:
     """The settings with the model's path, downloaded if necessary, and its name. Raises `Fatal` errors early."""
-    if settings.backend not in BACKENDS:
-        raise ConfigurationError([f"unknown backend {settings.backend!r}; choose one of {', '.join(sorted(BACKENDS))}"])
+    check_backends(settings)
     choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
     if settings.model is None and settings.backend == "echo":
         return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})

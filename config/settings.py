@@ -18,6 +18,7 @@ from ..schemas.jobs import TOKEN_PATTERN, Priority
 from .api_keys import ApiKey
 from .broker import BrokerSettings
 from .models import split_commas
+from .plugins import PluginSettings
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
@@ -36,7 +37,7 @@ def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
     return pipeline[1 : pipeline.index("batch")]
 
 
-class Settings(BrokerSettings):
+class Settings(BrokerSettings, PluginSettings):
     """The effective configuration of one process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)
@@ -228,8 +229,8 @@ class Settings(BrokerSettings):
     backend: str = Field(
         "paged",
         min_length=1,
-        description="paged (the default), hf (transformers, for reference), sentence_transformers (embeddings) "
-        "or echo (no model).",
+        description="paged (the default), hf (transformers, for reference), sentence_transformers (embeddings), "
+        "echo (no model) or a plug-in's; see `penstock backends`.",
     )
     device: str = Field(
         "auto",

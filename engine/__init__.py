@@ -7,12 +7,13 @@ from typing import Any
 
 from ..schemas.params import GenerationParams
 from .adapters import AdapterInfo
-from .backend import Backend, Capabilities
+from .backend import Backend
 from .backends.embedding import EmbeddingBackend
-from .backends.registry import BACKENDS
 from .config import EngineConfig
+from .discovery import find_backend, find_backends
 from .engine import InferenceEngine
 from .handle import RequestHandle
+from .manifest import Manifest
 from .models import ModelInfo, resolve_model
 from .output import CacheStats, ChoiceOutput, Embedding, EngineStats, GenerationOutput, GenerationStats
 from .request import EmbeddingInput, EngineRequest, check_request, resolve_seed
@@ -20,11 +21,9 @@ from .text.tokenizer import Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike
 
 __all__ = [
-    "BACKENDS",
     "AdapterInfo",
     "Backend",
     "CacheStats",
-    "Capabilities",
     "ChoiceOutput",
     "Embedding",
     "EmbeddingBackend",
@@ -36,11 +35,14 @@ __all__ = [
     "GenerationParams",
     "GenerationStats",
     "InferenceEngine",
+    "Manifest",
     "ModelInfo",
     "RequestHandle",
     "Tokenizer",
     "TokenizerLike",
     "check_request",
+    "find_backend",
+    "find_backends",
     "load_tokenizer",
     "resolve_model",
     "resolve_seed",

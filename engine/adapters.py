@@ -13,8 +13,6 @@ from ..schemas.errors import ModelNotFound
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTING = ("paged", "hf")  # the backends that run adapters
-
 
 class Target(NamedTuple):
     """The size of a linear layer that adapters may change."""

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Delta
-from ..schemas.params import GenerationParams
 from .adapter_files import AdapterFiles
 from .adapters import Adapter, Targets
 from .choice import Choice
+from .manifest import Manifest
 from .models import ModelInfo
 from .output import CacheStats
 from .text.tokenizer_port import TokenizerLike
 
 ProgressCallback = Callable[[int, int], None]
 """Called as a model loads, with the weights loaded so far and the weights in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a backend can do; the engine refuses a request that needs more before it runs.
-
-    `parameters` are the fields of `GenerationParams` that it honours. `hooks` says whether callers may supply logits
-    processors and the like.
-    """
-
-    formats: tuple[str, ...]
-    devices: tuple[str, ...]
-    text: bool = True
-    vision: bool = False
-    embeddings: bool = False
-    hooks: bool = False
-    parameters: frozenset[str] = frozenset(GenerationParams.model_fields)
 
 
 class NoPrefixes:
@@ -68,7 +50,9 @@ class Backend(Protocol):
     """
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def manifest(self) -> Manifest:
+        """What it can do: the engine refuses a request that needs more."""
+        ...
 
     @property
     def info(self) -> ModelInfo: ...

@@ -21,6 +21,9 @@ class EngineConfig(BaseModel):
     tokens a second for each choice, 0 for as fast as possible. If the engine computes nothing for a scheduled request
     in `stall_timeout` seconds, it restarts the request; the second time the request fails.
 
+    `allowed_backends` are the ids of the plug-ins that may be imported, None for all. `fallback_backend` loads the
+    model as well, and runs the requests that need what `backend` lacks.
+
     The backend checks, when the engine is built, that it can honour every setting: see `refuse`.
     """
 
@@ -42,6 +45,8 @@ class EngineConfig(BaseModel):
     prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
     cache_answers: bool = False
     stall_timeout: Annotated[float, Field(gt=0)] = 30.0
+    allowed_backends: tuple[str, ...] | None = None
+    fallback_backend: Annotated[str, Field(min_length=1)] | None = None
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
 
     def refuse(self, *names: str) -> None:

@@ -4,46 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Self, overload
 
 from ..schemas.errors import GenerationFailed
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .adapter_files import read_adapter
 from .adapters import Adapter, AdapterInfo, LoadedAdapters, Targets
-from .backend import Backend, Capabilities, ProgressCallback
+from .backend import Backend, ProgressCallback
 from .backends.registry import load_backend
-from .checks import check_parameters, check_supported
+from .blocking import wait_for
+from .checks import check_parameters, check_supported, lacks
 from .choice import Choice
 from .config import EngineConfig
 from .driver import Driver
 from .grammar.matcher import GrammarCompiler
 from .handle import RequestHandle
+from .manifest import Manifest
 from .models import ModelInfo
 from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .progress import loading_bar
+from .prompts import Prompt, as_list, is_list
 from .request import EmbeddingInput, EngineRequest, resolve_seed
 from .text.tokenizer_port import TokenizerLike
 
-Prompt = str | Sequence[int]
-Result = TypeVar("Result")
-
-
-def wait_for(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` in an event loop of its own and wait for it, even where the caller's thread runs a loop already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:  # in a notebook, for example
-        return thread.submit(asyncio.run, work).result()
+_log = logging.getLogger(__name__)
 
 
 class InferenceEngine:
@@ -74,6 +66,10 @@ class InferenceEngine:
             with loading_bar(f"loading {config.model}", progress) as report:
                 self._driver = Driver(partial(load_backend, config, report), config.stall_timeout)
         self._backend = self._driver.backend
+        self._fallback: InferenceEngine | None = None
+        if config.fallback_backend is not None:
+            change = {"backend": config.fallback_backend, "fallback_backend": None}
+            self._fallback = InferenceEngine(config.model_copy(update=change), progress=progress, clock=clock)
         self._clock = clock
         self._grammars = GrammarCompiler(self._backend.tokenizer)
         self._adapters = LoadedAdapters()
@@ -85,28 +81,30 @@ class InferenceEngine:
         return self._backend.tokenizer
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._backend.capabilities
+    def manifest(self) -> Manifest:
+        """What the backend can do."""
+        return self._backend.manifest
 
     @property
     def progress(self) -> int:
         """The number of steps so far; an engine that has running requests while this number stays the same hangs."""
-        return self._driver.num_steps
+        return self._driver.num_steps + (self._fallback.progress if self._fallback else 0)
 
     @property
     def healthy(self) -> bool:
-        return self._driver.healthy
+        return self._driver.healthy and (self._fallback is None or self._fallback.healthy)
 
     @property
     def error(self) -> BaseException | None:
         """The exception that ended the engine's thread, if any; then `healthy` is False and a new engine is needed."""
-        return self._driver.error
+        return self._driver.error or (self._fallback.error if self._fallback else None)
 
     def model_info(self) -> ModelInfo:
         return self._backend.info
 
     def stats(self) -> EngineStats:
-        return EngineStats(
+        """Counts of both backends where there is a fallback; the cache is that of the first."""
+        own = EngineStats(
             num_running=self._backend.num_running,
             num_waiting=self._backend.num_waiting,
             num_requests=self._num_requests,
@@ -116,6 +114,13 @@ class InferenceEngine:
             cache=self._backend.cache_stats(),
             adapter_memory=self._adapters.memory,
         )
+        return own if self._fallback is None else own.plus(self._fallback.stats())
+
+    def fallback_for(self, request: EngineRequest) -> str | None:
+        """The fallback backend, if it runs such a request, because the first one lacks something that it has."""
+        if self._fallback is None or not lacks(request, self._backend) or lacks(request, self._fallback._backend):
+            return None
+        return self._fallback.manifest.id
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
@@ -133,8 +138,8 @@ class InferenceEngine:
         self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
     ) -> GenerationOutput | list[GenerationOutput]:
         """`agenerate`, but blocking."""
-        outputs = wait_for(self._generate_all(_as_list(prompts), params, adapter))
-        return outputs if _is_list(prompts) else outputs[0]
+        outputs = wait_for(self._generate_all(as_list(prompts), params, adapter))
+        return outputs if is_list(prompts) else outputs[0]
 
     @overload
     async def agenerate(
@@ -152,8 +157,8 @@ class InferenceEngine:
         Cancelling the call cancels the requests. Raises `InvalidRequest` before any of them runs, `ModelNotFound` if
         no adapter of that name is loaded.
         """
-        outputs = await self._generate_all(_as_list(prompts), params, adapter)
-        return outputs if _is_list(prompts) else outputs[0]
+        outputs = await self._generate_all(as_list(prompts), params, adapter)
+        return outputs if is_list(prompts) else outputs[0]
 
     async def generate_stream(
         self, prompt: Prompt, params: GenerationParams, request_id: str | None = None, adapter: str | None = None
@@ -176,9 +181,13 @@ class InferenceEngine:
 
         Raises `InvalidRequest`.
         """
-        if params.grammar is not None:
-            check_parameters(params, self._backend, self.config.backend)
-            await asyncio.to_thread(self._grammars.compile, params.grammar)
+        if params.grammar is None:
+            return
+        if self._fallback is not None and self.fallback_for(EngineRequest("", (), params, seed=0)):
+            await self._fallback.prepare(params)
+            return
+        check_parameters(params, self._backend)
+        await asyncio.to_thread(self._grammars.compile, params.grammar)
 
     def open(self, request: EngineRequest) -> RequestHandle:
         """Start a request with the caller's ids and seed; call it in the event loop that will read the handle.
@@ -186,7 +195,13 @@ class InferenceEngine:
         Raises `InvalidRequest` for a request that can never be served, `ModelNotFound` for an adapter that is not
         loaded, and `GenerationFailed` if the engine has stopped.
         """
-        check_supported(request, self._backend, self.config.backend)
+        if self._fallback is not None and (fallback := self.fallback_for(request)):
+            reason = lacks(request, self._backend)
+            _log.warning("request %s runs on the fallback backend %s: %s", request.id, fallback, reason)
+            handle = self._fallback.open(request)
+            handle.fallback = fallback
+            return handle
+        check_supported(request, self._backend)
         adapter, info = self._adapters.find(request.adapter), self._backend.info
         choices = [
             Choice(request, index, self.tokenizer, info, self._grammars.matcher(request.params), adapter)
@@ -246,6 +261,8 @@ class InferenceEngine:
         targets: Targets = self._driver.call(self._backend.adapter_targets).result()
         files = read_adapter(name, Path(path).expanduser(), targets)
         adapter: Adapter = self._driver.call(partial(self._backend.load_adapter, files)).result()
+        if self._fallback is not None and self._fallback.manifest.adapters:
+            self._fallback.load_adapter(name, path)
         self._adapters.add(adapter)
         return adapter.info
 
@@ -255,6 +272,8 @@ class InferenceEngine:
         Raises `ModelNotFound` if no adapter has the name.
         """
         self._adapters.remove(name)
+        if self._fallback is not None and self._fallback.manifest.adapters:
+            self._fallback.unload_adapter(name)
 
     def adapters(self) -> list[AdapterInfo]:
         """The loaded adapters, by name."""
@@ -262,14 +281,16 @@ class InferenceEngine:
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request before its next token. Returns whether it was running."""
-        return self._driver.cancel(request_id)
+        is_other = self._fallback is not None and self._fallback.cancel(request_id)
+        return self._driver.cancel(request_id) or is_other
 
     def close(self, timeout: float | None = None) -> bool:
         """Stop the engine; running requests end with finish reason "cancelled".
 
         Returns whether it stopped within `timeout` seconds.
         """
-        return self._driver.close(timeout)
+        ended = self._driver.close(timeout)
+        return (self._fallback is None or self._fallback.close(timeout)) and ended
 
     def __enter__(self) -> Self:
         return self
@@ -303,7 +324,7 @@ class InferenceEngine:
         return Embedding(vector, len(handle.request.prompt))
 
     async def _collect(self, handle: RequestHandle) -> GenerationOutput:
-        builder = OutputBuilder(handle.request, self._clock())
+        builder = OutputBuilder(handle.request, self._clock(), handle.fallback)
         while not handle.finished:
             builder.add(await handle.take(), self._clock())
         return builder.build(self.tokenizer, self._clock())
@@ -323,14 +344,7 @@ class InferenceEngine:
         return tuple(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
     def _check(self, request: EngineRequest) -> None:
-        check_supported(request, self._backend, self.config.backend)
+        if self._fallback is not None and self.fallback_for(request):
+            return self._fallback._check(request)
+        check_supported(request, self._backend)
         self._adapters.find(request.adapter)
-
-
-def _is_list(prompts: Prompt | list[str] | list[list[int]]) -> bool:
-    """Whether `prompts` is a list of prompts; a list of token ids is a single one."""
-    return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
-
-
-def _as_list(prompts: Prompt | list[str] | list[list[int]]) -> list[Prompt]:
-    return list(cast("list[Prompt]", prompts)) if _is_list(prompts) else [cast("Prompt", prompts)]

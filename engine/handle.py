@@ -43,6 +43,7 @@ class RequestHandle:
         self.loop = asyncio.get_running_loop()
         self.preemptions: list[Preemption] = []  # that nobody has read; added by the scheduler, removed by the reader
         self.finished = False  # every choice's last delta has been taken; set by `take`
+        self.fallback: str | None = None  # the backend that runs it instead of the first; set by the engine
         self._cancel = cancel
         self._pending: deque[Delta] = deque()
         self._news = asyncio.Event()

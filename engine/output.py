@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
@@ -50,10 +50,14 @@ class ChoiceOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """The `params.n` answers to one prompt. The properties are those of the first."""
+    """The `params.n` answers to one prompt. The properties are those of the first.
+
+    `fallback` is the backend that made them, if it is not the first.
+    """
 
     choices: tuple[ChoiceOutput, ...]
     stats: GenerationStats
+    fallback: str | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -123,12 +127,19 @@ class EngineStats:
     cache: CacheStats | None = None
     adapter_memory: int = 0
 
+    def plus(self, other: EngineStats) -> EngineStats:
+        """The sums of both, with this one's cache."""
+        names = ("running", "waiting", "requests", "prompt_tokens", "generated_tokens", "steps")
+        sums = {f"num_{name}": getattr(self, f"num_{name}") + getattr(other, f"num_{name}") for name in names}
+        return replace(self, **sums, adapter_memory=self.adapter_memory + other.adapter_memory)
+
 
 class OutputBuilder:
     """Collects the deltas of one request. The caller passes the times, in seconds on its own clock."""
 
-    def __init__(self, request: EngineRequest, started: float) -> None:
+    def __init__(self, request: EngineRequest, started: float, fallback: str | None = None) -> None:
         self._request = request
+        self._fallback = fallback
         self._started = started
         self._first: float | None = None  # when the first token came; set by `add`
         self._deltas: dict[int, list[Delta]] = {request.first_choice + index: [] for index in range(request.params.n)}
@@ -149,7 +160,7 @@ class OutputBuilder:
             time_to_first_token=None if self._first is None else self._first - self._started,
             total_time=now - self._started,
         )
-        return GenerationOutput(choices, stats)
+        return GenerationOutput(choices, stats, self._fallback)
 
 
 def _choice(deltas: list[Delta], tokenizer: TokenizerLike) -> ChoiceOutput:

@@ -18,12 +18,11 @@ from ..schemas.errors import ConfigurationError
 from .checkpoints.quantized import PRECISE
 from .config import EngineConfig
 from .cpu.process import available_cores
+from .discovery import find_backend
 from .models import read_config, read_model_info, read_quantized, read_shapes, resolve_model
 
 if TYPE_CHECKING:
     import torch
-
-CACHING = ("paged", "hf")  # backends with a key-value cache
 
 _ECHO_ROWS = 64
 _CPU_ROWS, _LARGE_CPU_ROWS, _LARGE_CPU = 32, 64, 16  # from _LARGE_CPU cores a worker on, _LARGE_CPU_ROWS
@@ -65,10 +64,11 @@ def sized(config: EngineConfig, workers: int = 1, machine: Memory | None = None)
     memory, rows = config.kv_cache_memory, config.max_batch_size
     if memory is None or rows is None:
         found = _Size(_ECHO_ROWS, 1 << 62, 1)
-        if config.backend in CACHING:
+        manifest = find_backend(config.backend, config.allowed_backends)
+        if manifest.cache:
             from .loading import resolve_device
 
-            device = resolve_device(config.device)
+            device = resolve_device("cpu" if manifest.devices == ("cpu",) else config.device)
             found = _choose(config, workers, device.type, _memory_of(device, machine), _Files.of(config))
         memory = memory or ByteSize(found.memory)
         if rows is None:
@@ -98,7 +98,14 @@ def footprint(config: EngineConfig, workers: int = 1, machine: Memory | None = N
     CPU. The cache is the one that `sized` would choose. Raises `ModelLoadError`, and `ConfigurationError` for a device
     "auto", which needs torch to be resolved.
     """
-    if config.backend == "echo":
+    if config.fallback_backend is not None:
+        change: dict[str, object] = {"fallback_backend": None}
+        both = [footprint(config.model_copy(update=change), 2 * workers, machine)]
+        change["backend"] = config.fallback_backend
+        both.append(footprint(config.model_copy(update=change), 2 * workers, machine))
+        return Footprint(*map(sum, zip(*both, strict=True)))
+    manifest = find_backend(config.backend, config.allowed_backends)
+    if not manifest.formats:
         return Footprint(0, 0, _ECHO_PROCESS)
     device = config.device.partition(":")[0]
     if device == "auto":
@@ -116,7 +123,7 @@ def footprint(config: EngineConfig, workers: int = 1, machine: Memory | None = N
         width = files.number if method is None else _WIDTHS["int8"]
         weights += int(files.embedding * width)  # the embedding is the head, whose product packs a copy of it
     cache = 0
-    if config.backend in CACHING:
+    if manifest.cache:
         if config.kv_cache_memory is None and device == "cuda" and machine is None:
             raise ConfigurationError(
                 [f"device={config.device!r}: set kv_cache_memory, which cannot be chosen before the device is opened"]

@@ -72,6 +72,7 @@ class Started:
     """A worker has taken the request: the first output of its epoch, and all that a reader of deltas must know.
 
     `holder` is a name that no other announcement has, by which a worker knows its own. `form` is the job's, as JSON.
+    `fallback` is the backend that runs the request instead of the worker's first.
     """
 
     request: str
@@ -85,6 +86,7 @@ class Started:
     priority: Priority = "normal"
     endpoint: str = ""
     model: str = ""
+    fallback: str | None = None
     type: Literal["started"] = "started"
 
 
@@ -174,12 +176,13 @@ class Token:
 @dataclass(frozen=True, slots=True)
 class Done:
     """Final: every choice has finished. `finish_reasons` are in the order of the choices; `at` is the end of a
-    response, in Unix seconds."""
+    response, in Unix seconds. `fallback` is the backend that made the answer, if it was not the worker's first."""
 
     request: str
     finish_reasons: tuple[FinishReason, ...]
     usage: Usage
     at: float | None = None
+    fallback: str | None = None
     type: Literal["done"] = "done"
 
 

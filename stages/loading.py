@@ -12,8 +12,8 @@ from pathlib import Path
 from ..config.models import parse_adapters
 from ..config.settings import Settings
 from ..engine.adapter_files import adapter_source
+from ..engine.discovery import find_backend
 from ..engine.models import read_model_info
-from ..engine.sizing import CACHING
 from ..schemas.errors import PenstockError
 from ..schemas.registry import LoadProgress, ModelCard
 from ..streams.lanes import open_lanes
@@ -26,7 +26,7 @@ AGAIN = 60.0  # seconds between two announcements; a model that nobody announces
 
 def early_card(settings: Settings, revision: int | None = None) -> ModelCard | None:
     """The model as its files describe it, before it is loaded; None where only loading finds out what it takes."""
-    if settings.model is None or settings.backend not in CACHING:
+    if settings.model is None or not find_backend(settings.backend, settings.allowed_backends).cache:
         return None
     info = read_model_info(Path(settings.model), settings.model, settings.max_sequence_length)
     return model_card(settings, info.context_length, revision)

@@ -16,7 +16,20 @@ from ..config.tracing import parent
 from ..engine.text.answer_reader import AnswerReader
 from ..schemas import codec
 from ..schemas.errors import GenerationFailed
-from ..schemas.events import FINAL, Cancelled, Delta, Done, ErrorBody, Event, Failed, Output, Started, Token
+from ..schemas.events import (
+    FINAL,
+    Cancelled,
+    Delta,
+    Done,
+    ErrorBody,
+    Event,
+    Failed,
+    FinishReason,
+    Output,
+    Started,
+    Token,
+    Usage,
+)
 from ..schemas.hops import worker_of
 from ..schemas.jobs import Form
 from ..streams.port import HOPS, TRACE_PARENT, Consumer, Delivery, Message
@@ -195,8 +208,12 @@ class EventPublisher:
                 if (reason := reader.reason(choice, own)) is not None
             )
             usage = reader.usage(said.usage)
-            events.append(Cancelled(request, usage) if "cancelled" in reasons else Done(request, reasons, usage))
+            events.append(Cancelled(request, usage) if "cancelled" in reasons else self._done(request, reasons, usage))
         return events
+
+    def _done(self, request: str, reasons: tuple[FinishReason, ...], usage: Usage) -> Done:
+        started = self._transcript.started
+        return Done(request, reasons, usage, fallback=started.fallback if started else None)
 
     async def _emit(self, event: Event) -> None:
         started = self._transcript.started

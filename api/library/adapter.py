@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from ...engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
-from ...engine.engine import wait_for
+from ...engine.blocking import wait_for
 from ...engine.prepare import Prepared, Preparer
 from ...engine.text.answer_reader import AnswerReader
 from ...schemas.errors import GenerationFailed, InvalidRequest

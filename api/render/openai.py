@@ -105,8 +105,8 @@ class Renderer:
         yield self._message([choice], self._usage_so_far(), head)
 
     def end(self, done: Done) -> Iterator[bytes]:
-        if self._extras.usage:
-            yield self._message([], _usage(done.usage), {})
+        if self._extras.usage or done.fallback:
+            yield self._message([], _usage(done.usage), _metadata(done))
         yield b"data: [DONE]\n\n"
 
     def whole(self, tokens: list[Token], done: Done) -> bytes:
@@ -124,7 +124,7 @@ class Renderer:
             choice["finish_reason"] = _REASONS[reason]
             head = self._add_extras(choice, said, first=True)
             choices.append(choice)
-        return orjson.dumps({**self._head, **head, "choices": choices, "usage": _usage(done.usage)})
+        return orjson.dumps({**self._head, **_metadata(done), **head, "choices": choices, "usage": _usage(done.usage)})
 
     def _add_extras(self, choice: dict[str, Any], said: list[Token], *, first: bool) -> dict[str, Any]:
         """Add vLLM's fields to a choice that renders `said`; returns those that belong beside the choices."""
@@ -204,7 +204,7 @@ class Embeddings(Renderer):
             for token in sorted(tokens, key=lambda token: token.choice)
         ]
         usage = {"prompt_tokens": done.usage.prompt_tokens, "total_tokens": done.usage.total_tokens}
-        answer = {"object": "list", "data": data, "model": self._model, "usage": usage}
+        answer = {"object": "list", "data": data, "model": self._model, "usage": usage, **_metadata(done)}
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _vector(self, text: str) -> Any:
@@ -220,6 +220,11 @@ def error_payload(error: ErrorBody) -> dict[str, Any]:
 def error_message(error: ErrorBody) -> bytes:
     """The SSE message of an error, without which a client takes a broken stream for a complete one."""
     return b"data: " + orjson.dumps(error_payload(error)) + b"\n\n"
+
+
+def _metadata(done: Done) -> dict[str, Any]:
+    """That another backend than the configured one has answered."""
+    return {"fallback_backend": done.fallback} if done.fallback else {}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ...config.models import parse_adapters
 from ...config.settings import Settings
+from ...engine import find_backend, find_backends
 from ...engine.adapter_files import check_adapter
-from ...engine.adapters import ADAPTING
 from ...schemas.catalogue import CatalogueEntry
 from ...schemas.errors import ConfigurationError, InvalidRequest
 
@@ -26,8 +26,9 @@ def check_adapters(settings: Settings, entries: Sequence[CatalogueEntry] | None)
     else:
         served = [(entry.name, entry.source, entry.backend, entry.adapters) for entry in entries]
     for model, source, backend, adapters in served:
-        if adapters and backend not in ADAPTING:
-            faults.append(f"adapters of {model}: the backend {backend} runs none; use one of {', '.join(ADAPTING)}")
+        if adapters and not find_backend(backend, settings.allowed_backends).adapters:
+            able = ", ".join(one.id for one in find_backends(()) if one.manifest and one.manifest.adapters)
+            faults.append(f"adapters of {model}: the backend {backend} runs none; use one of {able}")
             continue
         base = Path(source).expanduser()
         for name, path in adapters.items():

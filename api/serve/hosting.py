@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ...config.settings import Settings
-from ...engine import BACKENDS, EngineConfig, resolve_model
+from ...engine import EngineConfig, resolve_model
 from ...engine.adapter_files import adapter_size, adapter_source
 from ...engine.models import read_model_info
 from ...engine.sizing import Memory, footprint, memory_of_machine
@@ -20,6 +20,7 @@ from ...schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ...schemas.errors import ConfigurationError, Fatal
 from ...schemas.placement import Device, Need
 from ...schemas.registry import ModelCard
+from .backends import check_backends
 
 SHARE = 0.9  # of the memory that is free at the start: models may take that together
 AGAIN = 10.0  # seconds until the files of a model with a fault are read again
@@ -98,8 +99,7 @@ class Host:
     def _examine(self, key: RevisionKey, entry: CatalogueEntry, models: int) -> None:
         """Raises `Fatal` where the model cannot be served on this host."""
         source = entry.source
-        if entry.backend not in BACKENDS:
-            raise ConfigurationError([f"unknown backend {entry.backend!r}; known: {', '.join(sorted(BACKENDS))}"])
+        check_backends(self._settings.model_copy(update={"backend": entry.backend, "model": source}))
         devices = tuple(name for name in entry.devices if name in self._names)
         if entry.device in ("auto", "cuda"):
             devices = (*self._gpus,) or (("cpu",) if entry.device == "auto" else ())

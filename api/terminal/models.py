@@ -19,6 +19,8 @@ from ...config import sources
 from ...schemas.sources import looks_like_path
 from .chat_client import ChatError, answer_of, server_at
 from .chat_client import models as served_by
+from .measure import measure_backends
+from .measure import show as show_measured
 from .options import ApiKey, ServerUrl, fatal_errors
 
 models = typer.Typer(
@@ -130,15 +132,22 @@ def add(
             "--set", help="A key of `models.toml`, such as quantization=int8; repeat it.", metavar="KEY=VALUE"
         ),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="First run the model on every backend that can, here, and take the fastest."),
+    ] = False,
     url: ServerUrl = None,
     api_key: ApiKey = None,
 ) -> None:
     """Offer one more model, until `penstock serve` ends: put it into the file of models to keep it.
 
     Exits with 1 if its files cannot be used. The model stays listed, and its files are read again now and then.
+    `--measure` runs on this machine, beside what it serves: that takes the model's memory again, and a quiet moment.
     """
     with _server(url, api_key) as server:
         body = {"model": name, "source": _resolved(source)} | dict(map(_pair, values or ()))
+        if measure:
+            body["backend"] = _fastest(body)
         answer_of(server, "POST", _url(server, "add"), body)
         with _progress(f"the server reads the files of {name}"):
             status = next(_news(server, name))["status"]
@@ -192,6 +201,18 @@ def swap(
                     case None:
                         _fail(f"{name} was not swapped: it was removed, or swapped by somebody else")
     typer.echo(f"{name} is swapped: requests go to revision {revision}")
+
+
+def _fastest(body: dict[str, Any]) -> str:
+    """The backend that is the fastest here for the model of a body."""
+    if "backend" in body:
+        raise ChatError("--measure chooses the backend: leave out --set backend, or --measure")
+    with _progress(f"{body['model']} runs on each backend"):
+        measured = measure_backends(body["source"], body, sources.load().settings)
+    show_measured(measured)
+    if not measured or measured[0].seconds is None:
+        _fail(f"{body['model']} was not added: no backend runs it here")
+    return measured[0].backend
 
 
 def _url(server: httpx2.Client, verb: str) -> str:

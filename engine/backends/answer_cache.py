@@ -14,8 +14,9 @@ from pathlib import Path
 from ...schemas.events import Delta
 from ..adapter_files import AdapterFiles
 from ..adapters import Adapter, Targets
-from ..backend import Backend, Capabilities
+from ..backend import Backend
 from ..choice import Choice
+from ..manifest import Manifest
 from ..models import ModelInfo
 from ..output import CacheStats
 from ..text.tokenizer_port import TokenizerLike
@@ -38,8 +39,8 @@ class AnswerCache:
         self._recording: dict[Choice, bytes] = {}
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._backend.capabilities
+    def manifest(self) -> Manifest:
+        return self._backend.manifest
 
     @property
     def info(self) -> ModelInfo:

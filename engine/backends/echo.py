@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from ...schemas.errors import ConfigurationError
 from ...schemas.events import Delta
-from ...schemas.params import GenerationParams
-from ..backend import Capabilities, NoAdapters, NoPrefixes, ProgressCallback
+from ..backend import NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice, ChosenLogprob
 from ..config import EngineConfig
+from ..manifests import ECHO
 from ..models import ModelInfo, read_model_info, resolve_model
 from ..sizing import sized
 from ..text.byte_tokenizer import ByteTokenizer
@@ -38,9 +37,7 @@ class _Row:
 class EchoBackend(NoAdapters, NoPrefixes):
     """Needs no files; if `model` is a directory, uses its tokenizer and context length."""
 
-    capabilities = Capabilities(
-        formats=(), devices=("cpu",), parameters=frozenset(GenerationParams.model_fields) - {"grammar"}
-    )
+    manifest = ECHO
 
     def __init__(
         self,
@@ -50,8 +47,6 @@ class EchoBackend(NoAdapters, NoPrefixes):
     ) -> None:
         config.refuse("quantization", "attention", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size")
         config = sized(config)
-        if config.device not in ("auto", "cpu"):
-            raise ConfigurationError([f"device={config.device!r}: the backend 'echo' runs only on a CPU; use cpu"])
         self.tokenizer = load_tokenizer(config.model, "echo")
         self.info = (
             ModelInfo(

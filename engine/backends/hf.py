@@ -20,14 +20,14 @@ from transformers import DynamicCache
 
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
-from ...schemas.params import GenerationParams
 from ..adapter_files import AdapterFiles
 from ..adapters import Adapter, Targets
-from ..backend import Capabilities, NoPrefixes, ProgressCallback
+from ..backend import NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..loading import load_causal_lm, resolve_device
 from ..low_rank import Adaptation, place, users
+from ..manifests import HF
 from ..models import count_parameters, read_model_info, resolve_model
 from ..sampler import sample
 from ..sizing import sized
@@ -43,11 +43,7 @@ _PROBE = torch.tensor([[0, 1, 2]])  # any tokens: only the shapes matter
 class HfBackend(NoPrefixes):
     """`kv_cache_memory` is a threshold: above it no choice is admitted, but running ones may exceed it."""
 
-    capabilities = Capabilities(
-        formats=("safetensors", "gguf"),
-        devices=("cpu", "cuda", "mps"),
-        parameters=frozenset(GenerationParams.model_fields) - {"prompt_logprobs"},
-    )
+    manifest = HF
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Raises `ConfigurationError` and `ModelLoadError`."""

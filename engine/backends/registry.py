@@ -1,4 +1,4 @@
-"""The backends by name; each is imported only when chosen."""
+"""Loads the backend that is chosen; no other one is imported."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ from importlib import import_module
 from ...schemas.errors import ConfigurationError
 from ..backend import Backend, ProgressCallback
 from ..config import EngineConfig
+from ..discovery import find_backend, why_not
 from .answer_cache import AnswerCache
-
-BACKENDS = {
-    "paged": ("..paged.backend", "PagedBackend"),
-    "hf": (".hf", "HfBackend"),
-    "echo": (".echo", "EchoBackend"),
-    "sentence_transformers": (".sentence_transformer", "SentenceTransformerBackend"),
-}
 
 
 def load_backend(config: EngineConfig, progress: ProgressCallback | None = None) -> Backend:
@@ -23,8 +17,13 @@ def load_backend(config: EngineConfig, progress: ProgressCallback | None = None)
     Raises `ConfigurationError` for an unknown backend, an absent device or a setting that the backend cannot honour,
     and `ModelLoadError` for a model that cannot be loaded.
     """
-    if config.backend not in BACKENDS:
-        raise ConfigurationError([f"unknown backend {config.backend!r}; use one of: {', '.join(sorted(BACKENDS))}"])
-    module, name = BACKENDS[config.backend]
-    backend: Backend = getattr(import_module(module, __package__), name)(config, progress)
+    manifest = find_backend(config.backend, config.allowed_backends)
+    if reason := why_not(manifest, config.model, config.device):
+        raise ConfigurationError([reason])
+    module, _, name = manifest.backend.partition(":")
+    try:
+        kind = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError([f"the backend {manifest.id!r} cannot be imported: {error}"]) from error
+    backend: Backend = kind(config, progress)
     return AnswerCache(backend) if config.cache_answers else backend

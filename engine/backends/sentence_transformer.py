@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from ...schemas.errors import ConfigurationError, GenerationFailed, ModelLoadError
-from ..backend import Capabilities, ProgressCallback
+from ..backend import ProgressCallback
 from ..config import EngineConfig
 from ..loading import counting_weights, resolve_device
+from ..manifests import SENTENCE_TRANSFORMERS
 from ..models import count_parameters, read_model_info, resolve_model
 from ..text.tokenizer import load_tokenizer
 from .embedding import EmbeddingBackend
@@ -30,9 +31,7 @@ _LARGE_ROOM = 16_384
 class SentenceTransformerBackend(EmbeddingBackend):
     """Passes are padded on the right, which no model sees: causal ones do not look ahead, others mask it."""
 
-    capabilities = Capabilities(
-        formats=("safetensors",), devices=("cpu", "cuda", "mps"), text=False, embeddings=True, parameters=frozenset()
-    )
+    manifest = SENTENCE_TRANSFORMERS
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Raises `ConfigurationError` and `ModelLoadError`."""

@@ -22,11 +22,12 @@ from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
 from ..adapter_files import AdapterFiles
 from ..adapters import Adapter, Targets
-from ..backend import Capabilities, ProgressCallback
+from ..backend import ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..cpu.library import Kernels, NoKernels, load_kernels
 from ..loading import load_causal_lm, load_config, resolve_device
+from ..manifests import PAGED
 from ..models import ModelInfo, count_parameters, read_model_info, resolve_model
 from ..output import CacheStats
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
@@ -60,7 +61,7 @@ class _Unread(NamedTuple):
 class PagedBackend:
     """`kv_cache_memory` is a limit: a choice that does not fit waits; one that no longer fits is preempted."""
 
-    capabilities = Capabilities(formats=("safetensors", "gguf"), devices=("cpu", "cuda", "mps"))
+    manifest = PAGED
 
     def __init__(
         self, config: EngineConfig, progress: ProgressCallback | None = None, *, ahead: bool | None = None

@@ -47,6 +47,7 @@ class OutputPublisher:
         self.job = job
         self.adapter = adapter
         self.metrics = metrics
+        self.fallback: str | None = None  # the backend that runs it instead of the worker's first; set by Infer
         self.epoch = 1  # set by Infer
         self.span: InferSpan | None = None  # set by Infer while tracing is on
         self.last = 0  # sequence of the newest output stored; set by Infer and _store
@@ -94,6 +95,7 @@ class OutputPublisher:
             job.priority,
             job.endpoint,
             job.served_name,
+            self.fallback,
         )
         visit = CURRENT.get()
         headers = visit.headers(None, epoch=self.epoch) if visit else {}

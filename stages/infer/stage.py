@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -231,6 +232,7 @@ class Infer(Stage):
     async def _publish_outputs(self, job: ValidatedJob, newest: int, adapter: str | None) -> None:
         measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics)
         publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter)
+        publisher.fallback = self._engine.fallback_for(_request(job, job.prompts[0], adapter))
         if (visit := CURRENT.get()) is not None and visit.span is not None:
             publisher.span = InferSpan(visit.span, job, self._card.id)
         self._publishers[job.tenant, job.id] = publisher
@@ -317,24 +319,28 @@ def _requests(publisher: OutputPublisher, transcript: Transcript) -> list[Engine
     """One engine request for each prompt that is not finished yet."""
     job = publisher.job
     requests = []
-    n, seed = job.params.n, job.params.seed
-    embeds = job.endpoint == "/v1/embeddings"
-    kind = partial(EmbeddingInput, dimensions=job.dimensions) if embeds else EngineRequest
+    n = job.params.n
     for index, prompt in enumerate(job.prompts):
         choices = slice(index * n, (index + 1) * n)
         if transcript.finish_reasons and None not in transcript.finish_reasons[choices]:
             continue
-        request = kind(
-            id=f"{job.tenant}.{job.id}.{publisher.epoch}",
-            prompt=prompt,
-            params=job.params,
-            seed=seed if seed is not None else 0,
-            epoch=publisher.epoch,
-            first_choice=choices.start,
-            generated=tuple(map(tuple, transcript.token_ids[choices])),
-            cache_salt=job.tenant,
-            priority=_RANKS[job.priority],
-            adapter=publisher.adapter,
-        )
-        requests.append(request)
+        request = _request(job, prompt, publisher.adapter, publisher.epoch)
+        generated = tuple(map(tuple, transcript.token_ids[choices]))
+        requests.append(replace(request, first_choice=choices.start, generated=generated))
     return requests
+
+
+def _request(job: ValidatedJob, prompt: tuple[int, ...], adapter: str | None, epoch: int = 1) -> EngineRequest:
+    """The engine request of one prompt of a job, from its beginning; `adapter` is the engine's name for the job's."""
+    embeds = job.endpoint == "/v1/embeddings"
+    kind = partial(EmbeddingInput, dimensions=job.dimensions) if embeds else EngineRequest
+    return kind(
+        id=f"{job.tenant}.{job.id}.{epoch}",
+        prompt=prompt,
+        params=job.params,
+        seed=job.params.seed or 0,
+        epoch=epoch,
+        cache_salt=job.tenant,
+        priority=_RANKS[job.priority],
+        adapter=adapter,
+    )

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from penstock.engine import (
-    Capabilities,
     EngineConfig,
     EngineRequest,
     GenerationParams,
@@ -19,6 +18,7 @@ from penstock.engine import (
 )
 from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.handle import merge
+from penstock.engine.manifests import ECHO
 from penstock.schemas.errors import GenerationFailed, InvalidRequest
 from penstock.schemas.events import Delta
 
@@ -244,7 +244,7 @@ async def test_closing_gives_up_after_its_time() -> None:
 
 def test_what_the_backend_lacks_is_refused() -> None:
     class Simple(EchoBackend):
-        capabilities = Capabilities(formats=(), devices=("cpu",), parameters=frozenset({"max_tokens", "temperature"}))
+        manifest = ECHO.model_copy(update={"parameters": frozenset({"max_tokens", "temperature"})})
 
     with InferenceEngine(CONFIG, backend=Simple(CONFIG)) as engine:
         assert engine.generate("a", GenerationParams(max_tokens=5, top_p=1.0)).text == "a"

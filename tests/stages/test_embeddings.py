@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from memory_pipeline import MODEL, FragileEcho, Pipeline, validated
 
-from penstock.engine import Capabilities, EmbeddingBackend, EngineConfig
+from penstock.engine import EmbeddingBackend, EngineConfig
+from penstock.engine.manifests import ECHO
 from penstock.schemas import codec
 from penstock.schemas.events import FINAL, Accepted, Cancelled, Delta, Done, Event, Expired, Failed, Started, Token
 from penstock.schemas.jobs import Endpoint, InferenceBatch, Job, ValidatedJob
@@ -27,7 +28,7 @@ PATH: Endpoint = "/v1/embeddings"
 class Vectors(EmbeddingBackend, FragileEcho):
     """Embeds a text as its length and its first byte, one input at a time; fails where an "x" is."""
 
-    capabilities = Capabilities(formats=(), devices=("cpu",), text=False, embeddings=True)
+    manifest = ECHO.model_copy(update={"modes": ("embeddings",)})
     room = 1
     embedding_size = 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -21,6 +20,7 @@ from penstock.api.tools.mcp_config import HttpServer
 from penstock.api.tools.policy import ToolPolicy
 from penstock.api.tools.sealing import unseal
 from penstock.api.tools.toolbox import Toolbox
+from penstock.engine.manifests import ECHO
 from penstock.engine.models import BUNDLED, resolve_model
 from penstock.schemas.params import GenerationParams
 from penstock.streams.memory.broker import MemoryBroker
@@ -31,7 +31,7 @@ KEY = "a key of the installation"
 class Scripted(FragileEcho):
     """Says one text after another, whoever asks and whatever the grammar; and remembers what it was asked."""
 
-    capabilities = replace(FragileEcho.capabilities, parameters=frozenset(GenerationParams.model_fields))
+    manifest = ECHO.model_copy(update={"parameters": frozenset(GenerationParams.model_fields)})
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

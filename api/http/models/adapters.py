@@ -14,10 +14,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
+from ....engine import find_backend
 from ....engine.adapter_files import check_adapter
-from ....engine.adapters import ADAPTING
 from ....schemas.catalogue import AdapterName
-from ....schemas.errors import Forbidden, InvalidRequest, ModelNotFound
+from ....schemas.errors import ConfigurationError, Forbidden, InvalidRequest, ModelNotFound
 from ....schemas.events import Failed
 from ....schemas.jobs import Job
 from ....schemas.openai.chat import Body, ModelName
@@ -81,7 +81,7 @@ class AdapterRoutes(Routes):
                 f"Say which model the adapter belongs to: {', '.join(registry.models)}.", param="base_model_name"
             )
         card = await self._gateway.preparers.card(asked.base_model_name)
-        if card.backend not in ADAPTING:
+        if not await asyncio.to_thread(self._runs_adapters, card.backend):
             raise InvalidRequest(
                 f"The backend {card.backend} of {card.name!r} runs no adapters.", code="unsupported_capability"
             )
@@ -110,6 +110,12 @@ class AdapterRoutes(Routes):
         await registry.remove_adapter(added)
         await registry.look()
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _runs_adapters(self, backend: str) -> bool:
+        try:
+            return find_backend(backend, self._settings.allowed_backends).adapters
+        except ConfigurationError as error:
+            raise InvalidRequest(f"{error}; install it where the HTTP bridge runs, too.") from None
 
     def _check_right(self, request: Request) -> None:
         if not self._settings.allow_runtime_lora_updating:

@@ -19,11 +19,12 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from transformers import BertConfig, BertModel
 
-from penstock.engine import Capabilities, EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.backends.embedding import EmbeddingBackend
 from penstock.engine.backends.sentence_transformer import SentenceTransformerBackend
 from penstock.engine.choice import Choice
+from penstock.engine.manifests import ECHO as ECHO_MANIFEST
 from penstock.engine.request import EmbeddingInput
 from penstock.schemas.errors import ConfigurationError, GenerationFailed, InvalidRequest, ModelLoadError
 
@@ -45,7 +46,7 @@ def vectors(engine: InferenceEngine, prompts: Any, dimensions: int | None = None
 class Fake(EmbeddingBackend, EchoBackend):
     """Embeds a prompt as its length and its first token; fails where token 13 is, and stands still without `goes`."""
 
-    capabilities = Capabilities(formats=(), devices=("cpu",), text=False, embeddings=True)
+    manifest = ECHO_MANIFEST.model_copy(update={"modes": ("embeddings",)})
     room = 8
     embedding_size = 2
 

@@ -1,0 +1,26 @@
+"""The settings of plug-ins: what installed packages may add."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode
+
+from .models import split_commas
+
+
+class PluginSettings(BaseSettings):
+    """A part of `Settings`."""
+
+    allowed_backends: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(split_commas)] = Field(
+        None,
+        description="Ids of the backend plug-ins that may be imported; without it all that are installed. Penstock's "
+        "own need no permission.",
+    )
+    fallback_backend: str | None = Field(
+        None,
+        min_length=1,
+        description="Backend that runs the requests that need what --backend lacks; it loads the model a second time. "
+        "Without it such requests are refused.",
+    )

@@ -1,0 +1,58 @@
+"""The manifests of Penstock's own backends. Imports no torch."""
+
+from __future__ import annotations
+
+from ..schemas.params import GenerationParams
+from .manifest import INTERFACE, Manifest
+
+_ALL = frozenset(GenerationParams.model_fields)
+
+PAGED = Manifest(
+    id="paged",
+    interface=INTERFACE,
+    backend="penstock.engine.paged.backend:PagedBackend",
+    licence="Apache-2.0",
+    formats=("safetensors", "gguf"),
+    devices=("cpu", "cuda", "mps"),
+    modes=("text",),
+    resume="exact",
+    adapters=True,
+    cache=True,
+)
+HF = Manifest(
+    id="hf",
+    interface=INTERFACE,
+    backend="penstock.engine.backends.hf:HfBackend",
+    licence="Apache-2.0",
+    formats=("safetensors", "gguf"),
+    devices=("cpu", "cuda", "mps"),
+    modes=("text",),
+    resume="exact",
+    parameters=_ALL - {"prompt_logprobs"},
+    adapters=True,
+    cache=True,
+)
+ECHO = Manifest(
+    id="echo",
+    interface=INTERFACE,
+    backend="penstock.engine.backends.echo:EchoBackend",
+    licence="Apache-2.0",
+    formats=(),
+    devices=("cpu",),
+    modes=("text",),
+    resume="exact",
+    parameters=_ALL - {"grammar"},
+)
+SENTENCE_TRANSFORMERS = Manifest(
+    id="sentence_transformers",
+    interface=INTERFACE,
+    backend="penstock.engine.backends.sentence_transformer:SentenceTransformerBackend",
+    licence="Apache-2.0",
+    formats=("safetensors",),
+    devices=("cpu", "cuda", "mps"),
+    modes=("embeddings",),
+    resume="exact",
+    parameters=frozenset(),
+    requires=("sentence_transformers",),
+    install="pip install 'penstock[embeddings]'",
+)

@@ -1,0 +1,1 @@
+"""What Penstock offers to tests of other packages."""
