@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import structlog
 import typer
 
-from .api.http.middleware.keys import Keys
-from .api.http.server import serve_http
 from .api.serve.adapters import check_adapters
 from .api.serve.backends import check_backends, report_refused
 from .api.serve.connecting import connected
@@ -168,6 +166,8 @@ async def _parts(
 
     Requests may come for the `expected` model before its first worker has.
     """
+    if listener is not None:
+        from .api.http.server import serve_http  # imports FastAPI, which other processes do not need
     async with (
         _pipe(loaded, "bridge" if listener else "stage") as pipe,
         contextlib.AsyncExitStack() as ending,
@@ -214,20 +214,16 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     given = {name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"}
     lower_priority()
-    prepare_process(settings.threads or worker_threads(directory, settings.workers))
+    if settings.backend != "echo":  # which computes nothing, and so does not import torch
+        prepare_process(settings.threads or worker_threads(directory, settings.workers))
     sizes = sized(EngineConfig(**given), settings.workers)
     capacity, reserve = sizes.max_batch_size, reserve_of(sizes.max_batch_size)
     own = {"max_batch_size": capacity + reserve, "reserved_batch_size": reserve}
     if find_backend(settings.backend, settings.allowed_backends).cache:
         own["kv_cache_memory"] = sizes.kv_cache_memory
     config = EngineConfig(**given | own)
-    log.info(
-        "loading",
-        model=config.model,
-        backend=config.backend,
-        max_batch_size=capacity,
-        kv_cache_memory=config.kv_cache_memory and human(config.kv_cache_memory),
-    )
+    cache = config.kv_cache_memory and human(config.kv_cache_memory)
+    log.info("loading", model=config.model, backend=config.backend, max_batch_size=capacity, kv_cache_memory=cache)
     async with contextlib.AsyncExitStack() as loading:
         report: ProgressCallback | None = None
         if early := early_card(settings, revision):
@@ -322,6 +318,8 @@ def _toolbox(settings: Settings) -> Toolbox:
 
 def _check(settings: Settings) -> None:
     """Raise `ConfigurationError` for faults of keys and tools, before anything starts."""
+    from .api.http.middleware.keys import Keys
+
     Keys(settings.api_keys or (), settings.api_keys_file)
     if settings.mcp_config or settings.mcp_allowed_urls or settings.tool_functions:
         _toolbox(settings)
