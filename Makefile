@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what is imported, which is a small part of what is installed.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 MODEL ?=
 
 .PHONY: run test clean
@@ -12,27 +13,27 @@ run: $(VENV)/run.done
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
 test: $(VENV)/test.done
-	$(PIP) install -q --no-deps --force-reinstall --no-build-isolation -c deploy/constraints.txt .
+	$(INSTALL) --no-deps --force-reinstall --no-build-isolation -c deploy/constraints.txt .
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
 	cd $(VENV)/src && ../bin/mypy --config-file ../../pyproject.toml penstock
-	# One more than there are processors: many tests wait for processes of their own.
-	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile $(ARGS)
+	# One more than there are processors: many tests wait for processes of their own. tests/conftest.py orders the files.
+	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # torch goes first and by its exact version: a looser requirement can bring gigabytes of CUDA.
 $(VENV)/venv.done: deploy/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q "setuptools>=77" wheel
-	$(PIP) install -q "$$(grep '^torch==' deploy/constraints.txt)"
+	$(INSTALL) "setuptools>=77" wheel
+	$(INSTALL) "$$(grep '^torch==' deploy/constraints.txt)"
 	@touch $@
 
 $(VENV)/run.done: $(VENV)/venv.done pyproject.toml
-	$(PIP) install -q -c deploy/constraints.txt -e .
+	$(INSTALL) -c deploy/constraints.txt -e .
 	@touch $@
 
 $(VENV)/test.done: $(VENV)/venv.done pyproject.toml deploy/examples/package-lock.json
-	$(PIP) install -q -c deploy/constraints.txt ".[test]"
+	$(INSTALL) -c deploy/constraints.txt ".[test]"
 	npm ci --silent --no-audit --no-fund --prefix deploy/examples
 	@touch $@
 

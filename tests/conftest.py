@@ -1,11 +1,13 @@
-"""What all tests share: a tiny model, and Penstock's real processes."""
+"""What all tests share: a tiny model, Penstock's real processes, and the order in which files are run."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Iterator
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,24 @@ from templates import HERMES
 if not torch.cuda.is_available():  # Triton, which others import too, reads it once
     os.environ["TRITON_INTERPRET"] = "1"
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or else no child would end at Ctrl-C
+
 ROOT = Path(__file__).parents[1]
+SLOW = ("tests/serve/", "tests/api/bench/", "tests/docs/", "tests/examples/", "tests/stages/")  # with many processes
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the files, slow ones begin, or else a process would run the last one alone.
+
+    Each is followed by a quick one, so that not all processes wait at the same time.
+    """
+    if hasattr(config, "workerinput"):
+        files = [[*group] for _, group in groupby(items, lambda item: item.path)]
+        slow = [file for folder in SLOW for file in files if file[0].nodeid.startswith(folder)]
+        quick = [file for file in files if not file[0].nodeid.startswith(SLOW)]
+        pairs = zip_longest(slow, quick, fillvalue=list[pytest.Item]())
+        items[:] = [item for pair in pairs for file in pair for item in file]
 
 
 @pytest.fixture

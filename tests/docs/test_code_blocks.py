@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from mcp_servers import Everything
 from pages import PAGES, ROOT, Block, blocks, matches, named
-from serving import START_TIMEOUT, Process, Served
+from serving import START_TIMEOUT, Process, Served, until
 from typer.testing import CliRunner
 
 from penstock.__main__ import app
@@ -65,8 +65,8 @@ def with_echo(served: Served, home: Path) -> Iterator[Served]:
         "worker", "--backend", "echo", "--echo-rate", "20", environment={"PENSTOCK_NATS_URL": served.nats_url}, cwd=home
     )
     try:
-        while "echo" not in httpx2.get(f"{served.url}/v1/models").text:
-            assert process.alive, process.output
+        until(lambda: not process.alive or "echo" in httpx2.get(f"{served.url}/v1/models").text)
+        assert process.alive, process.output
         yield served
     finally:
         process.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import httpx2
 import nats
 import psutil
 import pytest
-from serving import START_TIMEOUT, Process, Served
+from serving import LOOK, START_TIMEOUT, Process, Served
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 PIPELINE = {"PENSTOCK_PIPELINE": "validate,blocklist,cap,queue,batch,infer,stream"}
@@ -261,7 +262,7 @@ async def _until_in_hand(url: str, jobs: int) -> None:
     connection = await nats.connect(url)
     try:
         manager = connection.jsm()
-        while (await manager.consumer_info("PENSTOCK_STAGE_CAP_NORMAL", "cap")).num_ack_pending != jobs:
-            pass
+        while (await manager.consumer_info("PENSTOCK_STAGE_CAP_NORMAL", "cap")).num_ack_pending != jobs:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK)
     finally:
         await connection.close()

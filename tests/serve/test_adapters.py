@@ -20,7 +20,7 @@ import pytest
 import torch
 from lora import config, linear_sizes, make_adapter, matrices, merged, write_adapter
 from safetensors.torch import load_file, save_file
-from serving import START_TIMEOUT, Served, Start, serving
+from serving import START_TIMEOUT, Served, Start, serving, until
 from transformers import AutoModelForCausalLM
 
 from penstock.engine.models import BUNDLED
@@ -96,8 +96,7 @@ def served(world: World, deployment: Deployment) -> Served:
     """Two replicas with two adapters."""
     served = deployment.start(2, {name: world.paths[name] for name in "ab"})
     ask(served, "tiny", PROMPTS[0])  # which has both loaded
-    while len(workers(served)) < 2:
-        pass
+    until(lambda: len(workers(served)) == 2)
     return served
 
 
@@ -282,7 +281,10 @@ def swapped(served: Served, source: str | Path) -> dict[str, Any]:
     """Swap the base, and return what its status says of that once it is over: why it has failed, or nothing."""
     body = {"model": "tiny", "source": str(source)}
     revision = httpx2.post(f"{served.url}/models/swap", json=body, headers=ADMIN).json()["revision"]
-    while True:
-        model = httpx2.get(f"{served.url}/v1/models/status", headers=USER).json()["models"][0]
-        if model["revision"] == revision or (model["swap"] or {}).get("state") == "failed":
-            return model["swap"] or {}
+
+    def ended() -> dict[str, Any] | None:
+        model: dict[str, Any] = httpx2.get(f"{served.url}/v1/models/status", headers=USER).json()["models"][0]
+        is_over = model["revision"] == revision or (model["swap"] or {}).get("state") == "failed"
+        return model if is_over else None
+
+    return until(ended)["swap"] or {}

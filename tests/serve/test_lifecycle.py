@@ -15,7 +15,7 @@ from threading import Barrier
 import httpx2
 import psutil
 import pytest
-from serving import START_TIMEOUT, Serve, Start
+from serving import START_TIMEOUT, Serve, Start, until
 
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
 from penstock.config.settings import Settings
@@ -85,8 +85,7 @@ def test_a_killed_front_or_broker_is_started_again(serve: Serve) -> None:
         os.kill(victim.pid, signal.SIGKILL)
         psutil.wait_procs([victim], timeout=30)
         with httpx2.Client(base_url=served.url, timeout=60, transport=httpx2.HTTPTransport(retries=20)) as client:
-            while client.get("/health/ready").status_code != 200:
-                pass
+            until(lambda: client.get("/health/ready").status_code == 200)
             answer = client.post("/v1/completions", json=BODY | {"stream": False})
         assert answer.json()["choices"][0]["text"] == "x" * 200
 
@@ -99,8 +98,7 @@ def test_a_worker_retires_and_another_takes_its_place(serve: Serve) -> None:
         assert answer.json()["choices"][0]["text"] == "x" * 200
         assert gone([first])
         served.process.wait_for("process ended itself, restarting")
-        while not any("worker" in child.cmdline() for child in children(served.process.pid)):
-            pass
+        until(lambda: any("worker" in child.cmdline() for child in children(served.process.pid)))
 
 
 def test_readiness_and_the_log_name_the_fast_paths_that_are_not_taken(serve: Serve, tiny_model: Path) -> None:

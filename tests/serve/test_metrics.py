@@ -10,7 +10,7 @@ import psutil
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Serve, Served
+from serving import Serve, Served, until
 
 from penstock.api.http.metrics import Snapshot
 from penstock.streams.topology import PRIORITIES
@@ -27,10 +27,12 @@ def counted(url: str, headers: dict[str, str] | None = None) -> Snapshot:
 
 def settled(url: str, completed: float) -> Snapshot:
     """What is counted once the workers' counts have come, too."""
-    until = time.monotonic() + 30
-    while (now := counted(url)).total("vllm:e2e_request_latency_seconds_count") < completed:
-        assert time.monotonic() < until
-    return now
+
+    def all_counted() -> Snapshot | None:
+        now = counted(url)
+        return now if now.total("vllm:e2e_request_latency_seconds_count") >= completed else None
+
+    return until(all_counted)
 
 
 @pytest.fixture
@@ -64,9 +66,7 @@ def test_the_counts_are_those_of_the_clients(server: Served) -> None:
     seen = settled(server.url, completed=31)
     outcomes = {name: seen.total("penstock_requests_total", outcome=name) for name in ("completed", "refused")}
     assert outcomes == {"completed": 30, "refused": 4}
-    until = time.monotonic() + 30
-    while not counted(server.url).total("penstock_requests_total", outcome="cancelled"):
-        assert time.monotonic() < until
+    until(lambda: counted(server.url).total("penstock_requests_total", outcome="cancelled"))
     assert seen.total("penstock_refusals_total", reason="model_not_found") == 1
     assert seen.total("vllm:request_success_total", finished_reason="length") == 30
     assert seen.total("vllm:time_to_first_token_seconds_count", engine="w0", model_name="echo") == 31

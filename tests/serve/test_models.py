@@ -14,7 +14,7 @@ import httpx2
 import openai
 import psutil
 import pytest
-from serving import START_TIMEOUT, Served, serving
+from serving import START_TIMEOUT, Served, serving, until
 
 from penstock.engine import EngineConfig
 from penstock.engine.sizing import footprint
@@ -83,8 +83,7 @@ def models(served: Served) -> dict[str, dict[str, Any]]:
 
 
 def reached(served: Served, name: str, state: str) -> None:
-    while models(served)[name]["state"] != state:
-        pass
+    until(lambda: models(served)[name]["state"] == state)
 
 
 def workers(served: Served) -> Iterator[psutil.Process]:
@@ -109,11 +108,15 @@ def test_four_models_share_room_for_two_and_lose_nothing(offered: Served) -> Non
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_all, offered, 2)
         killed: set[int] = set()
-        while len(killed) < 3 and not asked.done():
+
+        def kill() -> bool:
             for worker in workers(offered):
                 if worker.pid not in killed:
                     killed.add(worker.pid)
                     worker.kill()
+            return len(killed) >= 3 or asked.done()
+
+        until(kill)
         for wanted, given in asked.result():
             assert given == wanted
     assert len(killed) >= 3

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import START_TIMEOUT, Served, serving
+from serving import START_TIMEOUT, Served, serving, until
 
 from penstock.engine.models import BUNDLED
 
@@ -182,8 +182,7 @@ def test_a_swap_ends_whole_though_the_front_and_the_broker_die_in_its_middle(ser
     target = tiny_model if news(served)["revision"] > 1 else BUNDLED
     with Load(served, patient=True) as load:
         revision = swap(served, target).json()["revision"]
-        while (news(served)["swap"] or {}).get("state") != "loading":
-            pass
+        until(lambda: (news(served)["swap"] or {}).get("state") == "loading")
         for name in ("front", "nats-server"):
             (victim,) = children(served, name)
             victim.kill()

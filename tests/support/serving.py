@@ -9,15 +9,29 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import openai
 
+LOOK = 0.03  # seconds between two looks at what other processes do; without them they would have no core to do it on
 START_TIMEOUT = 120.0  # seconds; loading torch in several processes on two busy cores takes a while
+
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T | None]) -> T:
+    """The first true answer of `condition`; fails if there is none within START_TIMEOUT."""
+    end = time.monotonic() + START_TIMEOUT
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(LOOK)
+    return found
 
 
 class Process:

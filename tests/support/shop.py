@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import openai
 import psutil
-from serving import Process, Served
+from serving import Process, Served, until
 
 MODEL = "penstock-nano"
 TOOLS = ("find_customer", "get_order", "get_price")
@@ -140,8 +140,7 @@ class Bundled:
 
     def wait_ready(self) -> None:
         with httpx2.Client(timeout=TIMEOUT, transport=httpx2.HTTPTransport(retries=20)) as client:
-            while client.get(f"{self.served.url}/health/ready").status_code != 200:
-                pass
+            until(lambda: client.get(f"{self.served.url}/health/ready").status_code == 200)
 
     def restart(self) -> None:
         self.served.process.send(signal.SIGINT)
