@@ -19,6 +19,7 @@ from .api_keys import ApiKey
 from .broker import BrokerSettings
 from .models import split_commas
 from .plugins import PluginSettings
+from .tenants import TenantSettings
 
 BUILT_IN_STAGES = ("validate", "queue", "batch", "infer", "stream")
 FAILOVER = 15.0  # seconds: an election takes 2 to 7, and a detector must be slower than that
@@ -37,7 +38,7 @@ def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
     return pipeline[1 : pipeline.index("batch")]
 
 
-class Settings(BrokerSettings, PluginSettings):
+class Settings(TenantSettings, BrokerSettings, PluginSettings):
     """The effective configuration of one process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)

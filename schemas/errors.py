@@ -16,6 +16,7 @@ PenstockError
 │   ├── StorageFull         507  the store is full: delete something first
 │   └── GenerationFailed    500  the engine could not finish this one request
 ├── Transient               retry the delivery after a wait
+│   ├── NotYet              others go first; nothing has failed
 │   ├── StreamFull          the broker refused a message: its stream is full
 │   └── BrokerUnavailable   the broker did not answer in time
 ├── Superseded              another writer was first: read again, then decide again
@@ -152,6 +153,13 @@ class Transient(PenstockError):
     def __init__(self, message: str, *, delay: float = 1.0) -> None:
         super().__init__(message)
         self.delay = delay
+
+
+class NotYet(Transient):
+    """Others go first: the delivery comes again after `delay` seconds. That is no failure, and nobody is told."""
+
+    def __init__(self, delay: float) -> None:
+        super().__init__("others go first", delay=delay)
 
 
 class StreamFull(Transient):

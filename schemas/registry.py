@@ -55,6 +55,9 @@ class AddedAdapter(AdapterSource):
         return AdapterSource(name=self.name, path=self.path, digest=self.digest)
 
 
+OUTPUT_WEIGHT = 2  # of a generated token, in tokens of prompts
+
+
 def reserve_of(capacity: int) -> int:
     """The number of high-priority choices that a worker runs beyond its capacity."""
     return max(1, capacity // 4)
@@ -88,6 +91,8 @@ class Room(Record):
     that have arrived from each copy of the batch stage, of those that it may still wait for; what is on its way is not
     in the other fields. `active` run or wait at the worker, `tenants` tells whose; `free_tokens` fit into its KV cache
     beside them.
+    `served` counts what each tenant has had since the process began, in weighted tokens: those of prompts, and
+    `OUTPUT_WEIGHT` for each generated one; tenants that had nothing lately may be missing.
     `total_tokens` is what that holds when it is empty; 0 if the worker does not say.
     `incarnation` names the process.
     """
@@ -101,6 +106,7 @@ class Room(Record):
     free_tokens: int
     total_tokens: int = 0
     tenants: dict[str, int] = Field(default_factory=dict)
+    served: dict[str, int] = Field(default_factory=dict)
 
 
 class AgentCard(Record):
@@ -167,6 +173,7 @@ class Admission(Record):
     kept under the key `admission.<lanes>`.
 
     `retry_after` is in seconds, from the measured rate at which the queue drains; `depth` in requests that wait.
+    Where a priority is closed, it still accepts requests of tenants that are not `crowding` it, if these are listed.
     """
 
     model: str = ""
@@ -174,6 +181,13 @@ class Admission(Record):
     accepting: dict[Priority, bool]
     retry_after: dict[Priority, float]
     depth: dict[Priority, int]
+    crowding: dict[Priority, list[str]] = Field(default_factory=dict)
+
+    def accepts(self, priority: Priority, tenant: str) -> bool:
+        if self.accepting.get(priority, True):
+            return True
+        crowding = self.crowding.get(priority)
+        return crowding is not None and tenant not in crowding
 
 
 class StageCard(Record):

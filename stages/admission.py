@@ -5,6 +5,7 @@ Knows no broker: numbers in, decisions out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 
 from ..schemas.jobs import Priority
@@ -14,6 +15,7 @@ from ..streams.topology import PRIORITIES
 _HALF_LIFE = 5.0  # seconds after which a measurement counts half
 _SHORTEST = 0.1  # seconds; shorter samples are noise
 _LEAST_DEPTH = 64  # requests that may always wait
+_MOST_LISTED = 100  # tenants that are told apart where a lane is closed; of more it is closed to all
 _LONGEST = 60.0  # seconds; cap of Retry-After, since clients abandon longer waits
 
 
@@ -69,24 +71,43 @@ class AdmissionControl:
         self._gates = {priority: Hysteresis() for priority in PRIORITIES}
         self._drains = {priority: Drain() for priority in PRIORITIES}
         self.full = dict.fromkeys(PRIORITIES, inf)  # the depth at which a lane that is open closes; set by update
+        self._waiting: dict[Priority, Mapping[str, int]] = {}  # by tenant; set by update
         self.last = Admission(  # set by update
             accepting=dict.fromkeys(PRIORITIES, True),
             retry_after=dict.fromkeys(PRIORITIES, 1.0),
             depth=dict.fromkeys(PRIORITIES, 0),
         )
 
-    def update(self, now: float, depth: dict[Priority, int], left: dict[Priority, int]) -> Admission:
-        """The new admission. `now` is in seconds; by lane, `depth` counts waiting jobs and `left` those that left."""
+    def update(
+        self,
+        now: float,
+        depth: dict[Priority, int],
+        left: dict[Priority, int],
+        tenants: Mapping[Priority, Mapping[str, int]],
+    ) -> Admission:
+        """The new admission. `now` is in seconds; by lane, `depth` counts waiting jobs, `left` those that left, and
+        `tenants` those that wait of each tenant.
+
+        A closed lane is closed to those that crowd it: who has less there than an equal share for each, and one to
+        spare, is accepted, until the lane's stream itself is full.
+        """
         accepting: dict[Priority, bool] = {}
         retry_after: dict[Priority, float] = {}
+        crowding: dict[Priority, list[str]] = {}
         for priority in PRIORITIES:
             rate = self._drains[priority].update(now, left[priority], depth[priority])
             most = min(self._limit, max(_LEAST_DEPTH, rate * self._horizon)) if rate else self._limit
             accepting[priority] = self._gates[priority].update(depth[priority], self._low * most, self._high * most)
             self.full[priority] = self._high * most if accepting[priority] else inf
+            waiting = self._waiting[priority] = tenants.get(priority, {})
+            if not accepting[priority]:
+                share = self._high * most / (len(waiting) + 1)
+                crowds = [tenant for tenant, number in waiting.items() if number >= share]
+                if waiting and len(crowds) <= _MOST_LISTED:
+                    crowding[priority] = crowds
             excess = max(1.0, depth[priority] - self._low * most)
             retry_after[priority] = min(_LONGEST, max(1.0, excess / rate)) if rate else _LONGEST / 12
-        self.last = Admission(accepting=accepting, retry_after=retry_after, depth=depth)
+        self.last = Admission(accepting=accepting, retry_after=retry_after, depth=depth, crowding=crowding)
         return self.last
 
     def resume(self, now: float) -> None:
@@ -100,8 +121,14 @@ class AdmissionControl:
             self._gates[priority].is_open = is_open
         self.last = self.last.model_copy(update={"accepting": accepting})
 
-    def wait(self, priority: Priority) -> float:
-        """Seconds that a request would now wait: until those before it have gone, at the rate at which all go."""
+    def wait(self, priority: Priority, tenant: str) -> float:
+        """Seconds that a tenant's request would now wait: until those before it have gone, at the rate at which all go.
+
+        In its own lane only as many of each other tenant are before it as of its own.
+        """
         rate = sum(drain.rate for drain in self._drains.values())
-        ahead = sum(self.last.depth[each] for each in PRIORITIES[: PRIORITIES.index(priority) + 1])
+        ahead = sum(self.last.depth[each] for each in PRIORITIES[: PRIORITIES.index(priority)])
+        waiting = self._waiting.get(priority, {})
+        own = waiting.get(tenant, 0)
+        ahead += own + sum(min(own + 1, number) for other, number in waiting.items() if other != tenant)
         return ahead / rate if rate else 0.0

@@ -206,6 +206,11 @@ class Stage(ABC):
         settings = self.pipe.settings
         return max(settings.lease, settings.failover) if self.outwaits_elections else settings.lease
 
+    @property
+    def most_unsettled(self) -> int:
+        """Deliveries of one consumer that may be unsettled in all copies together; at least twice `concurrency`."""
+        return 0
+
     @abstractmethod
     async def run(self, intake: Intake) -> None:
         """Open consumers and do what must go on beside the deliveries. Returns, or runs until cancelled."""

@@ -122,9 +122,9 @@ class Queue(JobStage):
         now = gate.control.last
         retry_after = now.retry_after[job.priority]
         if delivery.attempt == 1:  # otherwise it may be queued already, and only the acknowledgement was lost
-            if not now.accepting[job.priority]:
+            if not now.accepts(job.priority, job.tenant):
                 raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after)
-            if (wait := gate.control.wait(job.priority)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
+            if (wait := gate.control.wait(job.priority, job.tenant)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
                 raise Overloaded(
                     f"The request would wait about {math.ceil(wait)} s, past its deadline.",
                     code="queue_full",
@@ -203,17 +203,21 @@ class Queue(JobStage):
 
     async def _update_admission(self, gate: _ModelGate) -> None:
         depth: dict[Priority, int] = {}
+        tenants: dict[Priority, Counter[str]] = {}
         before, gate.is_quiet = dict(gate.gone), True
         for priority in PRIORITIES:
             held = await self.pipe.broker.held(gate.stream(priority))
             depth[priority] = held.messages
+            tenants[priority] = Counter()
+            for subject, number in held.by_subject.items():
+                tenants[priority][subject.rpartition(".")[2]] += number
             gate.measured(priority, held)
         # The gates' state is in the broker: copies start from it, and one of them changes it.
         state, key = await self.pipe.broker.bucket("state"), f"admission.{gate.key}"
         entry = await state.get(key)
         agreed = Admission.model_validate_json(entry.value).accepting if entry else dict.fromkeys(PRIORITIES, True)
         gate.control.adopt(agreed)
-        admission = gate.control.update(asyncio.get_running_loop().time(), depth, gate.gone).model_copy(
+        admission = gate.control.update(asyncio.get_running_loop().time(), depth, gate.gone, tenants).model_copy(
             update={"model": gate.lanes.model, "revision": gate.lanes.revision}
         )
         if any(depth.values()) or gate.gone != before or not all(admission.accepting.values()):

@@ -4,7 +4,7 @@ What an outcome of `handle` means:
 
     returned            ack
     Refusal             tell the client, then ack
-    Transient           nak with its delay
+    Transient           nak with its delay; `NotYet` says nothing of it
     anything else       nak, later each time; after `max_attempts` of these the message goes to the dead letters, its
                         clients are told, and it is terminated
     cancelled (drain)   nak: another copy takes it at once
@@ -23,7 +23,7 @@ from collections.abc import Callable
 import structlog
 
 from ..config import metrics
-from ..schemas.errors import PenstockError, Refusal, Transient
+from ..schemas.errors import NotYet, PenstockError, Refusal, Transient
 from ..schemas.jobs import Priority
 from ..streams.outages import through_outages
 from ..streams.port import MESSAGE_ID, Consumer, ConsumerSpec, Delivery
@@ -97,7 +97,7 @@ class Runner:
             subject=subject,
             ack_wait=self._stage.lease,
             max_deliver=-1,  # attempts are counted here: the broker would keep a spent message and tell nobody
-            max_ack_pending=max(1024, 2 * self._stage.concurrency),
+            max_ack_pending=max(1024, 2 * self._stage.concurrency, self._stage.most_unsettled),
             takeover=takeover,
             idle_limit=idle_limit,
         )
@@ -176,6 +176,8 @@ class Runner:
         except Refusal as refusal:
             visit.failed(refusal.code or refusal.type)
             await self._refuse(delivery, refusal)
+        except NotYet as error:
+            await delivery.nak(error.delay)
         except Transient as error:
             metrics.RETRIES.labels(self._stage.name).inc()
             visit.failed("retry")

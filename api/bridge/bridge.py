@@ -53,14 +53,15 @@ class Bridge:
         await self.broker.listen(self.subjects.events_of(self.name), self._hear)
         await self._early_refusal.start(self.broker, self.subjects)
 
-    def admit(self, job: Job, priority: Priority) -> None:
-        """Check, without asking the broker, that the queue takes jobs of this priority for the model.
+    def admit(self, job: Job, priority: Priority, tenant: str) -> None:
+        """Check, without asking the broker, that the queue takes the tenant's jobs of this priority for the
+        model.
 
         Raises `Overloaded` where it does not, or where the bridge drains.
         """
         if self.draining:
             raise _leaving()
-        self._early_refusal.check(job.body.get("model"), priority)
+        self._early_refusal.check(job.body.get("model"), priority, tenant)
 
     async def open(
         self,
@@ -81,7 +82,7 @@ class Bridge:
         Raises `Overloaded`, `QuotaExceeded` or `StorageFull` where the job is refused, and `BrokerUnavailable`.
         """
         assert job.id is not None and job.bridge == self.name
-        self.admit(job, priority)
+        self.admit(job, priority, tenant)
         reading = await self._reading(job.id, tenant, deadline, kept=kept or shared, shared=shared)
         reading.span, traceparent = trace_of(self._tracer, job, tenant, trace)
         headers = {SCHEMA: codec.JOB} | ({DEADLINE: f"{deadline:.3f}"} if deadline else {})

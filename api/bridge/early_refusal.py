@@ -44,10 +44,11 @@ class EarlyRefusal:
         if state.revision >= known.revision or now - heard > STALE:
             self._states[state.model] = state, now
 
-    def check(self, model: object, priority: Priority) -> None:
-        """Raise `Overloaded` where the queue refuses requests of this priority for a model, as its client names it."""
+    def check(self, model: object, priority: Priority, tenant: str) -> None:
+        """Raise `Overloaded` where the queue refuses a tenant's requests of this priority for a model, by its client's
+        name for it."""
         state, heard = self._states.get(model, (None, 0.0)) if isinstance(model, str) else (None, 0.0)
-        if state is None or self._clock() - heard > STALE or state.accepting.get(priority, True):
+        if state is None or self._clock() - heard > STALE or state.accepts(priority, tenant):
             return
         raise Overloaded(
             f"The queue takes no more requests of {priority} priority for now; try again later.",

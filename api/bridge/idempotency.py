@@ -55,7 +55,7 @@ async def open_once(
     while True:
         entry = await claims.get(name)
         if entry is None:
-            bridge.admit(job, priority)  # before it costs a claim
+            bridge.admit(job, priority, tenant)  # before it costs a claim
             await claims.create(name, mine)
             continue
         claim: dict[str, Any] = orjson.loads(entry.value)

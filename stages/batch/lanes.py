@@ -1,6 +1,7 @@
 """The jobs that wait for one model, in the order in which they will go: high before normal before low. In each lane
-tenants take turns, and a tenant's own jobs go first in, first out. A lane whose first job has waited long counts as the
-next higher one, so that none waits for ever.
+the tenant goes next that has had the least, and a tenant's own jobs go first in, first out. A lane whose first job has
+waited long counts as the next higher one, so that none waits for ever; but that puts no tenant before another one of
+higher priority that has had less, or whoever keeps a long queue would be the most urgent.
 
 Knows no broker and no clock of its own.
 """
@@ -16,8 +17,7 @@ from ...schemas.events import Queued
 from ...schemas.jobs import Priority, ValidatedJob
 from ...streams.topology import PRIORITIES
 from ..visits import Visit
-
-MOST_TENANTS = 10_000  # whose turns are remembered
+from .usage import MOST_TENANTS, TenantUsage
 
 
 @dataclass(slots=True, eq=False)
@@ -50,16 +50,20 @@ class Waiting:
 
 
 class Lanes:
-    """`ageing` is how many seconds of waiting are worth a priority; None: no waiting is."""
+    """`ageing` is how many seconds of waiting are worth a priority; None: no waiting is. `usage` is of their model."""
 
-    def __init__(self, ageing: float | None) -> None:
+    def __init__(self, ageing: float | None, usage: TenantUsage | None = None) -> None:
         self._ageing = ageing
+        self._usage = usage or TenantUsage()
         self._lanes: tuple[dict[str, list[Waiting]], ...] = tuple({} for _ in PRIORITIES)  # heaps, by tenant
         self.taken = 0  # jobs that have been popped; set by pop
         self._turns: dict[str, int] = {}  # the newest of each tenant; set by pop
 
     def push(self, waiting: Waiting) -> None:
-        heapq.heappush(self._lanes[waiting.rank].setdefault(waiting.job.tenant, []), waiting)
+        tenant = waiting.job.tenant
+        if not any(tenant in lane for lane in self._lanes):
+            self._usage.enter(tenant)
+        heapq.heappush(self._lanes[waiting.rank].setdefault(tenant, []), waiting)
 
     def remove(self, waiting: Waiting) -> None:
         """Forget a job, if it is still there."""
@@ -84,11 +88,16 @@ class Lanes:
         None of the tenants in `passed_over` has a turn.
         """
         found: list[tuple[int, int, Waiting]] = []
+        counters: list[tuple[float, int]] = []  # of the lanes before, with their urgency
         for rank, lane in enumerate(self._lanes):
             firsts = [line[0] for line in self._lines(lane) if line[0].job.tenant not in passed_over]
             if firsts:
+                first = min(firsts, key=self._order) if len(firsts) > 1 else firsts[0]
+                counter = self._usage.counter(first.job.tenant)
                 urgency = min(self._urgency(waiting, now) for waiting in firsts)
-                found.append((urgency, rank, min(firsts, key=self._order)))
+                urgency = max([urgency, *(other for less, other in counters if less < counter)])
+                counters.append((counter, urgency))
+                found.append((urgency, rank, first))
         return [waiting for _, _, waiting in sorted(found, key=lambda each: each[:2])]
 
     def __iter__(self) -> Iterator[Waiting]:
@@ -117,10 +126,12 @@ class Lanes:
                 del lane[tenant]
         return list(lane.values())
 
-    def _order(self, waiting: Waiting) -> tuple[bool, int, int]:
-        """What ran already goes first, then whose turn was the longest ago."""
-        ran = waiting.sequence < 0
-        return not ran, 0 if ran else self._turns.get(waiting.job.tenant, 0), waiting.sequence
+    def _order(self, waiting: Waiting) -> tuple[bool, float, int, int]:
+        """What ran already goes first, then who has had the least, then whose turn was the longest ago."""
+        tenant = waiting.job.tenant
+        if waiting.sequence < 0:
+            return False, 0.0, 0, waiting.sequence
+        return True, self._usage.counter(tenant), self._turns.get(tenant, 0), waiting.sequence
 
     def _urgency(self, waiting: Waiting, now: float) -> int:
         return waiting.rank - int(max(0.0, now - waiting.job.created) / self._ageing) if self._ageing else waiting.rank

@@ -1,5 +1,5 @@
-"""batch: takes the jobs of each model high before normal before low, first in first out inside each, and gives them to
-workers together.
+"""batch: takes the jobs of each model high before normal before low, first in first out of each tenant, and gives them
+to workers together.
 
 A job waits here until a worker of its model has room; its delivery stays open meanwhile, so a copy that dies loses
 nothing. Of each lane only the first few are in hand: the queue itself is the lane's stream.
@@ -8,10 +8,10 @@ nothing. Of each lane only the first few are in hand: the queue itself is the la
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import islice
 
 import structlog
 
@@ -19,7 +19,7 @@ from ...config import metrics
 from ...schemas import codec
 from ...schemas.canaries import CANARY
 from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
-from ...schemas.jobs import InferenceBatch, ValidatedJob, most_together
+from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.registry import WorkerCard
 from ...streams.outages import outage_logged
 from ...streams.port import SCHEMA, Delivery, Message
@@ -29,9 +29,12 @@ from ..contract import Intake, JobStage, Pipe
 from ..visits import CURRENT, trace_dispatch
 from .consuming import consume_lanes
 from .dead_workers import Reclaimer, visit_after
-from .lanes import MOST_TENANTS, Lanes, Waiting
+from .lanes import Lanes, Waiting
 from .news import WaitingNews
+from .refusals import refuse_unloaded
 from .scheduling import STRATEGIES, Strategy, most_tokens
+from .usage import RecentTenants, cost_of
+from .windows import LaneWindows
 from .workers import Seats, Workers
 
 log = structlog.get_logger(__name__)
@@ -58,14 +61,18 @@ class Batch(JobStage):
         super().__init__(pipe)
         self._pause = pause
         self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
-        # By model and revision.
-        self._lanes: dict[tuple[str, int], Lanes] = defaultdict(lambda: Lanes(pipe.settings.priority_ageing))
-        self._tenants: OrderedDict[str, float] = OrderedDict()  # when each came last, that of the newest last
+        self._lanes: dict[tuple[str, int], Lanes] = {}  # by model and revision
+        self._windows = LaneWindows(pipe, self.concurrency)
+        self._tenants = RecentTenants(RECENT)
         self._news = WaitingNews(pipe)
-        self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12])
+        self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12], pipe.settings.weights)
         self._changed = asyncio.Event()  # a job has come, or room
         self._unknown = asyncio.Event()  # a worker that the registry does not know has reported its room
         self._leaving = False  # set by leave
+
+    @property
+    def most_unsettled(self) -> int:
+        return self.pipe.settings.queue_limit + 2 * self.concurrency  # jobs that were given back count as well
 
     async def run(self, intake: Intake) -> None:
         subjects = self.pipe.subjects
@@ -82,6 +89,7 @@ class Batch(JobStage):
             group.create_task(self._meet())
             group.create_task(Reclaimer(self.pipe, intake).run())
             group.create_task(self._tick())
+            group.create_task(self._windows.run())
             while True:
                 await self._changed.wait()
                 self._changed.clear()
@@ -112,9 +120,14 @@ class Batch(JobStage):
         if codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
             await self._take_back(delivery)
             return
+        window, now = self._windows.of(message.subject), self.pipe.now()
+        window.admit(message, now)
         job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
+        waiting = Waiting(job, message.sequence, visit=CURRENT.get())
         if not await self.is_over(job):
-            await self._wait(Waiting(job, message.sequence, visit=CURRENT.get()))
+            with window.holding(waiting):
+                await self._wait(waiting)
+                window.left(job.tenant, self.pipe.now())
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job
@@ -148,11 +161,11 @@ class Batch(JobStage):
             raise _leaving()
         self._check_size(job, self._workers.living(job.model, job.revision))
         if job.tenant != CANARY:  # which nobody makes room for
-            self._tenants[job.tenant] = self.pipe.now()
-            self._tenants.move_to_end(job.tenant)
-        if len(self._tenants) > MOST_TENANTS:
-            self._tenants.popitem(last=False)
-        lanes = self._lanes[job.model, job.revision]
+            self._tenants.came(job.tenant, self.pipe.now())
+        key = job.model, job.revision
+        lanes = self._lanes.get(key)
+        if lanes is None:
+            lanes = self._lanes[key] = Lanes(self.pipe.settings.priority_ageing, self._workers.usage_of(*key))
         lanes.push(waiting)
         self._changed.set()
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), _expire, sent)
@@ -213,7 +226,8 @@ class Batch(JobStage):
         waiting: Waiting | None = head
         while waiting is not None:
             lanes.pop(waiting)
-            waiting.number = seats.send(card.seats_of(waiting.job), now, waiting.job.tenant)
+            job, needed = waiting.job, card.seats_of(waiting.job)
+            waiting.number = seats.send(needed, now, job.tenant, cost_of(job, needed))
             taken.append(waiting)
             waiting = next(iter(lanes.heads(self.pipe.now())), None)
             full = len(taken) == self.pipe.settings.max_batch_size
@@ -229,11 +243,12 @@ class Batch(JobStage):
 
     def _may_have(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
         """Whether the job's tenant stays within its share of a worker, or nobody else has come lately."""
-        job, now = waiting.job, self.pipe.now()
-        newest = islice(reversed(self._tenants.items()), 2)
-        if not any(tenant != job.tenant and now - came < RECENT for tenant, came in newest):
+        job = waiting.job
+        if not self._tenants.others(job.tenant, self.pipe.now()):
             return True
-        return seats.taken_by(job.tenant) + card.seats_of(job) <= most_together(card.capacity)
+        taken = seats.taken_by(job.tenant)
+        most = math.ceil(self.pipe.settings.tenant_seats * card.capacity)
+        return taken == 0 or taken + card.seats_of(job) <= most
 
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the jobs of a batch and settle their deliveries, for good or bad."""
@@ -278,7 +293,7 @@ class Batch(JobStage):
             with outage_logged("queue positions cannot be published"):
                 await self._choose_strategy()
                 await self._account()
-                self._refuse()
+                refuse_unloaded(self.pipe.registry, self._lanes, self.pipe.now())
                 self._measure()
                 for key, lanes in list(self._lanes.items()):
                     await self._news.tell(*key, lanes)
@@ -289,6 +304,7 @@ class Batch(JobStage):
         known = self.pipe.registry.lanes
         for key in [key for key, lanes in self._lanes.items() if not lanes and lanes_of(*key) not in known]:
             del self._lanes[key]
+            self._workers.forget(*key)
         self._news.keep(self._lanes)
 
     def _measure(self) -> None:
@@ -297,25 +313,6 @@ class Batch(JobStage):
         for (model, _), lanes in self._lanes.items():
             for priority, created in lanes.oldest():
                 metrics.OLDEST_WAITING.labels(model, priority).set(max(0.0, now - created))
-
-    def _refuse(self) -> None:
-        """End the jobs of models that cannot be loaded, and those that have waited for their model long enough."""
-        registry, now = self.pipe.registry, self.pipe.now()
-        for (model, revision), lanes in self._lanes.items():
-            refusal = registry.refusals.get(lanes_of(model, revision))
-            card = registry.models.get(model)
-            limit = card.wait_limit if card and not registry.workers_for(model, revision) else None
-            for waiting in [waiting for waiting in lanes if not waiting.sent.done()]:
-                if refusal is not None and waiting.job.created <= refusal.at:
-                    waiting.sent.set_exception(refusal.error(now))
-                elif limit is not None and not waiting.may_wait and waiting.job.created + limit <= now:
-                    waiting.sent.set_exception(
-                        Overloaded(
-                            f"The model {model!r} was not loaded within {limit:g} s; try again later, or stream the "
-                            "answer to wait longer.",
-                            retry_after=5.0,
-                        )
-                    )
 
     async def _account(self) -> None:
         """Say what is in flight, and free the seats of what went astray."""

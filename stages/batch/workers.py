@@ -8,7 +8,7 @@ worker changes no count.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -20,6 +20,7 @@ from ...schemas.registry import InFlight, Room, WorkerCard
 from ...streams.port import Message
 from ...streams.stores.registry import Registry
 from .scheduling import Candidate
+from .usage import TenantUsage
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +31,7 @@ class Sent:
 
     seats: int
     tenant: str = ""
+    cost: int = 0  # as usage.cost_of
     sequence: int = 0
     since: float = 0.0  # loop time
     is_missed: bool = False  # it is in INFER no more; set by Workers.heal
@@ -44,28 +46,46 @@ class Seats:
     def __init__(self, room: Room, numbers: Iterator[int] | None = None) -> None:
         """`numbers` are those of the sender: of no two messages the same, whatever became of the worker between."""
         self.room = room  # set by hear
+        self.usage: TenantUsage | None = None  # of its model; set by Workers.living
         self.in_flight: dict[int, Sent] = {}  # by number
         self.sent = self.arrived = self.lost = 0  # messages
         self._numbers = numbers or count(1)
         self._newest = 0
 
-    def send(self, seats: int, now: float, tenant: str = "") -> int:
+    def send(self, seats: int, now: float, tenant: str = "", cost: int = 0) -> int:
         """Take seats for a message; returns its number."""
+        if self.usage is not None:
+            self.usage.send(tenant, cost)
         self._newest = next(self._numbers)
         self.sent += 1
-        self.in_flight[self._newest] = Sent(seats, tenant, since=now)
+        self.in_flight[self._newest] = Sent(seats, tenant, cost, since=now)
         return self._newest
 
     def lose(self, number: int) -> None:
         """A message will never arrive: its seats are free again."""
-        if self.in_flight.pop(number, None) is not None:
+        if number in self.in_flight:
+            self._remove(number)
             self.lost += 1
 
     def hear(self, room: Room, sender: str) -> None:
         self.room = room
+        if self.usage is not None:
+            self.usage.hear(room)
         for number in self.in_flight.keys() & set(room.received.get(sender, ())):
-            del self.in_flight[number]
+            self._remove(number)
             self.arrived += 1
+
+    def close(self) -> None:
+        """The process is gone, and with it all that was on its way there."""
+        if self.usage is not None:
+            self.usage.forget(self.room.worker)
+        for number in list(self.in_flight):
+            self.lose(number)
+
+    def _remove(self, number: int) -> None:
+        sent = self.in_flight.pop(number)
+        if self.usage is not None:
+            self.usage.arrive(sent.tenant, sent.cost)
 
     @property
     def oldest(self) -> int:
@@ -89,8 +109,11 @@ class Seats:
 class Workers:
     """`copy` names this copy of the batch stage in what workers count."""
 
-    def __init__(self, registry: Registry, copy: str) -> None:
+    def __init__(self, registry: Registry, copy: str, weights: Mapping[str, float] | None = None) -> None:
+        """`weights` are those of tenants."""
         self.copy = copy
+        self._weights = weights
+        self._usage: dict[tuple[str, int], TenantUsage] = {}  # by model and revision
         self._registry = registry
         self._seats: dict[str, Seats] = {}
         self._numbers = count(1)
@@ -104,6 +127,8 @@ class Workers:
             return True
         seats = self._seats.get(room.worker)
         if seats is None or seats.room.incarnation != room.incarnation:
+            if seats is not None:
+                seats.close()
             seats = self._seats[room.worker] = Seats(room, self._numbers)
         seats.hear(room, self.copy)
         return any(card.incarnation == room.incarnation for card in self._registry.workers)
@@ -112,9 +137,25 @@ class Workers:
         """Live workers of this revision of `model` that have reported their free seats."""
         cards = self._registry.workers_for(model, revision)
         for name in self._seats.keys() - {card.id for card in self._registry.workers}:
-            del self._seats[name]
+            self._seats.pop(name).close()
         pairs = [(card, self._seats.get(card.id)) for card in cards]
-        return [(card, seats) for card, seats in pairs if seats and seats.room.incarnation == card.incarnation]
+        found = [(card, seats) for card, seats in pairs if seats and seats.room.incarnation == card.incarnation]
+        for _, seats in found:
+            if seats.usage is None:
+                seats.usage = self.usage_of(model, revision)
+                seats.usage.hear(seats.room)
+        return found
+
+    def usage_of(self, model: str, revision: int) -> TenantUsage:
+        """What tenants have had of a model."""
+        usage = self._usage.get((model, revision))
+        if usage is None:
+            usage = self._usage[model, revision] = TenantUsage(self._weights)
+        return usage
+
+    def forget(self, model: str, revision: int) -> None:
+        """The model, or this revision, has been removed."""
+        self._usage.pop((model, revision), None)
 
     def room(self, seats: Seats, job: ValidatedJob) -> int:
         """Seats for jobs of this priority that are still free there."""

@@ -14,6 +14,8 @@ from ...config import metrics
 from ...engine import EngineStats
 from ...schemas.events import Delta, FinishReason
 from ...schemas.jobs import ValidatedJob
+from ...schemas.registry import OUTPUT_WEIGHT
+from .served import ServedTokens
 
 _WINDOW = 10.0  # seconds over which tokens a second are measured
 
@@ -22,6 +24,7 @@ class WorkerMetrics:
     """The metrics of one worker: looked up once, since every token touches them."""
 
     def __init__(self, model: str, worker: str) -> None:
+        self.served = ServedTokens()
         labels = model, worker
         self.first_token = metrics.TIME_TO_FIRST_TOKEN.labels(*labels)
         self.inter_token = metrics.INTER_TOKEN.labels(*labels)
@@ -88,6 +91,7 @@ class RequestMetrics:
     def _tokens(self, choice: int, count: int, now: float) -> None:
         worker = self._worker
         worker.generation_tokens.inc(count)
+        worker.served.add(self._job.tenant, OUTPUT_WEIGHT * count)
         if self._first is None:
             self._first = now
             if not self._is_continued:

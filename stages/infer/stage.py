@@ -138,12 +138,14 @@ class Infer(Stage):
             free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
             total_tokens=cache.num_tokens if cache else 0,
             tenants=dict(self._active),
+            served=self._metrics.served.recent(),
         )
 
-    def _arrive(self, tenant: str, seats: int) -> None:
+    def _arrive(self, job: ValidatedJob, seats: int) -> None:
         self._metrics.seats_received.inc(seats)
+        self._metrics.served.add(job.tenant, job.prompt_tokens)
         self._metrics.active.inc()
-        self._active[tenant] += seats
+        self._active[job.tenant] += seats
         self._free_reported -= seats
 
     def _depart(self, tenant: str, seats: int, _: asyncio.Task[None]) -> None:
@@ -181,7 +183,7 @@ class Infer(Stage):
         async with asyncio.TaskGroup() as group:
             for job, epoch in zip(batch.jobs, epochs, strict=True):
                 seats = self._card.seats_of(job)
-                self._arrive(job.tenant, seats)
+                self._arrive(job, seats)
                 # An earlier process with this worker's name may have used this epoch already: start above it.
                 running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
                 running.add_done_callback(partial(self._depart, job.tenant, seats))

@@ -73,6 +73,9 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         return st.lists(TOKENS, max_size=3).map(tuple)
     if name == "lora_modules":
         return st.dictionaries(TOKENS, TOKENS, max_size=3).map(lambda pairs: tuple(map("=".join, pairs.items())))
+    if name == "tenant_weights":
+        weights = st.dictionaries(TOKENS, st.integers(1, 9).map(str), max_size=3)
+        return weights.map(lambda pairs: tuple(map("=".join, pairs.items())))
     if name == "secret_key":
         return st.from_regex(r"[a-z]{16,20}", fullmatch=True)
     if get_origin(kind) is Literal:
@@ -103,6 +106,8 @@ def _faults(name: str) -> list[str]:
         return ["short", "https://a/b"]
     if name == "lora_modules":
         return ["a", "a=", "=a", "a=b,a=c", "a=b,c"]
+    if name == "tenant_weights":
+        return ["a", "a=", "=1", "a=0", "a=-1", "a=1,a=2", "a=x", "a b=1", "a=inf"]
     if name == "nats_url":
         return ["", "http://a:1", "ws://a", "nats://", "nats://a:b", "a,,b", "nats://[::1", "a b"]
     if get_origin(kind) is Literal:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.schemas.jobs import Priority
 from penstock.schemas.registry import Admission
 from penstock.stages.admission import AdmissionControl, Drain, Hysteresis
 
@@ -31,7 +32,8 @@ def test_p7_the_gate_changes_at_the_watermarks_alone(low: float, band: float, de
 
 
 def look(control: AdmissionControl, now: float, waiting: int, left: int) -> Admission:
-    return control.update(now, {"high": 0, "normal": waiting, "low": 0}, {"high": 0, "normal": left, "low": 0})
+    depth: dict[Priority, int] = {"high": 0, "normal": waiting, "low": 0}
+    return control.update(now, depth, {"high": 0, "normal": left, "low": 0}, {"normal": {"t": waiting}})
 
 
 def test_a_lane_holds_no_more_than_can_be_done_in_time() -> None:
@@ -42,9 +44,9 @@ def test_a_lane_holds_no_more_than_can_be_done_in_time() -> None:
     assert (
         slow.retry_after["normal"] == 60.0
     )  # until 400 are left takes 120 s, but nobody waits for longer than a minute
-    assert control.wait("normal") == pytest.approx(200.0)
-    assert control.wait("high") == 0.0
-    assert control.wait("low") == pytest.approx(200.0)
+    assert control.wait("normal", "t") == pytest.approx(200.0)
+    assert control.wait("high", "t") == 0.0
+    assert control.wait("low", "t") == pytest.approx(200.0)
     assert not look(control, 2.0, waiting=420, left=10).accepting["normal"]
     assert look(control, 3.0, waiting=390, left=15).accepting["normal"]
 
@@ -69,3 +71,23 @@ def test_a_moment_says_nothing_about_the_rate() -> None:
     drain.update(1.0, left=10, depth=10)
     assert drain.update(1.01, left=15, depth=10) == pytest.approx(10.0)
     assert drain.update(2.0, left=20, depth=10) == pytest.approx(10.0)
+
+
+def test_a_full_lane_is_closed_to_those_that_fill_it() -> None:
+    control = AdmissionControl(limit=100, low=0.8, high=0.9, horizon=1_000.0)
+    waits = {"many": 90, "few": 5}
+    depth: dict[Priority, int] = {"high": 0, "normal": 95, "low": 0}
+    left: dict[Priority, int] = {"high": 0, "normal": 0, "low": 0}
+    control.update(0.0, depth, left, {"normal": waits})
+    full = control.update(10.0, depth, left | {"normal": 10}, {"normal": waits})
+    assert not full.accepting["normal"]
+    allowed = [tenant for tenant in ("many", "few", "new") if full.accepts("normal", tenant)]
+    assert allowed == ["few", "new"]
+    # One a second leaves: 95 before one of many, and 5 + 6 before one of few, however many wait.
+    assert [control.wait("normal", tenant) for tenant in ("many", "few", "new")] == [95.0, 11.0, 2.0]
+    crowd = {f"t{number}": 1 for number in range(95)}
+    assert control.update(20.0, depth, left, {"normal": crowd | {"t0": 2}}).accepts("normal", "new")
+    small = AdmissionControl(limit=20, low=0.8, high=0.9, horizon=1_000.0)
+    everyone = {f"t{number}": 1 for number in range(500)}
+    closed = small.update(0.0, depth | {"normal": 500}, left, {"normal": everyone})
+    assert not closed.accepts("normal", "new")  # too many to tell apart

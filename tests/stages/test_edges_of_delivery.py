@@ -97,7 +97,7 @@ async def test_what_has_its_place_is_not_refused_when_it_comes_again() -> None:
         attempt = 1
 
     queue = Queue(pipe)
-    queue._gate(ModelLanes(model=MODEL)).control.wait = lambda priority: 1e6  # type: ignore[method-assign]
+    queue._gate(ModelLanes(model=MODEL)).control.wait = lambda priority, tenant: 1e6  # type: ignore[method-assign]
     with pytest.raises(Overloaded):
         await queue.handle(Again())  # type: ignore[arg-type]
     Again.attempt = 2

@@ -23,6 +23,7 @@ from penstock.schemas.jobs import Endpoint, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
 from penstock.stages import Filter, Pipe, Runner, Stage
+from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import LIGHT
 from penstock.stages.infer.stage import Infer
@@ -81,6 +82,7 @@ class Pipeline:
         nats_url: str | None = None,
         memory: type[MemoryBroker] = MemoryBroker,
         kind: type[FragileEcho] = FragileEcho,
+        batch: type[Batch] = Batch,
         toolbox: Toolbox | None = None,
         source: str = MODEL,
         filters: Sequence[type[Filter]] = (),
@@ -88,8 +90,9 @@ class Pipeline:
         tracer: Tracer | None = None,
         **values: Any,
     ) -> Pipeline:
-        """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend, and
-        `source` the model whose tokenizer it has. A `catalogued` model is announced here as if by its agent."""
+        """Over the in-memory broker, or in a namespace of its own at `nats_url`; `kind` is the engine's backend,
+        `batch` the stage of that name, `source` the model whose tokenizer it has. A `catalogued` model is announced
+        here as if by its agent."""
         own: dict[str, Any] = {"lease": 0.5, "namespace": f"p{uuid.uuid4().hex}"}
         settings = Settings(backend="echo", **own | values)
         broker: Broker = memory()
@@ -126,7 +129,7 @@ class Pipeline:
         worker = WorkerCard(id="w0", model=model, capacity=capacity, pid=os.getpid(), incarnation=uuid.uuid4().hex)
         pipeline = cls(pipe, engine, backend)
         tools = Tools(pipe, toolbox or Toolbox({}))
-        made: dict[type[Stage], Stage] = {Tools: tools, Stream: Stream(pipe, filters)}
+        made: dict[type[Stage], Stage] = {Tools: tools, Stream: Stream(pipe, filters), Batch: batch(pipe)}
         stages = [made.get(stage) or stage(pipe) for stage in (*LIGHT.values(), *more)]
         pipeline.infer = Infer(pipe, engine, worker)
         pipeline._runners = [Runner(stage, pipe) for stage in (*stages, pipeline.infer)]

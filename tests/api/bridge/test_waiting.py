@@ -131,15 +131,15 @@ async def test_a_full_queue_refuses_before_anything_is_published(known: str) -> 
 def test_what_the_queue_said_long_ago_counts_no_more() -> None:
     now = 100.0
     early_refusal = EarlyRefusal(lambda: now)
-    early_refusal.check("echo", "low")
+    early_refusal.check("echo", "low", "t")
     early_refusal.hear(FULL.model_dump_json().encode())
     early_refusal.hear(b"nonsense")
     now += STALE
     with pytest.raises(Overloaded):
-        early_refusal.check("echo", "low")
-    early_refusal.check("another", "low")
+        early_refusal.check("echo", "low", "t")
+    early_refusal.check("another", "low", "t")
     now += 0.01
-    early_refusal.check("echo", "low")
+    early_refusal.check("echo", "low", "t")
 
 
 class FullBroker(MemoryBroker):

@@ -1,0 +1,161 @@
+"""One tenant floods, and another one is served as if it had its share of the workers to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from memory_pipeline import MODEL, Pipeline
+
+from penstock.schemas.codec import BATCH, decode_event, decode_model
+from penstock.schemas.events import FINAL, Done, Event
+from penstock.schemas.jobs import InferenceBatch, Job, Priority
+from penstock.stages.batch.stage import Batch
+from penstock.streams.port import Message
+from penstock.streams.topology import batch_stream, lanes_of
+
+PATIENCE = 30.0
+
+
+class Narrow(Batch):
+    """Has few jobs in hand, so that the others are hidden in the broker."""
+
+    concurrency = 24
+
+
+class Scene:
+    """A pipeline whose engine stands still until `go`."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.ended: list[Event] = []
+        self.sent: list[str] = []  # the tenants of the jobs that workers got, in order
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def of(cls, *more: type[Batch], **values: Any) -> AsyncIterator[Scene]:
+        pipeline = await Pipeline.start(*more, **{"lease": 30.0, "max_batch_size": 4} | values)
+        scene = cls(pipeline)
+        pipeline.backend.goes.clear()
+        await pipeline.pipe.broker.listen(f"{pipeline.pipe.subjects.root}.events.>", scene._hear)
+        await pipeline.pipe.broker.listen(pipeline.pipe.subjects.infer("w0"), scene._hear_batch)
+        try:
+            yield scene
+        finally:
+            await pipeline.stop()
+
+    def _hear(self, message: Message) -> None:
+        event = decode_event(message.data)
+        if isinstance(event, FINAL):
+            self.ended.append(event)
+
+    def _hear_batch(self, message: Message) -> None:
+        self.sent += [job.tenant for job in decode_model(InferenceBatch, message.data, BATCH).jobs]
+
+    async def send(self, tenant: str, number: int, priority: Priority = "normal", **body: Any) -> None:
+        for _ in range(number):
+            body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, **body}
+            job = Job(id=f"{tenant}-{uuid.uuid4().hex}", endpoint="/v1/completions", bridge="elsewhere", body=body)
+            pipe = self.pipeline.pipe
+            await pipe.broker.publish(
+                pipe.subjects.jobs(priority, tenant), job.model_dump_json().encode(), message_id=str(job.id)
+            )
+
+    async def waiting(self, number: int, priority: Priority = "normal") -> None:
+        """Return when so many wait in the lane."""
+        await self.until(lambda: self._in_lane(priority) >= number)
+
+    def _in_lane(self, priority: Priority) -> int:
+        broker: Any = self.pipeline.pipe.broker
+        return int(broker._streams[batch_stream(lanes_of(MODEL), priority)].held().messages)
+
+    async def in_hand(self, tenant: str) -> None:
+        """Return when the batch stage has found the tenant's jobs."""
+        (batch,) = (runner._stage for runner in self.pipeline._runners if isinstance(runner._stage, Batch))
+        await self.until(lambda: any(tenant in window._held for window in batch._windows._windows.values()))
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def all_ended(self, number: int) -> None:
+        self.pipeline.backend.goes.set()
+        await self.until(lambda: len(self.ended) >= number)
+        assert all(isinstance(event, Done) for event in self.ended)
+        assert len({event.request for event in self.ended}) == number == len(self.sent)
+
+    def before_the_last_of(self, tenant: str) -> Counter[str]:
+        """How many of each tenant had gone to the worker when the last one of `tenant` did."""
+        return Counter(self.sent[: len(self.sent) - self.sent[::-1].index(tenant)])
+
+
+async def test_a_flood_leaves_another_tenant_its_half() -> None:
+    async with Scene.of() as scene:
+        await scene.send("many", 200)
+        await scene.waiting(190)
+        await scene.send("few", 20)
+        await scene.waiting(210)
+        await scene.all_ended(220)
+        before = scene.before_the_last_of("few")
+        assert before["few"] == 20
+        assert before["many"] <= 20 + 2 * 5  # its share, and what ran at the beginning and at the end
+
+
+async def test_weights_divide_what_there_is() -> None:
+    async with Scene.of(tenant_weights="many=1,few=3") as scene:
+        await scene.send("many", 60)
+        await scene.send("few", 60)
+        await scene.waiting(110)
+        await scene.all_ended(120)
+        before = scene.before_the_last_of("few")
+        assert 60 / 3 - 5 <= before["many"] <= 60 / 3 + 2 * 5
+
+
+async def test_a_request_counts_as_its_choices() -> None:
+    async with Scene.of() as scene:
+        await scene.send("wide", 40, n=4)
+        await scene.send("few", 40)
+        await scene.waiting(70)
+        await scene.all_ended(80)
+        tokens = {"few": 5 + 2 * 4, "wide": 5 + 4 * 2 * 4}  # weighted: of the prompt once, and twice of each choice
+        assert scene.before_the_last_of("few")["wide"] <= 40 * tokens["few"] / tokens["wide"] + 5
+
+
+async def test_no_flood_hides_another_tenant_in_the_broker() -> None:
+    """A copy has 24 jobs in hand, and 300 are in front of the other tenant's; none is lost or served twice."""
+    async with Scene.of(batch=Narrow) as scene:
+        await scene.send("many", 300)
+        await scene.waiting(290)
+        await scene.send("few", 10)
+        await scene.in_hand("few")
+        await scene.all_ended(310)
+        assert scene.before_the_last_of("few")["many"] <= 10 + 2 * 5
+
+
+async def test_copies_are_fair_together_and_one_that_leaves_loses_nothing() -> None:
+    async with Scene.of(Narrow, batch=Narrow) as scene:
+        await scene.send("many", 200)
+        await scene.waiting(190)
+        await scene.send("few", 20)
+        await scene.waiting(210)
+        scene.pipeline.backend.goes.set()
+        await scene.until(lambda: len(scene.ended) >= 5)
+        batches = [runner for runner in scene.pipeline._runners if isinstance(runner._stage, Batch)]
+        batches[0].stop()
+        await scene.all_ended(220)
+        assert scene.before_the_last_of("few")["many"] <= 100
+
+
+async def test_a_long_queue_does_not_make_its_tenant_more_urgent_than_others() -> None:
+    async with Scene.of(priority_ageing=0.01) as scene:
+        await scene.send("many", 100)
+        await scene.waiting(95)
+        await scene.send("few", 10, "high")
+        await scene.waiting(8, "high")
+        await scene.all_ended(110)
+        assert scene.before_the_last_of("few")["many"] <= 30
