@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import time
 
+import httpx
 import openai
 import psutil
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from serving import Serve, Served, until
 
 from penstock.api.http.metrics import Snapshot
@@ -17,12 +21,22 @@ from penstock.streams.topology import PRIORITIES
 
 PROMPT = "twelve words of which the answer is made, so that there are enough"
 LEASED = "penstock_consumer_leased"
+FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 
 
 def counted(url: str, headers: dict[str, str] | None = None) -> Snapshot:
     response = requests.get(f"{url}/metrics", headers=headers, timeout=30)
     assert response.headers["content-type"].startswith("text/plain")
     return Snapshot(text_string_to_metric_families(response.text))
+
+
+def samples(url: str) -> list[Sample]:
+    families = text_string_to_metric_families(requests.get(f"{url}/metrics", timeout=30).text)
+    return [sample for family in families for sample in family.samples]
+
+
+def series(url: str) -> set[str]:
+    return {f"{sample.name}{sample.labels}" for sample in samples(url)}
 
 
 def settled(url: str, completed: float) -> Snapshot:
@@ -125,3 +139,44 @@ def test_a_takeover_is_seen_and_a_port_of_its_own_needs_no_key(serve: Serve) -> 
     while not (again := counted(own)).total("penstock_model_state", state="ready"):  # the worker is started again
         assert time.monotonic() < until
     assert again.total("penstock_workers", model_name="echo") == 1
+
+
+def test_the_server_agrees_with_its_clients_over_500_requests(serve: Serve) -> None:
+    """Counts exactly; and no first token has taken longer than its client waited for it."""
+    server = serve("--backend", "echo")
+    before = series(server.url)
+    clients = asyncio.Semaphore(16)
+
+    async def ask(client: httpx.AsyncClient, number: int) -> tuple[float, int, int]:
+        body = {"model": "echo", "prompt": PROMPT[: number % 40 + 1], "max_tokens": 4, "ignore_eos": True}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        first = 0.0
+        usage: dict[str, int] = {}
+        async with clients:
+            began = time.monotonic()
+            async with client.stream("POST", "/v1/completions", json=body | options) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        first = first or time.monotonic() - began
+                        usage = json.loads(line[6:]).get("usage") or usage
+        return first, usage["prompt_tokens"], usage["completion_tokens"]
+
+    async def load() -> list[tuple[float, int, int]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            for number in range(20):  # what there is not makes no series
+                refused = await client.post("/v1/completions", json={"model": f"model-{number}", "prompt": "p"})
+                assert (refused.status_code, (await client.get(f"/path/{number}")).status_code) == (404, 404)
+            return await asyncio.gather(*(ask(client, number) for number in range(500)))
+
+    answers = asyncio.run(load())
+    seen = settled(server.url, completed=500)
+    stats = requests.get(f"{server.url}/server/stats", timeout=30).json()
+    assert stats["requests"] == {"completed": 500, "refused": 20, "failed": 0, "cancelled": 0, "expired": 0}
+    assert stats["prompt_tokens_total"] == sum(prompt for _, prompt, _ in answers)
+    assert stats["generation_tokens_total"] == sum(generated for *_, generated in answers) == 2000
+    assert seen.total("vllm:request_success_total", finished_reason="length") == 500
+    firsts = [first for first, *_ in answers]
+    assert 0 < stats["avg_ttft_ms"] / 1000 <= sum(firsts) / len(firsts)
+    bounds = [float(sample.labels["le"]) for sample in samples(server.url) if sample.name == f"{FIRST_TOKEN}_bucket"]
+    assert stats["p99_ttft_ms"] / 1000 <= min(bound for bound in bounds if bound >= max(firsts))
+    assert {name for name in series(server.url) - before if "model-" in name or "/path" in name} == set()

@@ -10,8 +10,13 @@ from typing import ClassVar
 
 import pytest
 from memory_pipeline import MODEL, Pipeline, validated
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
 
 from penstock.config.settings import Settings
+from penstock.config.tracing import REASON
 from penstock.schemas import codec
 from penstock.schemas.errors import InvalidRequest, Transient
 from penstock.schemas.events import Done, Event, Expired, Failed, Token
@@ -79,6 +84,27 @@ def test_a_custom_stage_passes_refuses_and_retries(odd: Pipeline) -> None:
     assert isinstance(odd.ask(BODY | {"prompt": "wait"})[-1], Done)
     assert Odd.attempts == 2
     assert dead(odd) == []
+
+
+def test_a_retry_is_a_line_and_a_span_that_links_what_it_repeats() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    Odd.attempts, Odd.begun = 0, []
+    with asyncio.Runner() as runner, capture_logs() as logs:
+        pipeline = runner.run(Pipeline.start(Odd, pipeline=PIPELINE, tracer=provider.get_tracer("test")))
+        pipeline.runner = runner
+        assert isinstance(pipeline.ask(BODY | {"prompt": "wait"})[-1], Done)
+        runner.run(pipeline.stop())
+    (line,) = (entry for entry in logs if entry["event"] == "will retry")
+    told = {name: line[name] for name in ("stage", "reason", "delay", "log_level")}
+    assert told == {"stage": "odd", "reason": "not yet", "delay": 0.01, "log_level": "warning"}
+    first, second = (dict(span.attributes or {}) for span in exporter.get_finished_spans() if span.name == "odd")
+    assert (first["penstock.attempt"], first["error.type"], second["penstock.attempt"]) == (1, "retry", 2)
+    before, again = (span for span in exporter.get_finished_spans() if span.name == "odd")
+    assert (before.status.is_ok, before.links, before.parent) == (False, (), again.parent)
+    (link,) = again.links
+    assert again.parent is not None
+    assert (link.context.span_id, dict(link.attributes or {})) == (again.parent.span_id, {REASON: "redelivery"})
 
 
 def test_a_job_that_cannot_be_handled_is_buried_and_its_client_told(

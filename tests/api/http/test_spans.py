@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.types import ASGIApp
+from structlog.testing import capture_logs
 
 from penstock.api.http.app import create_app
 from penstock.api.tools.functions import tool
@@ -198,7 +199,7 @@ def test_a_takeover_links_the_former_worker(traced: Traced) -> None:
     traced.model.texts = ["an answer"]
     traced.exporter.clear()
 
-    async def scene() -> None:
+    async def scene() -> str:
         job = validated(f"r-{uuid.uuid4().hex}", pipe)
         former = {TRACE_PARENT: CLIENT.replace("b7ad", "beef")}
         outputs: list[tuple[Output, dict[str, str]]] = [
@@ -212,8 +213,12 @@ def test_a_takeover_links_the_former_worker(traced: Traced) -> None:
         headers = {SCHEMA: codec.BATCH, TRACE_PARENT: CLIENT}
         await pipe.broker.publish(pipe.subjects.infer("w9"), codec.encode(batch), message_id=job.id, headers=headers)
         await traced.until("infer")
+        return job.id
 
-    traced.run(scene())
+    with capture_logs() as logs:
+        request = traced.run(scene())
+    (line,) = (entry for entry in logs if entry["event"] == "request taken over")
+    assert (line["request"], line["tenant"], line["tokens"], line["log_level"]) == (request, "default", 3, "warning")
     infer, batch = traced.one("infer"), traced.one("batch")
     assert (parent_of(infer), parent_of(batch)) == (id_of(batch), 0xB7AD6B7169203331)
     assert links_of(infer)["takeover"] == 0xBEEF6B7169203331

@@ -1,5 +1,6 @@
 // The page: a frame with the panels, which shows what the feed brings.
 
+import { link } from "./address.js";
 import { key, setKey } from "./api.js";
 import { h, render } from "./dom.js";
 import { feed, follow, reconnect } from "./feed.js";
@@ -27,6 +28,7 @@ const STATUS = { live: "Live", connecting: "Connecting…", away: "Reconnecting�
 const app = document.getElementById("app");
 let asksForKey = false;
 let drawing = false;
+let frozen = null; // the state that is shown while the page is paused
 
 // Draw soon: many changes at once are drawn together.
 export function redraw() {
@@ -39,7 +41,7 @@ export function redraw() {
 }
 
 function draw() {
-  const [path, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [path, ...rest] = location.hash.split("?")[0].replace(/^#\/?/, "").split("/").map(decodeURIComponent);
   const panel = PANELS.find((each) => each.path === path) ?? PANELS[0];
   document.title = `${panel.title} · Penstock`;
   render(app,
@@ -51,7 +53,9 @@ function draw() {
     h("div", { class: "body" },
       h("header", { class: "top" },
         h("h1", {}, panel.title),
-        h("span", { class: `status ${feed.status}`, role: "status" }, h("i", { class: "dot" }), STATUS[feed.status]),
+        h("span", { class: `status ${frozen ? "connecting" : feed.status}`, role: "status" }, h("i", { class: "dot" }), frozen ? "Paused" : STATUS[feed.status]),
+        button([icon(frozen ? "play" : "pause"), h("span", { class: "hidden" }, frozen ? "Go on" : "Pause")], pause,
+          { kind: "plain", title: frozen ? "Go on (p)" : "Pause, to read (p)" }),
         button([icon("theme"), h("span", { class: "hidden" }, "Switch between dark and light")], switchTheme,
           { kind: "plain", title: "Dark or light" }),
         button([icon("key"), h("span", { class: "hidden" }, "API key")], () => ask(true),
@@ -61,7 +65,7 @@ function draw() {
 }
 
 function entry(panel, current) {
-  const number = panel.count?.(feed.state) ?? 0;
+  const number = panel.count?.(frozen ?? feed.state) ?? 0;
   return h("li", { key: panel.path },
     h("a", { href: `#/${panel.path}`, "aria-current": current ? "page" : undefined },
       icon(panel.icon), h("span", { class: "label" }, panel.title),
@@ -79,7 +83,7 @@ function content(panel, rest) {
       h("p", { class: "empty-title" }, feed.status === "away" ? "The server does not answer" : "One moment"),
       h("p", {}, feed.state.server?.connected === false ? "It waits for its message broker." : "The page connects as soon as it can."));
   }
-  return panel.view(feed.state, rest);
+  return panel.view(frozen ?? feed.state, rest);
 }
 
 function keyDialog() {
@@ -107,6 +111,12 @@ function ask(wanted) {
   redraw();
 }
 
+// Let the page stand still; what comes meanwhile is shown afterwards.
+function pause() {
+  frozen = frozen ? null : feed.state;
+  redraw();
+}
+
 function switchTheme() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -119,6 +129,7 @@ function pressed(event) {
   if (event.target.closest("input, textarea, select, dialog")) return;
   const panel = PANELS[Number(event.key) - 1];
   if (panel) location.hash = `#/${panel.path}`;
+  else if (event.key === "p") pause();
   else if (event.key === "/") {
     const search = document.querySelector("input[type=search]");
     if (search) {
@@ -126,7 +137,7 @@ function pressed(event) {
       search.focus();
     }
   } else if (event.key === "Escape" && location.hash.startsWith("#/requests/")) {
-    location.hash = "#/requests";
+    location.hash = link("#/requests");
   }
 }
 
@@ -143,4 +154,4 @@ addEventListener("hashchange", () => {
 addEventListener("keydown", pressed);
 document.addEventListener("redraw", redraw);
 draw();
-follow(redraw);
+follow(() => frozen || redraw());

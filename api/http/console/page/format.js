@@ -28,6 +28,11 @@ export function plural(number, one, many = `${one}s`) {
   return `${count(number)} ${number === 1 ? one : many}`;
 }
 
+// A time in Unix seconds, by the reader's clock and custom.
+export function moment(at) {
+  return at ? new Date(at * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" }) : "–";
+}
+
 // The end of an id, which tells requests apart; the whole of a short one.
 export function short(id) {
   return id.length > 18 ? `${id.slice(0, 8)}…${id.slice(-6)}` : id;

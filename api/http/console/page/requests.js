@@ -1,9 +1,10 @@
 // The requests that wait, run, and have just ended; one of them with its life as a waterfall.
 
+import { link, said, say } from "./address.js";
 import { ask } from "./api.js";
 import { h } from "./dom.js";
 import { now } from "./feed.js";
-import { count, seconds, short } from "./format.js";
+import { count, moment, seconds, short } from "./format.js";
 import { attempt, badge, button, empty, panel, table } from "./parts.js";
 import { detail } from "./waterfall.js";
 
@@ -12,19 +13,19 @@ const TABS = [
   ["Running", (each) => each.state === "running"],
   ["Waiting", (each) => each.state === "waiting"],
   ["Ended", (each) => !isOpen(each)],
+  ["Failed", (each) => each.state === "failed" || each.state === "expired"],
   ["Taken over", (each) => each.takeovers > 0],
 ];
 const COLUMNS = [
-  ["Request"], ["State"], ["Model"], ["Tenant"], ["Worker"], ["Tokens", "number"], ["First token", "number"], ["Age", "number"],
+  ["Request"], ["State"], ["Model"], ["Tenant"], ["Worker"], ["Tokens", "number"], ["First token", "number"], ["Time", "number"],
 ];
 const MOST_ROWS = 60;
-let tab = "All";
-let words = "";
 
 export function requests(state, [tenant, id]) {
   const rows = Object.values(state.requests);
-  const [, fits] = TABS.find(([name]) => name === tab);
-  const fitting = rows.filter((each) => fits(each) && matches(each)).sort(newestFirst);
+  const words = said("find");
+  const [tab, fits] = TABS.find(([name]) => name === said("tab")) ?? TABS[0];
+  const fitting = rows.filter((each) => fits(each) && matches(each, words)).sort(newestFirst);
   const found = fitting.slice(0, MOST_ROWS);
   const chosen = id && (state.requests[`${tenant}/${id}`] ?? { tenant, id });
   return [
@@ -34,11 +35,11 @@ export function requests(state, [tenant, id]) {
       key: "list", wide: true,
       actions: h("input", {
         type: "search", placeholder: "Id, tenant, model, worker, reason", "aria-label": "Filter the requests", value: words,
-        oninput: (event) => { words = event.target.value; document.dispatchEvent(new Event("redraw")); },
+        oninput: (event) => say("find", event.target.value),
       }),
     },
     h("div", { class: "tabs", role: "group", "aria-label": "Which requests" }, TABS.map(([name, counts]) =>
-      h("button", { type: "button", key: name, "aria-pressed": String(name === tab), onclick: () => choose(name) },
+      h("button", { type: "button", key: name, "aria-pressed": String(name === tab), onclick: () => say("tab", name === TABS[0][0] ? "" : name) },
         name, h("span", { class: "count" }, String(rows.filter(counts).length))))),
     found.length
       ? table("Requests", COLUMNS, found.map((each) => row(each, chosen)))
@@ -68,7 +69,7 @@ function row(each, chosen) {
   const current = chosen?.id === each.id && chosen.tenant === each.tenant;
   return h("tr", { key: `${each.tenant}/${each.id}`, class: current ? "current" : "" },
     h("th", { scope: "row" }, h("a", {
-      href: `#/requests/${encodeURIComponent(each.tenant)}/${encodeURIComponent(each.id)}`, title: each.id, class: "id",
+      href: link(`#/requests/${encodeURIComponent(each.tenant)}/${encodeURIComponent(each.id)}`), title: each.id, class: "id",
     }, short(each.id))),
     h("td", {}, badge(each.state), each.takeovers > 0 && h("span", { class: "tag" }, each.takeovers === 1 ? "taken over" : `taken over × ${each.takeovers}`),
       each.reason && each.state !== "completed" && h("span", { class: "tag bad" }, each.reason)),
@@ -77,15 +78,10 @@ function row(each, chosen) {
     h("td", {}, each.worker ?? "–"),
     h("td", { class: "number" }, count(each.tokens)),
     h("td", { class: "number" }, seconds(each.first_token)),
-    h("td", { class: "number" }, seconds(age(each))));
+    h("td", { class: "number", title: moment(each.created) }, seconds(age(each))));
 }
 
-function choose(name) {
-  tab = name;
-  document.dispatchEvent(new Event("redraw"));
-}
-
-function matches(each) {
+function matches(each, words) {
   const text = `${each.id} ${each.tenant} ${each.model} ${each.worker} ${each.reason}`.toLowerCase();
   return words.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }

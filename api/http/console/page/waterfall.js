@@ -1,11 +1,12 @@
 // One request: its facts, and its life as a waterfall, from `GET /v1/streams/{id}/trace`.
 
+import { link } from "./address.js";
 import { Refused, json } from "./api.js";
 import { h } from "./dom.js";
 import { now } from "./feed.js";
-import { count, seconds } from "./format.js";
+import { count, moment, seconds } from "./format.js";
 import { icon } from "./icons.js";
-import { badge, fact } from "./parts.js";
+import { attempt, badge, button, fact } from "./parts.js";
 
 const AGAIN = 1000; // milliseconds between two looks at a request that has not ended
 const TOLD = new Set(["takeover", "preempted", "resumed"]); // marks that say something went another way
@@ -18,10 +19,19 @@ export function detail(request, actions) {
   const state = trace?.status ?? request.state;
   return h("section", { class: "panel detail", key: "detail", "aria-label": `Request ${request.id}` },
     h("header", { class: "panel-head" }, h("h2", { class: "id", tabindex: -1 }, request.id), state && badge(state),
-      h("div", { class: "actions" }, actions, h("a", { class: "button plain", href: "#/requests", title: "Close" },
+      h("div", { class: "actions" }, actions,
+        copyButton("Copy the id", () => request.id, "The id is copied."),
+        trace && copyButton("Copy as JSON", () => JSON.stringify(trace, null, 2), "The trace is copied, as penstock trace --json prints it."),
+        h("a", { class: "button plain", href: link("#/requests"), title: "Close" },
         icon("close"), h("span", { class: "hidden" }, "Close the request")))),
     fault && h("p", { class: "fault" }, fault),
     trace && [facts(trace, request), life(trace)]);
+}
+
+// Browsers lend the clipboard to pages of this host and to those over TLS alone.
+function copyButton(label, text, done) {
+  return navigator.clipboard && button(label, () => attempt(() => navigator.clipboard.writeText(text()), done),
+    { kind: "small", key: label });
 }
 
 function look(request) {
@@ -47,6 +57,7 @@ function facts(trace, request) {
     fact("Tenant", request.tenant),
     trace.priority && fact("Priority", trace.priority),
     trace.endpoint && fact("Endpoint", trace.endpoint),
+    fact("Started", moment(trace.began)),
     fact("Prompt", `${count(trace.prompt_tokens)} tokens`),
     fact("Answer", `${count(produced)} tokens`),
     fact("First token", trace.first_token ? seconds(trace.first_token - trace.began) : "–"),

@@ -78,6 +78,30 @@ def test_every_panel_has_live_data_under_load(served: Served, page: Page) -> Non
         assert serious_faults(page) == []
 
 
+def test_a_link_shows_the_same_list_and_a_paused_page_stands_still(served: Served, page: Page) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    with Load(served, "main", 3):
+        show(page, "requests")
+        page.get_by_role("button", name="Ended").click()
+        page.get_by_label("Filter the requests").fill("acme")
+        page.reload()
+        expect(page.get_by_role("button", name="Ended")).to_have_attribute("aria-pressed", "true")
+        expect(page.get_by_label("Filter the requests")).to_have_value("acme")
+        row = page.locator("tbody a.id").first
+        expect(row).to_be_visible()
+        page.locator("body").press("p")
+        expect(page.locator(".status")).to_have_text("Paused")
+        name = str(row.get_attribute("title"))
+        row.click()
+        page.get_by_role("button", name="Copy the id").click()
+        expect(page.locator(".toast")).to_have_text("The id is copied.")
+        assert page.evaluate("navigator.clipboard.readText()") == name
+        expect(row).to_have_attribute("title", name)  # though others have ended meanwhile
+        page.locator("body").press("p")
+        expect(page.locator(".status")).to_have_text("Live")
+        expect(row).not_to_have_attribute("title", name)
+
+
 def test_a_waiting_request_is_cancelled(served: Served, page: Page) -> None:
     with Load(served, "main", 14, max_tokens=200):
         show(page, "queue")
