@@ -69,7 +69,7 @@ def _values(name: str) -> st.SearchStrategy[Any]:
     if name == "nats_url":
         servers = st.tuples(st.sampled_from(["", "nats://", "tls://"]), TOKENS, st.sampled_from(["", ":1"]))
         return st.lists(servers.map("".join), min_size=1, max_size=3).map(",".join)
-    if name in ("mcp_allowed_urls", "tool_functions", "tool_grants", "tools_without_approval"):
+    if name in ("mcp_allowed_urls", "tool_functions", "tool_grants", "tools_without_approval", "allowed_backends"):
         return st.lists(TOKENS, max_size=3).map(tuple)
     if name == "lora_modules":
         return st.dictionaries(TOKENS, TOKENS, max_size=3).map(lambda pairs: tuple(map("=".join, pairs.items())))
