@@ -261,6 +261,12 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
     )
     enable_cuda_graph: bool | None = Field(None, description="Replay decoding steps as CUDA graphs; on by default.")
     compile_kernels: bool = Field(True, description="Compile kernels for decoding on this CPU at the first start.")
+    speculation: Literal["auto", "off"] = Field(
+        "off",
+        description="auto: guess tokens that the grammar or earlier text suggests, and compute several in a step where "
+        "that changes no answer and pays; off: never.",
+    )
+    speculation_depth: int = Field(12, ge=1, le=64, description="The most tokens guessed for a choice in a step.")
     cache_answers: bool = Field(False, description="Answer identical greedy requests from memory.")
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."

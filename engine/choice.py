@@ -97,6 +97,11 @@ class Choice:
         return self.finish is not None or self.index >= self._limit
 
     @property
+    def num_left(self) -> int:
+        """The most tokens that may still be chosen."""
+        return self._limit - self.index
+
+    @property
     def is_scored(self) -> bool:
         """Whether the log-probabilities of the prompt are complete, or not needed."""
         return not self.request.params.prompt_logprobs or bool(self.tokens) or len(self._scores) == len(self.prompt)

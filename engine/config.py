@@ -17,9 +17,11 @@ class EngineConfig(BaseModel):
     `kv_cache_memory` is in bytes or a string such as "4GiB". If it or `max_batch_size` is left out, the engine chooses
     it to suit the machine. The backend chooses where `attention` is "auto", or where chunked prefill,
     `prefill_chunk_size` in tokens, or CUDA graphs are None. `compile_kernels` lets a CPU run short steps in
-    `kernels.c`, if it can be compiled. `cache_answers` answers identical greedy requests from memory. `echo_rate` is in
-    tokens a second for each choice, 0 for as fast as possible. If the engine computes nothing for a scheduled request
-    in `stall_timeout` seconds, it restarts the request; the second time the request fails.
+    `kernels.c`, if it can be compiled. `speculation` lets decoding steps check guessed tokens, at most
+    `speculation_depth` a choice, where that changes no answer and pays. `cache_answers` answers identical greedy
+    requests from memory. `echo_rate` is in tokens a second for each choice, 0 for as fast as possible. If the engine
+    computes nothing for a scheduled request in `stall_timeout` seconds, it restarts the request; the second time the
+    request fails.
 
     `allowed_backends` are the ids of the plug-ins that may be imported, None for all. `fallback_backend` loads the
     model as well, and runs the requests that need what `backend` lacks.
@@ -43,6 +45,8 @@ class EngineConfig(BaseModel):
     compile_kernels: bool = True
     enable_chunked_prefill: bool | None = None
     prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
+    speculation: Literal["auto", "off"] = "off"
+    speculation_depth: Annotated[int, Field(ge=1, le=64)] = 12
     cache_answers: bool = False
     stall_timeout: Annotated[float, Field(gt=0)] = 30.0
     allowed_backends: tuple[str, ...] | None = None

@@ -92,11 +92,24 @@ class Embedding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Guesses since the start: how often a step checked some for a choice, their tokens, and those that were right.
+
+    `off` says why none are made; empty if they are.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    off: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     """The key-value cache: `memory` in bytes, room for `num_tokens`, of which running requests hold `usage`, 0 to 1.
 
     The counts from `num_queried_tokens` on are since the start: tokens looked up in the prefix cache, tokens found,
-    cached blocks evicted, requests preempted.
+    cached blocks evicted, requests preempted; `speculation` counts the tokens guessed.
     """
 
     memory: int
@@ -108,6 +121,7 @@ class CacheStats:
     num_hit_tokens: int
     num_evictions: int
     num_preemptions: int
+    speculation: SpeculationStats = SpeculationStats()
 
 
 @dataclass(frozen=True, slots=True)

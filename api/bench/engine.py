@@ -67,6 +67,7 @@ def bench_engine(
     directory = None if given.model is None or given.backend == "echo" else resolve_model(given.model)
     prepare_process(given.threads or worker_threads(directory, given.workers))
     own = {"model": given.model or "echo", "max_batch_size": max(*batches, given.max_batch_size or 1)}
+    own["speculation"] = "off"  # a step is to yield one token of each row
     config = EngineConfig(**shared | own)
     with loading_bar(f"loading {config.model}") as loading:
         backend = load_backend(config, loading)

@@ -203,6 +203,15 @@ class Matcher:
         self._is_current = self._is_current and self._is_free and is_free
         self._is_settled = free is not None and is_free and (self._is_settled or free.settles(token))
 
+    def forced(self) -> str:
+        """The text that must come next, in whatever tokens; empty where there is a choice."""
+        if self._is_current and self._is_free:
+            return ""
+        try:
+            return str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError as error:  # it ends within a character, where several begin with the same byte
+            return bytes(error.object[: error.start]).decode()
+
     @property
     def is_over(self) -> bool:
         """Whether the answer is whole and nothing can follow but its end."""

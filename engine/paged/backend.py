@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -25,16 +26,17 @@ from ..adapters import Adapter, Targets
 from ..backend import ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
-from ..cpu.library import Kernels, NoKernels, load_kernels
-from ..loading import load_causal_lm, load_config, resolve_device
+from ..cpu.library import MOST_ROWS, Kernels, NoKernels, load_kernels
+from ..loading import load_causal_lm, resolve_device
 from ..manifests import PAGED
 from ..models import ModelInfo, count_parameters, read_model_info, resolve_model
-from ..output import CacheStats
+from ..output import CacheStats, SpeculationStats
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
 from ..sizing import SizedConfig, sized
 from ..text.tokenizer import Tokenizer
 from .attention_hook import ATTENTION
 from .blocks import KVBlocks
+from .context import fitting_length, steady_length
 from .kv_plan import check_memory, plan_blocks
 from .prefixes import load_prefixes, save_prefixes
 from .quantize import ProductMaker
@@ -42,12 +44,14 @@ from .rows import Row, Scheduled
 from .runner import Runner
 from .scheduler import Scheduler
 from .segments import split_scores, to_segment
+from .speculation import Speculation
 
 _log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
 _CHUNK = {"cpu": 256}  # larger products are no faster there, and delay decoding
 _LARGE_CHUNK = 2048
+_ROW_COST, _QUANTIZED_ROW_COST = 0.06, 0.1  # of a step's row, in what its first one takes to read the weights
 _EVICT_FROM = 0.80  # usage from which unheld prefixes are evicted early, so that no step waits for eviction
 
 
@@ -89,7 +93,7 @@ class PagedBackend:
         make_product = ProductMaker(config.quantization, device, kernels)
         path = resolve_model(config.model)
         info = read_model_info(path, config.model, config.max_sequence_length)
-        info = replace(info, context_length=self._steady_length(config, path, info.context_length))
+        info = replace(info, context_length=steady_length(config, path, info.context_length))
         parameters = count_parameters(path)
         self.tokenizer = Tokenizer(path)
         check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
@@ -116,8 +120,10 @@ class PagedBackend:
         self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked, config.reserved_batch_size)
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._unread: _Unread | None = None  # set by `step`
+        self._most_rows = min(MOST_ROWS, longest)  # of a step that checks guesses
+        self._speculation, self._no_speculation = self._guessing(config)
         self._kv_cache_memory = config.kv_cache_memory
-        context = self._context(config, info.context_length)
+        context = fitting_length(config, info.context_length, self.blocks.capacity)
         if self.runner.on_triton and config.enable_cuda_graph is not False:
             self._record_graphs(config, context)
         elif config.enable_cuda_graph:
@@ -129,6 +135,15 @@ class PagedBackend:
             _log.warning("%s: %s", config.model, reason)
         slow_paths = tuple(self._slow_paths)
         self.info = replace(info, parameters=parameters, context_length=context, slow_paths=slow_paths)
+
+    def _guessing(self, config: EngineConfig) -> tuple[Speculation | None, str]:
+        """What guesses tokens; None, and the reason, where that is unwanted or might change answers."""
+        if config.speculation == "off":
+            return None, "speculation is off"
+        if self._ahead or self._kernels is None or self.runner.uncompiled:
+            return None, "decoding is not compiled: only compiled steps have the same bits at any number of rows"
+        cost = _ROW_COST if config.quantization is None else _QUANTIZED_ROW_COST
+        return Speculation(self.tokenizer, config.speculation_depth, cost), ""
 
     def _load_kernels(self, config: EngineConfig) -> Kernels | None:
         if config.compile_kernels:
@@ -151,44 +166,6 @@ class PagedBackend:
                 ) from error
             self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {error}")
 
-    @staticmethod
-    def _steady_length(config: EngineConfig, path: Path, length: int) -> int:
-        """The context length up to which a token's rotation depends only on its position.
-
-        Some models rotate all tokens of a longer choice differently, which would invalidate the cached keys.
-        """
-        steady = load_config(path).get_text_config()
-        rope = getattr(steady, "rope_parameters", None) or {}
-        if rope.get("rope_type") not in ("longrope", "dynamic"):
-            return length
-        original = rope.get("original_max_position_embeddings") or steady.max_position_embeddings
-        if length <= original:
-            return length
-        if config.max_sequence_length is not None:
-            raise ConfigurationError(
-                [
-                    f"max_sequence_length={length}: beyond {original} tokens this model changes the rotations of all "
-                    f"keys, which invalidates cached ones; set at most {original}, or use --backend hf"
-                ]
-            )
-        _log.warning("context cut from %d to %d tokens: only --backend hf supports more", length, original)
-        return int(original)
-
-    def _context(self, config: SizedConfig, length: int) -> int:
-        """The model's context length, or as much of it as one request can have within `kv_cache_memory`."""
-        capacity = self.blocks.capacity
-        if length <= capacity:
-            return length
-        if config.max_sequence_length is not None:
-            raise ConfigurationError(
-                [
-                    f"kv_cache_memory={config.kv_cache_memory}: holds {capacity} tokens of one request, fewer than "
-                    f"max_sequence_length={length}; set about {config.kv_cache_memory * length // capacity}"
-                ]
-            )
-        _log.warning("context cut from %d to %d tokens by kv_cache_memory", length, capacity)
-        return capacity
-
     @property
     def num_running(self) -> int:
         return self._scheduler.num_running
@@ -209,7 +186,11 @@ class PagedBackend:
             num_hit_tokens=stats.hits,
             num_evictions=stats.evictions,
             num_preemptions=self._scheduler.num_preemptions,
+            speculation=self.speculation_stats(),
         )
+
+    def speculation_stats(self) -> SpeculationStats:
+        return self._speculation.stats if self._speculation else SpeculationStats(off=self._no_speculation)
 
     @property
     def weight_bytes(self) -> int:
@@ -267,6 +248,10 @@ class PagedBackend:
         before, self._unread = self._unread, None
         if not scheduled:
             return self._read(before)
+        if self._speculation and (
+            guesses := self._speculation.guess(scheduled, self._most_rows - len(scheduled), self._scheduler.reserve)
+        ):
+            return self._check(self._speculation, scheduled, guesses)
         try:
             now = self._launch(scheduled, before)
         except Exception as error:
@@ -288,6 +273,22 @@ class PagedBackend:
             logits, sampled = split_scores(scheduled, logits, sampled)
         rows = [scheduled[index].row for index in sampled]
         return _Unread(rows, choose(logits, [row.choice for row in rows], self._kernels, best))
+
+    def _check(
+        self, speculation: Speculation, scheduled: list[Scheduled], guesses: dict[Row, list[int]]
+    ) -> list[Delta]:
+        """Compute a decoding step with guessed tokens; what follows is that of several steps without."""
+        draws = speculation.check(scheduled, guesses, self.runner.forward, self._kernels)
+        try:
+            first = next(draws)
+        except Exception as error:
+            return self._isolate(scheduled, error)
+        deltas: list[Delta] = []
+        for going, chosen in chain((first,), draws):
+            now = _Unread([one.row for one in going], chosen)
+            self._commit(going, now)
+            deltas += self._read(now)
+        return deltas
 
     def _commit(self, scheduled: list[Scheduled], now: _Unread) -> None:
         self._scheduler.commit(scheduled)

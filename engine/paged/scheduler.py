@@ -164,6 +164,15 @@ class Scheduler:
             scheduled.append(Scheduled(row, count, row.num_computed + count == row.num_tokens))
         return scheduled
 
+    def reserve(self, row: Row, count: int) -> int:
+        """Take blocks for `count` tokens after a scheduled row's next one, but none from others.
+
+        Returns for how many of them there are blocks.
+        """
+        if self._blocks.grow(row.tables, row.num_computed + 1 + count):
+            return count
+        return min(count, len(row.tables.blocks[0]) * self._blocks.block_size - row.num_computed - 1)
+
     def commit(self, scheduled: list[Scheduled]) -> None:
         """Record that these tokens' keys and values are written, or will be before any later step reads them.
 

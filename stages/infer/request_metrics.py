@@ -148,6 +148,16 @@ class EngineMetrics(Collector):
         yield self._gauge("penstock_adapter_bytes", "Memory of the loaded adapters.", stats.adapter_memory)
         if (cache := stats.cache) is None:
             return
+        guesses = cache.speculation
+        yield self._counter(
+            "vllm:spec_decode_num_drafts", "Times that a step checked guessed tokens.", guesses.num_drafts
+        )
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed.", guesses.num_draft_tokens)
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Guessed tokens that were right.",
+            guesses.num_accepted_tokens,
+        )
         yield self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the key-value cache that requests hold, 0 to 1.", cache.usage
         )
