@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Python compiles what is imported, which is a small part of what is installed.
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
+# Python compiles what is imported, which is a small part of what is installed; setuptools, which builds, is installed.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile --no-build-isolation
 MODEL ?=
 
 .PHONY: run test clean
@@ -13,7 +13,7 @@ run: $(VENV)/run.done
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
 test: $(VENV)/test.done
-	$(INSTALL) --no-deps --force-reinstall --no-build-isolation -c deploy/constraints.txt .
+	$(INSTALL) --no-deps --force-reinstall -c deploy/constraints.txt .
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
@@ -24,8 +24,7 @@ test: $(VENV)/test.done
 # torch goes first and by its exact version: a looser requirement can bring gigabytes of CUDA.
 $(VENV)/venv.done: deploy/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) "setuptools>=77" wheel
-	$(INSTALL) "$$(grep '^torch==' deploy/constraints.txt)"
+	$(INSTALL) "setuptools>=77" wheel "$$(grep '^torch==' deploy/constraints.txt)"
 	@touch $@
 
 $(VENV)/run.done: $(VENV)/venv.done pyproject.toml
