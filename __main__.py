@@ -100,6 +100,12 @@ COMMANDS = (
         help="Print every setting with its value and origin, or the settings that a deployment has agreed on.",
     ),
     CommandEntry(
+        "nats",
+        "api.terminal.nats:nats",
+        "Look",
+        help="Create and change streams, and write the users of a NATS server.",
+    ),
+    CommandEntry(
         "schema",
         "api.terminal.look:schema",
         "Look",

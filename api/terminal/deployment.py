@@ -41,7 +41,7 @@ def config(
     if action == "show":
         _show(loaded)
     else:
-        asyncio.run(_agreed(loaded) if action == "agreed" else _apply(loaded, default or [], yes))
+        asyncio.run(_agreed(loaded) if action == "agreed" else apply(loaded, default or [], yes, way="--yes"))
 
 
 def _show(loaded: Loaded) -> None:
@@ -64,7 +64,8 @@ async def _agreed(loaded: Loaded) -> None:
         typer.echo(f"{name:<18}  {shown(getattr(configuration, name))}")
 
 
-async def _apply(loaded: Loaded, defaults: list[str], yes: bool) -> None:
+async def apply(loaded: Loaded, defaults: list[str], yes: bool, *, way: str = "--apply") -> None:
+    """Print what would change in the deployment and its streams, and with `yes` change it; `way` is the flag for it."""
     async with connected(loaded.settings, "config") as broker:
         deployment = Deployment(broker, loaded)
         before, revision = await deployment.agreed()
@@ -80,7 +81,7 @@ async def _apply(loaded: Loaded, defaults: list[str], yes: bool) -> None:
             await deployment.change(wanted)
             typer.echo("changed")
         else:
-            typer.echo("nothing was changed; add --yes to make the changes")
+            typer.echo(f"nothing was changed; add {way} to make the changes")
 
 
 def _print_plan(before: Configuration | None, wanted: Configuration) -> None:
