@@ -50,15 +50,19 @@ def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:
 
 
 def read_levels(gguf: Gguf) -> Iterator[tuple[str, Rounded]]:
-    """The weights whose levels can be kept, by the names of their modules: those with a scale for each 32 inputs."""
+    """The weights whose levels can be kept, by the names of their modules."""
     for name, weight in weights_of(gguf).items():
         kind = weight.tensor.type
-        if kind in _LEVELS and kind != "Q6_K" and len(weight.shape) == 2 and weight.expert is None:
-            found = _LEVELS[kind](_data(weight).view(-1, BLOCKS[kind][1]))
-            levels, rows = found.levels.reshape(weight.shape).to(torch.int8), weight.shape[0]
-            zeros = None if found.zeros is None else found.zeros.reshape(rows, -1)
-            scales = found.scales.reshape(rows, -1)
-            yield name.removesuffix(".weight"), Rounded(levels, scales, zeros, found.bits, found.middle)
+        if kind in _LEVELS and len(weight.shape) == 2 and weight.expert is None:
+            yield name.removesuffix(".weight"), rounded_of(_data(weight), kind, weight.shape[0])
+
+
+def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
+    """The levels and scales of a weight that lies in `data` in so many rows; `kind` is a quantised type."""
+    found = _LEVELS[kind](data.view(-1, BLOCKS[kind][1]))
+    levels, scales = found.levels.reshape(rows, -1).to(torch.int8), found.scales.reshape(rows, -1)
+    zeros = None if found.zeros is None else found.zeros.reshape(rows, -1)
+    return Rounded(levels, scales, zeros, found.bits, found.middle, found.levels.shape[-1])
 
 
 def _data(weight: GgufWeight) -> Tensor:

@@ -24,10 +24,10 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 class Rounded(NamedTuple):
-    """A weight [O, I] by groups of 32 inputs: (level - middle) * scale + zero.
+    """A weight [O, I] by groups of `size` inputs: (level - middle) * scale + zero.
 
-    `levels` int8 [O, I], 0 to 15 if they have 4 bits; `scales` and `zeros` [O, ⌈I / 32⌉]. Our own are bfloat16, with
-    zeros and the middle 8 for 4 bits, without for 8.
+    `levels` int8 [O, I], 0 to 15 if they have 4 bits; `scales` and `zeros` [O, ⌈I / size⌉]. Our own are bfloat16, with
+    zeros and the middle 8 for 4 bits, without for 8. Q6_K has groups of 16 and 8 bits; I is then a multiple of 32.
     """
 
     levels: Tensor
@@ -35,6 +35,7 @@ class Rounded(NamedTuple):
     zeros: Tensor | None = None
     bits: int = 8
     middle: int = 0
+    size: int = GROUP_SIZE
 
     @classmethod
     def int4(cls, levels: Tensor, scales: Tensor, zeros: Tensor) -> Self:
@@ -58,7 +59,8 @@ class Rounded(NamedTuple):
         if len(parts) < len(found):
             return None
         if len({(one.scales.dtype, one.zeros is None, *one[3:]) for one in parts}) > 1:
-            parts = [part.widened for part in parts]
+            size = min(part.size for part in parts)
+            parts = [part.widened(size) for part in parts]
         zeros = [one.zeros for one in parts if one.zeros is not None]
         levels, scales = torch.cat([one.levels for one in parts]), torch.cat([one.scales for one in parts])
         return cls(levels, scales, torch.cat(zeros) if zeros else None, *parts[0][3:])
@@ -68,18 +70,18 @@ class Rounded(NamedTuple):
         """Whether this is one of our own forms."""
         return self.scales.dtype == torch.bfloat16 and self.middle == (0 if self.zeros is None else 8)
 
-    @property
-    def widened(self) -> Rounded:
-        """The same numbers in the form that any can have."""
+    def widened(self, size: int) -> Rounded:
+        """The same numbers in the form that any with such groups can have; `size` divides that of this one's."""
         zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
-        return Rounded(self.levels - self.middle, self.scales.float(), zeros.float())
+        scales, zeros = (one.float().repeat_interleave(self.size // size, dim=1) for one in (self.scales, zeros))
+        return Rounded(self.levels - self.middle, scales, zeros, size=size)
 
     @property
     def numbers(self) -> Tensor:
         """What the levels stand for, float32 [O, I]."""
         inputs = self.levels.shape[1]
-        numbers = (self.levels.float() - self.middle) * _spread(self.scales, inputs)
-        return numbers if self.zeros is None else numbers + _spread(self.zeros, inputs)
+        numbers = (self.levels.float() - self.middle) * _spread(self.scales, inputs, self.size)
+        return numbers if self.zeros is None else numbers + _spread(self.zeros, inputs, self.size)
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """The tensors of a checkpoint."""
@@ -178,6 +180,6 @@ def _expand(rounded: Rounded, dtype: torch.dtype) -> Tensor:
     return rounded.numbers.to(dtype)
 
 
-def _spread(factors: Tensor, inputs: int) -> Tensor:
+def _spread(factors: Tensor, inputs: int, size: int) -> Tensor:
     """[O, G] → float32 [O, I]."""
-    return factors.float().repeat_interleave(GROUP_SIZE, dim=1)[:, :inputs]
+    return factors.float().repeat_interleave(size, dim=1)[:, :inputs]

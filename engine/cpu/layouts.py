@@ -26,7 +26,7 @@ def paired(weight: Tensor) -> Tensor:
 
 
 def fours(levels: Tensor) -> Tensor:
-    """Levels [O, I] of one byte → [O / 64, I / 4, 64, 4], zeros behind O and I: INT8."""
+    """Levels [O, I] of one byte → [O / 64, I / 4, 64, 4], zeros behind O and I: INT8 and FINE."""
     whole = padded(levels, BLOCK, GROUP)
     return whole.view(len(whole) // BLOCK, BLOCK, -1, 4).transpose(1, 2).contiguous()
 
@@ -57,7 +57,7 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
     levels, groups = weight[start:stop], scales[start:stop].float().permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
     if product.kind == INT4:
         levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8) - product.middle
-    rows = levels.view(len(levels), -1, BLOCK, 4).transpose(1, 2).reshape(-1, groups.shape[2], GROUP).float()
+    rows = levels.view(len(levels), -1, BLOCK, 4).transpose(1, 2).reshape(*groups.shape[1:], -1).float()
     exact = rows * groups[0, :, :, None]
     return (exact + groups[1, :, :, None] if product.has_zeros else exact).flatten(1)[:, : product.inputs]
 

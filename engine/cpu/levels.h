@@ -20,15 +20,17 @@ typedef struct {
     int8_t *levels;         /* [R, G * 32] */
     float *scales, *totals; /* [R, G]; the sum of a group's inputs */
     int32_t *offsets;       /* [R, G]: -8 times the sum of a group's levels */
+    int32_t *halves;        /* [R, G, 2]: the sums of each half's levels */
 } Inputs;
 
 /* As many bytes for each row and group of inputs; those of all rows are next to each other. */
-enum { INPUT_BYTES = GROUP + 12 };
+enum { INPUT_BYTES = GROUP + 20 };
 
 INLINE Inputs inputs_at(void *memory, int64_t rows, int64_t groups) {
     uint8_t *after = (uint8_t *)memory + rows * groups * GROUP;
     const int64_t size = rows * groups * 4;
-    return (Inputs){memory, (float *)after, (float *)(after + size), (int32_t *)(after + 2 * size)};
+    int32_t *offsets = (int32_t *)(after + 2 * size);
+    return (Inputs){memory, (float *)after, (float *)(after + size), offsets, offsets + rows * groups};
 }
 
 /* Quantise one row of T [R, I]. A group that holds NaN or infinity gets such a scale. */
@@ -46,7 +48,8 @@ INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs
         __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), high = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
         _mm_storeu_si128((__m128i *)(to->levels + at * GROUP), _mm512_cvtsepi32_epi8(low));
         _mm_storeu_si128((__m128i *)(to->levels + at * GROUP + 16), _mm512_cvtsepi32_epi8(high));
-        const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+        to->halves[2 * at] = _mm512_reduce_add_epi32(low), to->halves[2 * at + 1] = _mm512_reduce_add_epi32(high);
+        const int sum = to->halves[2 * at] + to->halves[2 * at + 1];
         to->scales[at] = most.number / 127;
         to->totals[at] = to->scales[at] * sum;
         to->offsets[at] = -8 * sum;
@@ -55,18 +58,21 @@ INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs
 
 INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (kind == INT4 ? 2 : 1); }
 
-/* 16 scales of a group, from the output j on; those of the zeros follow the first 64. */
+/* Parts of a group that have a scale each. */
+INLINE int num_parts(int kind) { return kind == FINE ? 2 : 1; }
+
+/* 16 scales of a group or its part, from the output j on; those of the zeros follow the first 64. */
 INLINE __m512 load_scales(const Product *p, int64_t group, int64_t j) {
     const int64_t i = group * (p->has_zeros ? 2 : 1) * BLOCK + j;
     if (p->scale_type == F16) return _mm512_cvtph_ps(_mm256_loadu_si256((__m256i *)((uint16_t *)p->scales + i)));
     return load(p->scales, i, 0xffff, p->scale_type == BF16);
 }
 
-/* Four inputs of 64 outputs as unsigned bytes: INT4 as stored, INT8 plus 128. */
+/* Four inputs of 64 outputs as unsigned bytes: INT4 as stored, others plus 128. */
 INLINE void load_quad(const uint8_t *from, int kind, __m512i to[4]) {
     const __m512i mask = _mm512_set1_epi8(15), sign = _mm512_set1_epi8((char)0x80);
     for (int j = 0; j < 4; j += 2) {
-        if (kind == INT8) {
+        if (kind != INT4) {
             to[j] = _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j), sign);
             to[j + 1] = _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j + 64), sign);
         } else {
@@ -87,44 +93,52 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
     const uint8_t *weight = (const uint8_t *)p->weight + (block * G + from) * bytes;
     for (int64_t g = from; g < end; g++, next += share) {
         for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
-        __m512i sums[TILE][4];
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            __m512i offset = _mm512_set1_epi32(x->offsets[(row + r) * G + g]);
-            if (kind == INT8) offset = _mm512_slli_epi32(offset, 4); /* -128 times the sum */
-            else if (!p->middle) offset = _mm512_setzero_si512();
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) sums[r][j] = offset;
-        }
-#pragma GCC unroll 8
-        for (int q = 0; q < QUADS; q++, weight += bytes / QUADS) {
-            __m512i quad[4];
-            load_quad(weight, kind, quad);
+#pragma GCC unroll 2
+        for (int part = 0; part < num_parts(kind); part++) {
+            __m512i sums[TILE][4];
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                int32_t four;
-                memcpy(&four, x->levels + ((row + r) * G + g) * GROUP + 4 * q, 4);
-                __m512i input = _mm512_set1_epi32(four);
+                const int64_t at = (row + r) * G + g;
+                __m512i offset = _mm512_setzero_si512();
+                if (kind == FINE) offset = _mm512_set1_epi32(-128 * x->halves[2 * at + part]);
+                else if (kind == INT8) offset = _mm512_slli_epi32(_mm512_set1_epi32(x->offsets[at]), 4);
+                else if (p->middle) offset = _mm512_set1_epi32(x->offsets[at]);
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) DOT(sums[r][j], quad[j], input);
+                for (int j = 0; j < 4; j++) sums[r][j] = offset;
             }
-        }
-        __m512 scales[4], zeros[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            scales[j] = load_scales(p, block * G + g, 16 * j);
-            zeros[j] = p->has_zeros ? load_scales(p, block * G + g, BLOCK + 16 * j) : _mm512_setzero_ps();
-        }
+#pragma GCC unroll 8
+            for (int q = 0; q < QUADS / num_parts(kind); q++, weight += bytes / QUADS) {
+                __m512i quad[4];
+                load_quad(weight, kind, quad);
+                const int64_t input = GROUP * part / num_parts(kind) + 4 * q;
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            __m512 step = _mm512_set1_ps(x->scales[(row + r) * G + g]);
-            __m512 total = _mm512_set1_ps(x->totals[(row + r) * G + g]);
+                for (int r = 0; r < rows; r++) {
+                    int32_t four;
+                    memcpy(&four, x->levels + ((row + r) * G + g) * GROUP + input, 4);
+                    __m512i inputs = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) DOT(sums[r][j], quad[j], inputs);
+                }
+            }
+            const int64_t own = (block * G + g) * num_parts(kind) + part;
+            __m512 scales[4], zeros[4];
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
-                __m512 sum = g ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
-                sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][j]), scales[j]), step, sum);
-                if (p->has_zeros) sum = _mm512_fmadd_ps(zeros[j], total, sum);
-                _mm512_storeu_ps(to[r] + 16 * j, sum);
+                scales[j] = load_scales(p, own, 16 * j);
+                zeros[j] = p->has_zeros ? load_scales(p, own, BLOCK + 16 * j) : _mm512_setzero_ps();
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                const int64_t at = (row + r) * G + g;
+                __m512 step = _mm512_set1_ps(x->scales[at]);
+                __m512 total = _mm512_set1_ps(kind == FINE ? x->scales[at] * x->halves[2 * at + part] : x->totals[at]);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    __m512 sum = g || part ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
+                    sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][j]), scales[j]), step, sum);
+                    if (p->has_zeros) sum = _mm512_fmadd_ps(zeros[j], total, sum);
+                    _mm512_storeu_ps(to[r] + 16 * j, sum);
+                }
             }
         }
     }
@@ -154,6 +168,7 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
     }
 LEVEL_ROWS(int8_rows, INT8)
 LEVEL_ROWS(int4_rows, INT4)
+LEVEL_ROWS(fine_rows, FINE)
 
 #if defined __AMX_INT8__ && defined __linux__
 /* The group's sums of whole numbers, 16 rows times 16 outputs, into `dots[n]`. */
@@ -254,6 +269,10 @@ INLINE int64_t tiled_rows(int64_t rows) {
 /* `rows` rows from `first` on times one block -> [rows, 64]; up to 15 rows more are read and written. */
 INLINE void multiply_levels(const Product *p, int64_t block, const Inputs *x, int64_t first, int64_t rows,
                             float (*to)[BLOCK]) {
+    if (p->kind == FINE) {
+        fine_rows(p, block, x, first, rows, to);
+        return;
+    }
     const int64_t tiled = tiled_rows(rows);
     if (tiled) (p->kind == INT8 ? int8_tiles : int4_tiles)(p, block, x, first, tiled, to);
     if (tiled < rows)
@@ -266,8 +285,10 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
     const uint8_t *weight = (const uint8_t *)p->weight + block * G * bytes;
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < 4; j++) _mm512_storeu_ps(to[r] + 16 * j, _mm512_setzero_ps());
-    for (int64_t g = 0; g < G; g++, weight += bytes) {
-        const int64_t end = p->inputs - g * GROUP < GROUP ? p->inputs - g * GROUP : GROUP;
+    const int64_t size = GROUP / num_parts(kind); /* inputs that share a scale */
+    for (int64_t g = 0; g * size < p->inputs; g++, weight += bytes / num_parts(kind)) {
+        const int64_t end = p->inputs - g * size < size ? p->inputs - g * size : size;
+        const int64_t own = block * G * num_parts(kind) + g;
         __m512 sums[TILE][4];
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
@@ -276,9 +297,9 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
             load_quad(weight + i / 4 * (bytes / QUADS), kind, quad);
             for (int j = 0; j < 4; j++) {
                 __m512i level = _mm512_and_si512(_mm512_srli_epi32(quad[j], 8 * (i % 4)), _mm512_set1_epi32(255));
-                __m512 one = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(kind == INT8 ? 128 : p->middle)));
+                __m512 one = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(kind == INT4 ? p->middle : 128)));
                 for (int r = 0; r < rows; r++) {
-                    __m512 input = _mm512_set1_ps(x[r * p->inputs + g * GROUP + i]);
+                    __m512 input = _mm512_set1_ps(x[r * p->inputs + g * size + i]);
                     sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
                 }
             }
@@ -287,11 +308,11 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
             __m512 total = _mm512_setzero_ps();
             if (p->has_zeros)
                 for (int64_t i = 0; i < end; i++)
-                    total = _mm512_add_ps(total, _mm512_set1_ps(x[r * p->inputs + g * GROUP + i]));
+                    total = _mm512_add_ps(total, _mm512_set1_ps(x[r * p->inputs + g * size + i]));
             for (int j = 0; j < 4; j++) {
                 __m512 sum = _mm512_loadu_ps(to[r] + 16 * j);
-                sum = _mm512_fmadd_ps(sums[r][j], load_scales(p, block * G + g, 16 * j), sum);
-                if (p->has_zeros) sum = _mm512_fmadd_ps(total, load_scales(p, block * G + g, BLOCK + 16 * j), sum);
+                sum = _mm512_fmadd_ps(sums[r][j], load_scales(p, own, 16 * j), sum);
+                if (p->has_zeros) sum = _mm512_fmadd_ps(total, load_scales(p, own, BLOCK + 16 * j), sum);
                 _mm512_storeu_ps(to[r] + 16 * j, sum);
             }
         }
@@ -313,3 +334,4 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
     }
 LEVEL_FLOATS(int8_floats, INT8)
 LEVEL_FLOATS(int4_floats, INT4)
+LEVEL_FLOATS(fine_floats, FINE)

@@ -30,9 +30,9 @@ BLOCK = 64
 GROUP = 32
 """Inputs of a quantised weight that share a scale, as in the source."""
 
-PLAIN, INT8, INT4 = range(3)
+PLAIN, INT8, INT4, FINE = range(4)
 _SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INPUT_BYTES = GROUP + 12  # of a group of quantised inputs, as in the source
+_INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
@@ -70,7 +70,7 @@ class Product(ctypes.Structure):
         bias: Tensor | None,
         middle: int = 0,
     ) -> Self:
-        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64]."""
+        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64], 2 G for FINE."""
         bias = None if bias is None else bias.float()
         others = (None if tensor is None else tensor.data_ptr() for tensor in (scales, bias))
         about = (0, 0) if scales is None else (_SCALE_TYPES.index(scales.dtype), scales.shape[2] == 2)

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-enum { PLAIN, INT8, INT4 };
+enum { PLAIN, INT8, INT4, FINE };
 enum { BF16, F16, F32 }; /* the types of scales */
 enum { GROUP = 32, MOST_ROWS = 256 };
 enum { TILE = 6 };       /* rows whose sums fit into registers */
@@ -16,6 +16,7 @@ enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
    INT8 and INT4: levels by groups of 32 inputs with a scale, in fours of inputs, [O / 64, I / 4, 64, 4]. INT8 has
    signed bytes. INT4 has levels 0 to 15 two to a byte, of which `middle`, 0 or 8, is subtracted: 32 outputs in 64
    bytes, the first 16 in the low halves.
+   FINE is INT8 with a scale for each 16 inputs, twice as many.
    scales: [O / 64, G, 1 or 2, 64] of the type `scale_type`. The weight is level * scale, plus the second of two
    scales if `has_zeros`. */
 typedef struct {
@@ -26,5 +27,5 @@ typedef struct {
 
 INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }
 
-/* Groups of inputs that share a scale; the last may be shorter. */
+/* Groups of inputs that are quantised together; the last may be shorter. */
 INLINE int64_t groups(const Product *p) { return (p->inputs + GROUP - 1) / GROUP; }

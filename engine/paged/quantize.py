@@ -23,7 +23,7 @@ from ...schemas.errors import ConfigurationError
 from ..checkpoints.quantized import PRECISE
 from ..checkpoints.rounded import Rounded
 from ..cpu.layouts import fours, grouped, nibbles
-from ..cpu.library import GROUP, INT4, INT8, Kernels, Product
+from ..cpu.library import FINE, GROUP, INT4, INT8, Kernels, Product
 from .linear import CompiledLinear, Linear, PlainLinear, Unfused, fused_weight, make_packed
 from .rounding import to_int4, to_int8
 
@@ -148,10 +148,10 @@ class _Compiled(CompiledLinear):
     """
 
     def __init__(self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels) -> None:
-        levels, scales, zeros, bits, middle = rounded
+        levels, scales, zeros, bits, middle, size = rounded
         packed = nibbles(levels) if bits == 4 else fours(levels - middle)
         factors = grouped(torch.stack((scales,) if zeros is None else (scales, zeros), dim=-1))
-        kind, middle = (INT4, middle) if bits == 4 else (INT8, 0)
+        kind, middle = (INT4, middle) if bits == 4 else (INT8 if size == GROUP else FINE, 0)
         product = Product.of(
             levels.shape, kind, packed, factors.float() if dtype == torch.float32 else factors, bias, middle
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.checkpoints.gguf import BLOCKS
-from penstock.engine.checkpoints.gguf_weights import dequantize
+from penstock.engine.checkpoints.gguf_weights import dequantize, rounded_of
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -23,6 +23,17 @@ def test_random_blocks_are_expanded_bit_for_bit(kind: str) -> None:
     assert numbers.mean() > 0.5
     assert np.array_equal(expected[numbers].view(np.uint32), found[numbers].view(np.uint32))
     assert np.isnan(found[~numbers]).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (weights, _) in BLOCKS.items() if weights > 1])
+def test_levels_stand_for_the_same_numbers_bit_for_bit(kind: str) -> None:
+    """Alone, and widened as they are beside those of Q6_K."""
+    weights, size = BLOCKS[kind]
+    raw = np.random.default_rng(0).integers(0, 60, (8 * 512 // weights, size), dtype=np.uint8)  # scales are finite
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(8, 512)
+    found = rounded_of(torch.from_numpy(raw).flatten(), kind, 8)
+    assert np.array_equal(expected, found.numbers.numpy())
+    assert np.array_equal(expected, found.widened(16).numbers.numpy())
 
 
 def test_weights_in_blocks_take_the_dtype_that_is_asked_for() -> None:

@@ -169,64 +169,79 @@ def test_a_row_has_the_same_bits_in_any_company(processor: str, method: str | No
 
 
 FORMS = [
-    ("ours, int8", 8, 0, torch.bfloat16, False),
-    ("ours, int4", 4, 8, torch.bfloat16, True),
-    ("Q8_0", 8, 0, torch.float16, False),
-    ("Q4_0", 4, 8, torch.float16, False),
-    ("Q4_1", 4, 0, torch.float16, True),
-    ("Q5_0", 8, 16, torch.float16, False),
-    ("Q5_1", 8, 0, torch.float16, True),
-    ("Q4_K", 4, 0, torch.float32, True),
-    ("Q5_K", 8, 0, torch.float32, True),
+    ("ours, int8", 8, 0, torch.bfloat16, False, 32),
+    ("ours, int4", 4, 8, torch.bfloat16, True, 32),
+    ("Q8_0", 8, 0, torch.float16, False, 32),
+    ("Q4_0", 4, 8, torch.float16, False, 32),
+    ("Q4_1", 4, 0, torch.float16, True, 32),
+    ("Q5_0", 8, 16, torch.float16, False, 32),
+    ("Q5_1", 8, 0, torch.float16, True, 32),
+    ("Q4_K", 4, 0, torch.float32, True, 32),
+    ("Q5_K", 8, 0, torch.float32, True, 32),
+    ("Q6_K", 8, 32, torch.float32, False, 16),
+    ("Q6_K beside Q4_K", 8, 0, torch.float32, True, 16),
 ]
 
 
+def _with(known: Rounded) -> nn.Linear:
+    """A module that was loaded with these levels."""
+    module = nn.Linear(known.levels.shape[1], len(known.levels), bias=False)
+    module.rounded = known  # type: ignore[assignment]
+    return module
+
+
 @pytest.mark.parametrize(
-    "bits, middle, dtype, has_zeros", [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
+    "bits, middle, dtype, has_zeros, size", [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
 )
 def test_products_of_levels_are_exact(
-    processor: str, bits: int, middle: int, dtype: torch.dtype, has_zeros: bool
+    processor: str, bits: int, middle: int, dtype: torch.dtype, has_zeros: bool, size: int
 ) -> None:
     """Whole numbers within a group, then float32, group by group, rounded once more to bfloat16 at the end."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn((37, 192), generator=random).bfloat16()
     x[3, 32:64] = 0
     x[4] *= 1e-20
-    low, high = (0, 16) if bits == 4 else (-127, 128) if middle == 0 and not has_zeros else (0, 32)
+    low, high = (0, 16) if bits == 4 else (-127, 128) if middle == 0 and not has_zeros else (0, 64)
     drawn = torch.randint(low, high, (80, 192), generator=random).to(torch.int8)
-    scales, zeros = (torch.rand((80, 6), generator=random).sub(0.3).to(dtype) for _ in range(2))
-    known = Rounded(drawn, scales, zeros if has_zeros else None, bits, middle)
-    module = nn.Linear(192, 80, bias=False).bfloat16()
-    module.rounded = known  # type: ignore[assignment]
-    linear = ProductMaker(None, torch.device("cpu"), kernels())([module], "any", is_head=False)
+    scales, zeros = (torch.rand((80, 192 // size), generator=random).sub(0.3).to(dtype) for _ in range(2))
+    known = Rounded(drawn, scales, zeros if has_zeros else None, bits, middle, size)
+    linear = ProductMaker(None, torch.device("cpu"), kernels())([_with(known).bfloat16()], "any", is_head=False)
     assert linear.product is not None
     assert torch.allclose(numbers(linear.product, torch.bfloat16, 0, 2)[:80], known.numbers, atol=1e-6, rtol=1e-6)
     levels, steps = quantized_inputs(x)
-    ours = drawn.float().view(80, -1, 32) - middle
+    levels, steps = levels.view(37, -1, size), steps.repeat_interleave(32 // size, dim=1)
+    ours = drawn.float().view(80, -1, size) - middle
     sums, totals = torch.zeros(37, 80), steps * levels.sum(-1)
 
     def add(a: Tensor, b: Tensor) -> None:
         """One rounding for a product and its sum."""
         sums.copy_((a.double() * b.double() + sums.double()).float())
 
-    for group in range(6):
+    for group in range(192 // size):
         dots = levels[:, group] @ ours[:, group].T
         add(dots * scales[:, group].float(), steps[:, group, None])
         if has_zeros:
             add(zeros[:, group].float().expand(37, 80), totals[:, group, None])
     assert torch.equal(kernels().multiply(linear.product, x), sums.bfloat16())
+    for row in (0, 3, 36):
+        assert torch.equal(kernels().multiply(linear.product, x[row : row + 1])[0], sums[row].bfloat16())
+    floats = ProductMaker(None, torch.device("cpu"), kernels())([_with(known)], "any", is_head=False)
+    assert floats.product is not None
+    assert distance(kernels().multiply(floats.product, x.float()), x.double() @ known.numbers.double().T) < 1e-6
 
 
-def test_outputs_in_different_forms_are_one_product(processor: str) -> None:
+@pytest.mark.parametrize("is_fine", [False, True])
+def test_outputs_in_different_forms_are_one_product(processor: str, is_fine: bool) -> None:
     """As those of queries and values in a Q4_K_M file."""
     random = torch.Generator().manual_seed(0)
     scales = torch.rand((64, 2), generator=random)
     four = torch.randint(0, 16, (64, 64), generator=random).to(torch.int8)
     eight = torch.randint(-127, 128, (64, 64), generator=random).to(torch.int8)
-    forms = Rounded(four, scales, -scales, 4), Rounded(eight, scales.half()), Rounded(four, scales.half(), None, 4, 8)
-    modules = [nn.Linear(64, 64, bias=False).bfloat16() for _ in forms]
-    for module, form in zip(modules, forms, strict=True):
-        module.rounded = form  # type: ignore[assignment]
+    forms = [Rounded(four, scales, -scales, 4), Rounded(eight, scales.half()), Rounded(four, scales.half(), None, 4, 8)]
+    if is_fine:
+        six = torch.randint(0, 64, (64, 64), generator=random).to(torch.int8)
+        forms.append(Rounded(six, torch.rand((64, 4), generator=random), None, 8, 32, 16))
+    modules = [_with(form).bfloat16() for form in forms]
     linear = ProductMaker(None, torch.device("cpu"), kernels())(modules, "any", is_head=False)
     assert linear.product is not None
     x = torch.randn((20, 64), generator=random).bfloat16()
