@@ -149,13 +149,3 @@ async def test_copies_are_fair_together_and_one_that_leaves_loses_nothing() -> N
         batches[0].stop()
         await scene.all_ended(220)
         assert scene.before_the_last_of("few")["many"] <= 100
-
-
-async def test_a_long_queue_does_not_make_its_tenant_more_urgent_than_others() -> None:
-    async with Scene.of(priority_ageing=0.01) as scene:
-        await scene.send("many", 100)
-        await scene.waiting(95)
-        await scene.send("few", 10, "high")
-        await scene.waiting(8, "high")
-        await scene.all_ended(110)
-        assert scene.before_the_last_of("few")["many"] <= 30

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.schemas.jobs import Priority, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.stages.batch.lanes import Lanes, Waiting
+from penstock.stages.batch.usage import TenantUsage
 from penstock.streams.topology import PRIORITIES
 
 EXAMPLES = settings(max_examples=200, deadline=None)
@@ -98,6 +99,18 @@ def test_what_ran_already_goes_before_every_turn() -> None:
         lanes.push(waiting("normal", number, tenant=tenant))
     lanes.push(waiting("normal", -5, tenant="a"))
     assert [place.sequence for place in drained(lanes, 0.0)] == [-5, 2, 0, 1]
+
+
+def test_a_long_queue_does_not_make_its_tenant_more_urgent_than_others() -> None:
+    """What has waited for long goes first, but not before a higher one of a tenant that has had less."""
+    for tenants, first in ((["many", "few"], "high"), (["few", "many"], "normal"), (["few", "few"], "normal")):
+        usage = TenantUsage()
+        lanes = Lanes(ageing=30.0, usage=usage)
+        old, urgent = tenants
+        lanes.push(waiting("normal", 1, created=0.0, tenant=old))
+        lanes.push(waiting("high", 2, created=100.0, tenant=urgent))
+        usage.send("many", 1_000)
+        assert lanes.heads(100.0)[0].job.priority == first
 
 
 def test_without_ageing_the_order_is_strict() -> None:
