@@ -119,7 +119,8 @@ class Access:
         for each in ("user", "password", "token"):
             if each in options:
                 options[each]()
-        self.tls()
+        if self.wants_tls:
+            self.tls()
         return options
 
     def public_key(self) -> str | None:
