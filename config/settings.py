@@ -262,7 +262,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
     enable_cuda_graph: bool | None = Field(None, description="Replay decoding steps as CUDA graphs; on by default.")
     compile_kernels: bool = Field(True, description="Compile kernels for decoding on this CPU at the first start.")
     speculation: Literal["auto", "off"] = Field(
-        "off",
+        "auto",
         description="auto: guess tokens that the grammar or earlier text suggests, and compute several in a step where "
         "that changes no answer and pays; off: never.",
     )

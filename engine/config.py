@@ -45,7 +45,7 @@ class EngineConfig(BaseModel):
     compile_kernels: bool = True
     enable_chunked_prefill: bool | None = None
     prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
-    speculation: Literal["auto", "off"] = "off"
+    speculation: Literal["auto", "off"] = "auto"
     speculation_depth: Annotated[int, Field(ge=1, le=64)] = 12
     cache_answers: bool = False
     stall_timeout: Annotated[float, Field(gt=0)] = 30.0

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_SIZE = 16
 _CHUNK = {"cpu": 256}  # larger products are no faster there, and delay decoding
 _LARGE_CHUNK = 2048
-_ROW_COST, _QUANTIZED_ROW_COST = 0.06, 0.1  # of a step's row, in what its first one takes to read the weights
+_ROW_COST, _QUANTIZED_ROW_COST = 0.06, 0.17  # of a step's row, in what its first one takes to read the weights
 _EVICT_FROM = 0.80  # usage from which unheld prefixes are evicted early, so that no step waits for eviction
 
 
@@ -121,7 +121,7 @@ class PagedBackend:
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._unread: _Unread | None = None  # set by `step`
         self._most_rows = min(MOST_ROWS, longest)  # of a step that checks guesses
-        self._speculation, self._no_speculation = self._guessing(config)
+        self._speculation, self._no_speculation = self._guessing(config, make_product.is_quantized)
         self._kv_cache_memory = config.kv_cache_memory
         context = fitting_length(config, info.context_length, self.blocks.capacity)
         if self.runner.on_triton and config.enable_cuda_graph is not False:
@@ -136,13 +136,13 @@ class PagedBackend:
         slow_paths = tuple(self._slow_paths)
         self.info = replace(info, parameters=parameters, context_length=context, slow_paths=slow_paths)
 
-    def _guessing(self, config: EngineConfig) -> tuple[Speculation | None, str]:
+    def _guessing(self, config: EngineConfig, is_quantized: bool) -> tuple[Speculation | None, str]:
         """What guesses tokens; None, and the reason, where that is unwanted or might change answers."""
         if config.speculation == "off":
             return None, "speculation is off"
         if self._ahead or self._kernels is None or self.runner.uncompiled:
             return None, "decoding is not compiled: only compiled steps have the same bits at any number of rows"
-        cost = _ROW_COST if config.quantization is None else _QUANTIZED_ROW_COST
+        cost = _QUANTIZED_ROW_COST if is_quantized else _ROW_COST
         return Speculation(self.tokenizer, config.speculation_depth, cost), ""
 
     def _load_kernels(self, config: EngineConfig) -> Kernels | None:

@@ -57,12 +57,14 @@ class ProductMaker:
         self._make = linear_maker(quantization, device, kernels)
         self._make_precise = linear_maker("int8" if quantization == "int4" else quantization, device, kernels)
         self._is_cpu, self._kernels, self._buffer = device.type == "cpu", kernels, _Buffer()
+        self.is_quantized = quantization is not None  # set where weights were loaded as levels, too
 
     def __call__(self, parts: Sequence[nn.Linear], name: str, is_head: bool) -> Linear:
         """One product of modules that share their input; `name` is that of the first."""
         weight, bias = fused_weight(parts)
         loaded = Rounded.of_modules(parts) if self._is_cpu else None
         if loaded is not None and (loaded.is_own or self._kernels is not None):
+            self.is_quantized = True
             return _place(loaded, bias, weight.dtype, self._buffer, self._kernels)
         return (self._make_precise if is_head or is_precise(name) else self._make)(weight, bias)
 
