@@ -13,13 +13,14 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import ceil
+from typing import TextIO
 
 import httpx2
 import structlog
-from rich.console import Console
 
 from ...config.broker import check_broker
 from ...config.deployment import explicit
@@ -118,10 +119,8 @@ class Supervisor:
             if self._keeper.stopping.is_set():
                 self._keeper.at_once.set()
             else:
-                Console(stderr=True).print(
-                    "stopping once running requests have finished; interrupt again to stop at once"
-                )
                 self._keeper.stopping.set()
+                say("stopping once running requests have finished; interrupt again to stop at once", sys.stderr)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
@@ -166,4 +165,13 @@ async def ready(url: str, workers: int = 1) -> None:
 async def announce(url: str, workers: int = 1) -> None:
     """Print one line once the server is ready."""
     await ready(url, workers)
-    print(f"penstock ready {url}", flush=True)
+    say(f"penstock ready {url}", sys.stdout)
+
+
+def say(line: str, stream: TextIO) -> None:
+    """Print a line; nobody has to listen any more."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())  # else Python complains at its end

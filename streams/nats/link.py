@@ -104,11 +104,10 @@ class Link:
         link._tasks = [asyncio.create_task(link._sweep()), asyncio.create_task(link._recover())]
         try:
             await link.flush()
-        except BrokerUnavailable as error:
+        except BaseException as error:
             await link.close()
-            raise BrokerAway(f"NATS at {link.address} does not answer: {error}") from error
-        except BaseException:
-            await link.close()
+            if isinstance(error, BrokerUnavailable):
+                raise BrokerAway(f"NATS at {link.address} does not answer: {error}") from error
             raise
         return link
 
@@ -216,8 +215,9 @@ class Link:
         if self._open and self.connected:
             await asyncio.wait([exchange.answer for exchange in self._open.values()], timeout=self.timeout)
         if self.connected and not self._is_deaf:
-            with contextlib.suppress(BrokerUnavailable):
-                await self.flush()
+            with contextlib.suppress(BrokerUnavailable, TimeoutError):
+                async with asyncio.timeout(self.timeout):  # a loop that ends has cancelled `_sweep`
+                    await self.flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +52,32 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
     assert served.process.wait() == 0
     assert gone(family)
     assert not (served.state_dir / "nats-url").exists()
+
+
+def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> None:
+    """The terminal is gone, or `head` has read enough."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "penstock", "serve", "--backend", "echo", "--port", str(port)]
+    command += ["--state-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as serving:
+        assert serving.stdout and serving.stderr
+        serving.stdout.close()
+        serving.stderr.close()
+        try:
+            until(lambda: answers(f"http://127.0.0.1:{port}/health/ready"))
+            family = children(serving.pid)
+            serving.send_signal(signal.SIGTERM)
+            assert serving.wait(START_TIMEOUT) == 0
+            assert gone(family)
+        finally:
+            serving.kill()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx2.TransportError):
+        return httpx2.get(url, timeout=5).status_code == 200
+    return False
 
 
 def test_children_read_no_file_that_the_parent_did_not(serve: Serve, tmp_path: Path) -> None:

@@ -62,3 +62,11 @@ async def test_whoever_waits_for_room_in_the_buffer_is_told_to_end(link: Link) -
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+async def test_it_closes_though_the_loop_that_ends_has_cancelled_all_tasks(server: EmbeddedServer) -> None:
+    link = await Link.connect(server.url, name="test", timeout=0.5)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    async with asyncio.timeout(30):
+        await link.close()
