@@ -67,7 +67,7 @@ def test_ctrl_c_ends_the_waiting(start: Start, tmp_path: Path, arguments: tuple[
 def test_a_broker_that_refuses_is_told_at_once(start: Start, nats_url: str, arguments: tuple[str, ...]) -> None:
     part = start(*arguments, environment={"PENSTOCK_NATS_URL": nats_url.replace("nats://", "nats://not")})
     assert part.wait() == 2
-    assert "'Authorization Violation'; correct --nats-url" in part.output
+    assert "refuses the user or token of --nats-url: Authorization Violation; correct it" in part.output
     assert "waiting" not in part.output and "Traceback" not in part.output
 
 
