@@ -74,9 +74,11 @@ class Scene:
         return int(broker._streams[batch_stream(lanes_of(MODEL), priority)].held().messages)
 
     async def in_hand(self, tenant: str) -> None:
-        """Return when the batch stage has found the tenant's jobs."""
-        (batch,) = (runner._stage for runner in self.pipeline._runners if isinstance(runner._stage, Batch))
-        await self.until(lambda: any(tenant in window._held for window in batch._windows._windows.values()))
+        """Return when every copy of the batch stage has found jobs of the tenant."""
+        copies = [runner._stage for runner in self.pipeline._runners if isinstance(runner._stage, Batch)]
+        await self.until(
+            lambda: all(any(tenant in each._held for each in copy._windows._windows.values()) for copy in copies)
+        )
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -138,11 +140,12 @@ async def test_no_flood_hides_another_tenant_in_the_broker() -> None:
 
 
 async def test_copies_are_fair_together_and_one_that_leaves_loses_nothing() -> None:
-    async with Scene.of(Narrow, batch=Narrow) as scene:
+    async with Scene.of(Narrow, batch=Narrow, echo_rate=100.0) as scene:  # slower than copies look at the lane
         await scene.send("many", 200)
         await scene.waiting(190)
         await scene.send("few", 20)
         await scene.waiting(210)
+        await scene.in_hand("few")
         scene.pipeline.backend.goes.set()
         await scene.until(lambda: len(scene.ended) >= 5)
         batches = [runner for runner in scene.pipeline._runners if isinstance(runner._stage, Batch)]
