@@ -15,7 +15,7 @@ _MAX_SCORED = 256  # the most tokens of a step whose logits are all kept
 class Row:
     """One choice in the scheduler, which sets all attributes."""
 
-    __slots__ = ("awaits", "choice", "num_computed", "order", "passed", "running", "tables")
+    __slots__ = ("__weakref__", "awaits", "choice", "num_computed", "order", "passed", "running", "tables")
 
     def __init__(self, choice: Choice, arrival: int, tables: Tables) -> None:
         self.choice = choice

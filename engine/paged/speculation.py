@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import log
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from ..choice import Choice
 from ..cpu.library import Kernels
@@ -99,7 +100,7 @@ class Speculation:
         """At most `depth` tokens a choice and step; each row of a step adds `row_cost` times what all share."""
         self._depth, self._row_cost = depth, row_cost
         self._rates = [*_RATES]
-        self._guessers: dict[Row, Guesser] = {}  # of the rows of the last decoding step
+        self._guessers = WeakKeyDictionary[Row, Guesser]()  # a choice that has ended must not be kept
         self._encode: Encode = lru_cache(maxsize=4096)(lambda text: tuple(tokenizer.encode(text, False)))
         self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
 
@@ -118,11 +119,11 @@ class Speculation:
             return {}
         cost = self._row_cost * len(scheduled)
         least_rate = min(_MARGIN * cost / (1 + cost), _SURE)
-        before, found = self._guessers, dict[Row, list[int]]()
-        self._guessers = {
-            row: before.get(row) or Guesser(row.choice, self._rates, self._encode) for row, _, _ in scheduled
-        }
-        for row, guesser in self._guessers.items():
+        found: dict[Row, list[int]] = {}
+        for row, _, _ in scheduled:
+            guesser = self._guessers.get(row)
+            if guesser is None:
+                guesser = self._guessers[row] = Guesser(row.choice, self._rates, self._encode)
             guessed = guesser.guess(min(self._depth, room, row.choice.num_left - 1), least_rate)
             if guessed and (guessed := guessed[: reserve(row, len(guessed))]):
                 found[row] = guessed
