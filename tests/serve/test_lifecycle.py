@@ -21,6 +21,7 @@ import pytest
 from serving import START_TIMEOUT, Serve, Start, until
 
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
+from penstock.api.serve.supervisor import say
 from penstock.config.settings import Settings
 from penstock.streams.nats.server import EmbeddedServer
 
@@ -72,6 +73,14 @@ def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> N
             assert gone(family)
         finally:
             serving.kill()
+
+
+def test_a_line_that_nobody_reads_stops_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        say("penstock ready", stream)
+        say("stopping", stream)
 
 
 def answers(url: str) -> bool:
