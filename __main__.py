@@ -75,6 +75,12 @@ COMMANDS = (
         "here.",
     ),
     CommandEntry(
+        "plug-ins",
+        "api.terminal.plug_ins:plug_ins",
+        "Look",
+        help="List the installed generation plug-ins, what each takes, whether requests may use it, and why not.",
+    ),
+    CommandEntry(
         "scheduling",
         "api.terminal.look:scheduling",
         "Look",
@@ -89,7 +95,7 @@ COMMANDS = (
     CommandEntry("dead", "api.terminal.dead:dead", "Look", help="Look after the messages that could not be handled."),
     CommandEntry(
         "key",
-        "api.http.middleware.keys:make_key",
+        "api.terminal.keys:make_key",
         "Look",
         help="Make an API key and print its line for the file of --api-keys-file.",
     ),
@@ -116,6 +122,12 @@ COMMANDS = (
         "api.terminal.quantize:quantize",
         "Look",
         help="Quantize a model with calibration, and save it as a checkpoint that `penstock serve OUT` loads.",
+    ),
+    CommandEntry(
+        "simulate",
+        "api.terminal.simulate:simulate",
+        "Measure",
+        help="Run a deployment of any size in virtual time: the real pipeline, with workers that compute nothing.",
     ),
     CommandEntry("bench", "api.bench.commands:bench", "Measure", help="Measure a server, or a part of Penstock."),
 )

@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import secrets
-import signal
 import socket
 import time
 import uuid
@@ -22,15 +21,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import structlog
 import typer
 
+from .api.grpc import beside_http, check_grpc
 from .api.serve.adapters import check_adapters
 from .api.serve.backends import check_backends, report_refused
 from .api.serve.connecting import connected
 from .api.serve.supervisor import Supervisor, announce, base_url, listen
 from .api.terminal.options import with_settings
 from .config import metrics
+from .config.api_keys import Keys
 from .config.catalogue import offered_models
 from .config.logging import configure_logging
-from .config.process import end_quietly, host, keep_loaded
+from .config.process import end_quietly, host, keep_loaded, stop_signal
 from .config.settings import Settings
 from .config.sources import Loaded
 from .config.tracing import tracing
@@ -173,7 +174,7 @@ async def _parts(
         contextlib.AsyncExitStack() as ending,
         asyncio.TaskGroup() as group,
     ):
-        stopping = _stop_signal()  # not before: a process that waits for the broker may be killed
+        stopping = stop_signal()  # not before: a process that waits for the broker may be killed
         settings, stages = pipe.settings, choose(pipe.settings)
         if expected is not None:
             await open_lanes(pipe.broker, settings, expected.name, expected.revision)
@@ -198,7 +199,10 @@ async def _parts(
         if listener is None:
             await stopping.wait()
         else:
-            await serve_http(pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping, pipe.tracer)
+            beside = beside_http(pipe.broker, pipe.registry, settings)
+            await serve_http(
+                pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping, pipe.tracer, beside
+            )
         for runner in runners:
             runner.stop()
         await asyncio.gather(*running)
@@ -207,7 +211,7 @@ async def _parts(
 
 
 async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> None:
-    from .engine.sizing import human, sized
+    from .engine.sizing import human, size
     from .stages.infer.stage import Infer
 
     settings, directory = loaded.settings, None if loaded.settings.model is None else Path(loaded.settings.model)
@@ -216,14 +220,16 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
     lower_priority()
     if settings.backend != "echo":  # which computes nothing, and so does not import torch
         prepare_process(settings.threads or worker_threads(directory, settings.workers))
-    sizes = sized(EngineConfig(**given), settings.workers)
+    sizes, basis = size(EngineConfig(**given), settings.workers)
     capacity, reserve = sizes.max_batch_size, reserve_of(sizes.max_batch_size)
     own = {"max_batch_size": capacity + reserve, "reserved_batch_size": reserve}
     if find_backend(settings.backend, settings.allowed_backends).cache:
         own["kv_cache_memory"] = sizes.kv_cache_memory
     config = EngineConfig(**given | own)
-    cache = config.kv_cache_memory and human(config.kv_cache_memory)
-    log.info("loading", model=config.model, backend=config.backend, max_batch_size=capacity, kv_cache_memory=cache)
+    cache, why = config.kv_cache_memory and human(config.kv_cache_memory), basis and basis.text
+    log.info(
+        "loading", model=config.model, backend=config.backend, max_batch_size=capacity, kv_cache_memory=cache, basis=why
+    )
     async with contextlib.AsyncExitStack() as loading:
         report: ProgressCallback | None = None
         if early := early_card(settings, revision):
@@ -241,7 +247,7 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
             slow_paths=engine.model_info().slow_paths,
         )
         async with _pipe(loaded, f"worker-{name}") as pipe, asyncio.TaskGroup() as group:
-            stopping = _stop_signal()  # not before: a process that loads or waits for the broker may be killed
+            stopping = stop_signal()  # not before: a process that loads or waits for the broker may be killed
             runner = Runner(Infer(pipe, engine, card), pipe)
             running = group.create_task(runner.run())
             slow = {"slow_paths": card.slow_paths} if card.slow_paths else {}
@@ -302,14 +308,6 @@ async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
                 await pipe.registry.withdraw(card)
 
 
-def _stop_signal() -> asyncio.Event:
-    """Set at the first SIGINT or SIGTERM."""
-    stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    return stopping
-
-
 def _toolbox(settings: Settings) -> Toolbox:
     from .api.tools.toolbox import toolbox_of  # imports the MCP client, which few processes need
 
@@ -317,9 +315,8 @@ def _toolbox(settings: Settings) -> Toolbox:
 
 
 def _check(settings: Settings) -> None:
-    """Raise `ConfigurationError` for faults of keys and tools, before anything starts."""
-    from .api.http.middleware.keys import Keys
-
+    """Raise `ConfigurationError` for faults of keys and tools, before anything starts, and as `check_grpc` does."""
+    check_grpc(settings)
     Keys(settings.api_keys or (), settings.api_keys_file)
     if settings.mcp_config or settings.mcp_allowed_urls or settings.tool_functions:
         _toolbox(settings)

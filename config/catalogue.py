@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +138,11 @@ def _from_table(where: str, base: Path | None, name: str, values: object, faults
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
         faults.append(f"{where} {key}: no such key; {hint}")
-    for key, convert in (("keep_alive", parse_keep_alive), ("kv_cache_memory", _to_bytes)):
+    if given.get("max_batch_size") == "auto":
+        given["max_batch_size"] = None
+    converters: tuple[tuple[str, Callable[[Any], object]], ...]
+    converters = ("keep_alive", parse_keep_alive), ("kv_cache_memory", _to_bytes)
+    for key, convert in converters:
         if key in given:
             try:
                 given[key] = convert(given[key])
@@ -184,13 +188,15 @@ def _variants(model: _Found, values: object, faults: list[str]) -> list[_Found]:
     return found
 
 
-def _to_bytes(value: object) -> int:
+def _to_bytes(value: object) -> int | None:
+    if value == "auto":
+        return None
     if isinstance(value, bool):
-        raise ValueError("must be a number of bytes, or a size such as 4GiB")
+        raise ValueError("must be a number of bytes, or a size such as 4GiB, or auto")
     try:
         return int(_bytes(value))
     except ValidationError:
-        raise ValueError("must be a number of bytes, or a size such as 4GiB") from None
+        raise ValueError("must be a number of bytes, or a size such as 4GiB, or auto") from None
 
 
 def _resolve(source: str, base: Path) -> str:

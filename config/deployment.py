@@ -71,7 +71,7 @@ def shown(value: object) -> str:
         case None:
             return "none"
         case tuple():
-            return ",".join(value)
+            return ",".join(value) or "none"
         case float():
             return str(int(value)) if value.is_integer() else str(value)
         case _:

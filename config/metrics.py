@@ -98,8 +98,21 @@ REQUESTS = _counter(
 REFUSALS = _counter(
     "penstock_refusals", "Requests that were refused or failed, by the code of their error.", ("reason",)
 )
+RATE_REFUSALS = _counter(
+    "penstock_rate_refusals",
+    "Requests refused as their tenant had used up its requests or tokens a minute, by where: bridge or stage.",
+    ("where",),
+)
+RATE_CONFLICTS = _counter(
+    "penstock_rate_conflicts", "Charges that were made again, as another process had changed the account."
+)
 DEAD_LETTERS = _counter("penstock_dead_letters", "Messages that became dead letters, by the stage.", ("stage",))
-REDELIVERIES = _counter("penstock_redeliveries", "Messages that came again to a stage.", ("stage",))
+REDELIVERIES = _counter(
+    "penstock_redeliveries",
+    "Messages that came again to a stage, by reason: turn, in a lane where jobs are given back so that other tenants "
+    "go first, or failure.",
+    ("stage", "reason"),
+)
 RETRIES = _counter("penstock_retries", "Messages that a stage gave back after a failure, to try again.", ("stage",))
 QUEUE_DEPTH = _gauge(
     "penstock_queue_depth", "Requests in the lane of a model, by priority.", ("model_name", "priority")

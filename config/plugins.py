@@ -18,6 +18,11 @@ class PluginSettings(BaseSettings):
         description="Ids of the backend plug-ins that may be imported; without it all that are installed. Penstock's "
         "own need no permission.",
     )
+    allowed_plug_ins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+        (),
+        description="Names of the installed generation plug-ins (logits processors, stopping criteria, clean-ups) that "
+        "requests may use; none by default. `penstock plug-ins` lists them.",
+    )
     fallback_backend: str | None = Field(
         None,
         min_length=1,

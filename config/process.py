@@ -1,7 +1,8 @@
-"""Process control: children that die with their parent, process identity, and garbage collection."""
+"""Process control: children that die with their parent, process identity, signals, and garbage collection."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -79,3 +80,11 @@ def end_quietly() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def stop_signal() -> asyncio.Event:
+    """Set at the first SIGINT or SIGTERM."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping

@@ -33,6 +33,11 @@ def _hashed(value: object) -> object:
     return [str(ApiKey.parse(entry)) for entry in entries] if isinstance(entries, list) else entries
 
 
+def _open(value: object) -> object:
+    """None for the word auto, which leaves the choice to the engine."""
+    return None if value == "auto" else value
+
+
 def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
     """The stages of a pipeline that have a work queue of their own name."""
     return pipeline[1 : pipeline.index("batch")]
@@ -47,6 +52,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
     model: str | None = Field(None, min_length=1, description="Directory, GGUF file or Hugging Face id to serve.")
     host: str = Field("127.0.0.1", min_length=1, description="Address the HTTP bridge listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP bridge; 0 takes a free one.")
+    grpc_port: int | None = Field(None, ge=0, le=65535, description="Port of gRPC (0: a free one); off without it.")
     served_model_name: str | None = Field(
         None,
         min_length=1,
@@ -136,7 +142,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
         description="Order of the stages; custom ones stand between validate and batch, filters of answers between "
         "infer and stream.",
     )
-    scheduling: Literal["round_robin", "least_loaded", "memory_aware"] = Field(
+    scheduling: Literal["round_robin", "least_loaded", "memory_aware", "prefix_aware"] = Field(
         "least_loaded", description="Which worker gets the next batch; `penstock scheduling` changes it at run time."
     )
     priority_ageing: float | None = Field(
@@ -230,8 +236,8 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
     backend: str = Field(
         "paged",
         min_length=1,
-        description="paged (the default), hf (transformers, for reference), sentence_transformers (embeddings), "
-        "echo (no model) or a plug-in's; see `penstock backends`.",
+        description="paged (the default), hf (transformers, for reference), llama_cpp (GGUF by llama.cpp), "
+        "sentence_transformers (embeddings), echo (no model) or a plug-in's; see `penstock backends`.",
     )
     device: str = Field(
         "auto",
@@ -246,12 +252,12 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
         None, min_length=1, description="int8 or int4: quantizes the weights while loading, for speed on a CPU."
     )
     attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
-    max_batch_size: int | None = Field(
-        None, ge=1, description="Requests that run together; by default as many as memory and cores allow."
+    max_batch_size: Annotated[int | None, BeforeValidator(_open)] = Field(
+        None, ge=1, description="Requests that run together; auto, the default: as many as memory and cores allow."
     )
     max_sequence_length: int | None = Field(None, ge=2, description="Context length; the model's own by default.")
-    kv_cache_memory: ByteSize | None = Field(
-        None, gt=0, description="Memory for keys and values; by default sized by the machine and the model."
+    kv_cache_memory: Annotated[ByteSize | None, BeforeValidator(_open)] = Field(
+        None, gt=0, description="Memory for keys and values; auto, the default: sized by the machine and the model."
     )
     enable_chunked_prefill: bool | None = Field(
         None, description="Compute long prompts in pieces, between which streams continue; on by default for paged."
@@ -267,6 +273,14 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
         "that changes no answer and pays; off: never.",
     )
     speculation_depth: int = Field(12, ge=1, le=64, description="The most tokens guessed for a choice in a step.")
+    prefix_cache_dir: Path | None = Field(
+        None,
+        description="Directory that keeps cached prefixes over a restart, for all workers of this machine; none by "
+        "default. Its files hold what prompts and answers said.",
+    )
+    prefix_cache_limit: ByteSize = Field(
+        ByteSize(10 << 30), gt=0, description="Size of that directory; what was used least recently is removed."
+    )
     cache_answers: bool = Field(False, description="Answer identical greedy requests from memory.")
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."

@@ -12,7 +12,7 @@ import argparse
 import inspect
 import pydoc_data.topics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +60,17 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
-def make_tiny_model(directory: str | Path, shape: str = "llama", seed: int = 0, vocabulary_size: int = 512) -> Path:
+def make_tiny_model(
+    directory: str | Path,
+    shape: str = "llama",
+    seed: int = 0,
+    vocabulary_size: int = 512,
+    sizes: Mapping[str, object] | None = None,
+) -> Path:
     """Write the model into `directory`, which is made if need be, and return it.
 
-    `shape` is a key of `SHAPES`: a model type of transformers. Every sliding window is 16 tokens wide. The global state
-    of torch's random generator is left as it was.
+    `shape` is a key of `SHAPES`: a model type of transformers; `sizes` change its configuration. Every sliding window
+    is 16 tokens wide. The global state of torch's random generator is left as it was.
     """
     import torch
     import transformers
@@ -74,7 +80,7 @@ def make_tiny_model(directory: str | Path, shape: str = "llama", seed: int = 0, 
     tokenizer = _train_tokenizer(vocabulary_size)
     end_of_text, _, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
-    settings = {"vocab_size": vocabulary_size, "initializer_range": 0.1} | SHAPES[shape] | ids
+    settings = {"vocab_size": vocabulary_size, "initializer_range": 0.1} | SHAPES[shape] | dict(sizes or {}) | ids
     config = library.AutoConfig.for_model(shape, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -16,6 +16,8 @@ from .handle import RequestHandle
 from .manifest import Manifest
 from .models import ModelInfo, resolve_model
 from .output import CacheStats, ChoiceOutput, Embedding, EngineStats, GenerationOutput, GenerationStats
+from .plug_ins.found import FoundPlugIn, find_plug_ins
+from .plug_ins.port import CleanUp, Context, LogitsProcessor, PlugIn, StoppingCriterion
 from .request import EmbeddingInput, EngineRequest, check_request, resolve_seed
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike
@@ -25,24 +27,31 @@ __all__ = [
     "Backend",
     "CacheStats",
     "ChoiceOutput",
+    "CleanUp",
+    "Context",
     "Embedding",
     "EmbeddingBackend",
     "EmbeddingInput",
     "EngineConfig",
     "EngineRequest",
     "EngineStats",
+    "FoundPlugIn",
     "GenerationOutput",
     "GenerationParams",
     "GenerationStats",
     "InferenceEngine",
+    "LogitsProcessor",
     "Manifest",
     "ModelInfo",
+    "PlugIn",
     "RequestHandle",
+    "StoppingCriterion",
     "Tokenizer",
     "TokenizerLike",
     "check_request",
     "find_backend",
     "find_backends",
+    "find_plug_ins",
     "load_tokenizer",
     "resolve_model",
     "resolve_seed",

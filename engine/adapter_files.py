@@ -22,8 +22,9 @@ from ..schemas.errors import InvalidRequest, ModelLoadError
 from ..schemas.jobs import AdapterSource
 from .adapters import LowRank, Target, Targets
 from .checkpoints.files import read_header
+from .cpu.machine import memory_of_machine
 from .models import read_model_info, read_shapes
-from .sizing import human, memory_of_machine
+from .sizing import human
 
 if TYPE_CHECKING:
     from torch import Tensor

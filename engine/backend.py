@@ -23,7 +23,7 @@ ProgressCallback = Callable[[int, int], None]
 class NoPrefixes:
     """The cache methods of a backend without a prefix cache."""
 
-    def cache_stats(self) -> None:
+    def cache_stats(self) -> CacheStats | None:
         return None
 
     def save_prefixes(self, path: Path) -> int:

@@ -12,6 +12,7 @@ from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLo
 from .adapters import Adapter
 from .grammar.matcher import Matcher
 from .models import ModelInfo
+from .plug_ins.running import ChoicePlugIns
 from .request import EngineRequest, Preemption
 from .text.detokenizer import Detokenizer
 from .text.stops import StopMatcher
@@ -47,10 +48,12 @@ class Choice:
         info: ModelInfo,
         matcher: Matcher | None = None,
         adapter: Adapter | None = None,
+        plug_ins: ChoicePlugIns | None = None,
     ) -> None:
         """The choice `index` of `request`, counted from 0, advanced by the tokens that `request.generated` has for it.
 
-        `matcher` is the choice's own, at the start of the request's grammar; `adapter` is the one that it names.
+        `matcher` is the choice's own, at the start of the request's grammar; so are `plug_ins`, before any token.
+        `adapter` is the one that the request names. Raises `GenerationFailed` if a plug-in fails on those tokens.
         """
         params = request.params
         self.request = request
@@ -58,6 +61,7 @@ class Choice:
         self.prompt = request.prompt
         self.matcher = matcher
         self.adapter = adapter
+        self.plug_ins = plug_ins
         self.tokens: list[int] = []  # every token chosen so far; set by `_advance`
         self.finish: FinishReason | None = None  # why no token will follow; set by `_advance`, `end`, `fail`
         self.cached_tokens = 0  # prompt tokens found in the prefix cache; set by the backend
@@ -78,6 +82,7 @@ class Choice:
             first = tokenizer.piece(self.prompt[0])
             self._scores.append(TokenLogprob(first.text, self.prompt[0], None, first.bytes))
         self._stops = StopMatcher(params.stop)
+        self._stopped_by: str | None = None  # the stopping criterion that ended the choice; set by `_advance`
         self._length = 0  # characters of clean text so far; set by `_add_text`
         self._text = ""  # clean text not yet in a delta; set by `_add_text` and `_take`
         self._unsent: deque[tuple[int, TokenLogprob | None]] = deque()  # tokens not yet in a delta: end in the text, …
@@ -127,7 +132,10 @@ class Choice:
     def end(self, reason: FinishReason) -> Delta:
         """Finish the choice for `reason`; returns the last delta, with all that was held back."""
         if self.finish is None:
-            self._add_text(self._detokenizer.flush())
+            try:
+                self._add_text(self._flush())
+            except Refusal as error:
+                return self.fail(error)
         self.finish = reason
         return self._take(len(self._unsent))
 
@@ -149,9 +157,15 @@ class Choice:
         text = "" if ended else self._detokenizer.push(token)
         ended = ended or (self.matcher is not None and self.matcher.is_over)
         self.tokens.append(token)
+        if self.plug_ins is not None:
+            self.plug_ins.accept(token)
+            text = self.plug_ins.clean(text)
+            criterion = self.plug_ins.stopped_by(self.tokens, text)
+            if criterion is not None and not ended and len(self.tokens) >= self.request.params.min_tokens:
+                self._stopped_by, ended = criterion, True
         full = len(self.tokens) >= self._limit
         if ended or full:
-            text += self._detokenizer.flush()
+            text += self._flush()
         cut = self._add_text(text)
         self._unsent.append((self._length, logprob))
         if cut:
@@ -160,6 +174,11 @@ class Choice:
             self.finish = "stop"
         elif full:
             self.finish = "length"
+
+    def _flush(self) -> str:
+        """The clean text that is left at the end."""
+        text = self._detokenizer.flush()
+        return text if self.plug_ins is None else self.plug_ins.clean(text) + self.plug_ins.flush()
 
     def _add_text(self, text: str) -> bool:
         """Add clean text; returns whether a stop string cut it."""
@@ -200,9 +219,11 @@ class Choice:
         )
 
     def _stop_reason(self) -> str | int | None:
-        """The request's stop string or stop token that ended the choice."""
+        """The request's stop string, stopping criterion or stop token that ended the choice."""
         if self.finish == "stop_sequence":
             return self._stops.found
+        if self.finish == "stop" and self._stopped_by is not None:
+            return self._stopped_by
         last = self.tokens[-1] if self.tokens else None
         return last if self.finish == "stop" and last in self.request.params.stop_token_ids else None
 

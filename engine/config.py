@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
@@ -18,13 +19,15 @@ class EngineConfig(BaseModel):
     it to suit the machine. The backend chooses where `attention` is "auto", or where chunked prefill,
     `prefill_chunk_size` in tokens, or CUDA graphs are None. `compile_kernels` lets a CPU run short steps in
     `kernels.c`, if it can be compiled. `speculation` lets decoding steps check guessed tokens, at most
-    `speculation_depth` a choice, where that changes no answer and pays. `cache_answers` answers identical greedy
-    requests from memory. `echo_rate` is in tokens a second for each choice, 0 for as fast as possible. If the engine
+    `speculation_depth` a choice, where that changes no answer and pays. `prefix_cache_dir` also keeps cached prefixes
+    on disk, in `prefix_cache_limit` bytes, for later engines. `cache_answers` answers identical greedy requests from
+    memory. `echo_rate` is in tokens a second for each choice, 0 for as fast as possible. If the engine
     computes nothing for a scheduled request in `stall_timeout` seconds, it restarts the request; the second time the
     request fails.
 
     `allowed_backends` are the ids of the plug-ins that may be imported, None for all. `fallback_backend` loads the
-    model as well, and runs the requests that need what `backend` lacks.
+    model as well, and runs the requests that need what `backend` lacks. `allowed_plug_ins` are the installed generation
+    plug-ins that requests may name, None for all.
 
     The backend checks, when the engine is built, that it can honour every setting: see `refuse`.
     """
@@ -47,10 +50,13 @@ class EngineConfig(BaseModel):
     prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
     speculation: Literal["auto", "off"] = "auto"
     speculation_depth: Annotated[int, Field(ge=1, le=64)] = 12
+    prefix_cache_dir: Annotated[Path, Field(strict=False)] | None = None
+    prefix_cache_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(10 << 30)
     cache_answers: bool = False
     stall_timeout: Annotated[float, Field(gt=0)] = 30.0
     allowed_backends: tuple[str, ...] | None = None
     fallback_backend: Annotated[str, Field(min_length=1)] | None = None
+    allowed_plug_ins: tuple[str, ...] | None = None
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
 
     def refuse(self, *names: str) -> None:

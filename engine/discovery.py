@@ -14,7 +14,7 @@ from .models import read_config, resolve_model
 GROUP = "penstock.backends"
 _OWN = {  # found like those of plug-ins
     name: EntryPoint(name, f"{Manifest.__module__}s:{name.upper()}", GROUP)
-    for name in ("paged", "hf", "sentence_transformers", "echo")
+    for name in ("paged", "hf", "llama_cpp", "sentence_transformers", "echo")
 }
 
 
@@ -34,7 +34,7 @@ def find_backends(allowed: Collection[str] | None = None) -> list[Found]:
     `allowed` are the ids of the plug-ins that may be imported; None allows all.
     """
     own = [_read(entry, "penstock") for entry in _OWN.values()]
-    return own + [_plug_in(name, entries, allowed) for name, entries in _plug_ins().items()]
+    return own + [_plug_in(name, entries, allowed) for name, entries in installed(GROUP).items()]
 
 
 def find_backend(id: str, allowed: Collection[str] | None = None) -> Manifest:
@@ -42,7 +42,7 @@ def find_backend(id: str, allowed: Collection[str] | None = None) -> Manifest:
     if id in _OWN:
         found = _read(_OWN[id], "penstock")
     else:
-        plug_ins = _plug_ins()
+        plug_ins = installed(GROUP)
         if id not in plug_ins:
             names = ", ".join(sorted(_OWN.keys() | plug_ins.keys()))
             raise ConfigurationError([f"unknown backend {id!r}; use one of: {names}"])
@@ -78,16 +78,16 @@ def why_not(manifest: Manifest, model: str | None = None, device: str = "auto") 
     return ""
 
 
-def _plug_ins() -> dict[str, list[EntryPoint]]:
-    """The entry points of installed packages by id, in alphabetical order."""
+def installed(group: str) -> dict[str, list[EntryPoint]]:
+    """The entry points of installed packages by name, in alphabetical order."""
     found: dict[str, list[EntryPoint]] = {}
-    for entry in entry_points(group=GROUP):
+    for entry in entry_points(group=group):
         found.setdefault(entry.name, []).append(entry)
     return dict(sorted(found.items()))
 
 
 def _plug_in(name: str, entries: list[EntryPoint], allowed: Collection[str] | None) -> Found:
-    packages = sorted(map(_package, entries))
+    packages = sorted(map(package_of, entries))
     fault = ""
     if name in _OWN:
         fault = f"{name!r} is one of Penstock's own backends, and a second one is refused; uninstall {packages[0]}"
@@ -98,7 +98,8 @@ def _plug_in(name: str, entries: list[EntryPoint], allowed: Collection[str] | No
     return Found(name, packages[0], None, fault) if fault else _read(entries[0], packages[0])
 
 
-def _package(entry: EntryPoint) -> str:
+def package_of(entry: EntryPoint) -> str:
+    """The package that has an entry point, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
 
 

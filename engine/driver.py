@@ -63,14 +63,17 @@ class Driver:
         self._closing = False
         self._stall_timeout = stall_timeout
         self._stalls = StallClock(stall_timeout, time.monotonic)
-        loaded: Future[Backend] = Future()
-        self._thread = threading.Thread(target=self._main, args=(load, loaded), name="penstock-engine", daemon=True)
-        self._thread.start()
-        self.backend = loaded.result()
+        self.backend = self._start(load)
 
     @property
     def healthy(self) -> bool:
         return self.error is None and not self._closing and self._thread.is_alive()
+
+    def _start(self, load: Callable[[], Backend]) -> Backend:
+        loaded: Future[Backend] = Future()
+        self._thread = threading.Thread(target=self._main, args=(load, loaded), name="penstock-engine", daemon=True)
+        self._thread.start()
+        return loaded.result()
 
     def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
         """Run the choices of one request; their deltas go to `handle`.

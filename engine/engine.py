@@ -7,7 +7,7 @@ import base64
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,8 @@ from .handle import RequestHandle
 from .manifest import Manifest
 from .models import ModelInfo
 from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
+from .plug_ins.found import PlugIns
+from .plug_ins.port import PlugIn
 from .progress import loading_bar
 from .prompts import Prompt, as_list, is_list
 from .request import EmbeddingInput, EngineRequest, resolve_seed
@@ -52,29 +54,32 @@ class InferenceEngine:
         *,
         progress: ProgressCallback | None = None,
         backend: Backend | None = None,
+        plug_ins: Mapping[str, type[PlugIn]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        driver: type[Driver] = Driver,
     ) -> None:
         """Load the model that `config` names, which may take minutes.
 
-        `progress` is called as the weights load, and a terminal shows a bar. `backend` replaces the configured
-        one. Raises `ConfigurationError` and `ModelLoadError`.
+        `progress` is called as the weights load, and a terminal shows a bar. `backend` replaces the configured one,
+        `driver` the thread that steps it; `plug_ins` adds some by name. Raises `ConfigurationError`, `ModelLoadError`.
         """
         self.config = config
         if backend is not None:
-            self._driver = Driver(lambda: backend, config.stall_timeout)
+            self._driver = driver(lambda: backend, config.stall_timeout)
         else:
             with loading_bar(f"loading {config.model}", progress) as report:
-                self._driver = Driver(partial(load_backend, config, report), config.stall_timeout)
+                self._driver = driver(partial(load_backend, config, report), config.stall_timeout)
         self._backend = self._driver.backend
         self._fallback: InferenceEngine | None = None
         if config.fallback_backend is not None:
-            change = {"backend": config.fallback_backend, "fallback_backend": None}
-            self._fallback = InferenceEngine(config.model_copy(update=change), progress=progress, clock=clock)
+            change = {"backend": config.fallback_backend, "fallback_backend": None, "prefix_cache_dir": None}
+            own = config.model_copy(update=change)
+            self._fallback = InferenceEngine(own, progress=progress, plug_ins=plug_ins, clock=clock)
         self._clock = clock
         self._grammars = GrammarCompiler(self._backend.tokenizer)
         self._adapters = LoadedAdapters()
-        self._num_requests = 0
-        self._num_prompt_tokens = 0
+        self._plug_ins = PlugIns(config.allowed_plug_ins, plug_ins)
+        self._num_requests = self._num_prompt_tokens = 0
 
     @property
     def tokenizer(self) -> TokenizerLike:
@@ -203,10 +208,9 @@ class InferenceEngine:
             return handle
         check_supported(request, self._backend)
         adapter, info = self._adapters.find(request.adapter), self._backend.info
-        choices = [
-            Choice(request, index, self.tokenizer, info, self._grammars.matcher(request.params), adapter)
-            for index in range(request.params.n)
-        ]
+        params, tokenizer, matcher, make = request.params, self.tokenizer, self._grammars.matcher, self._plug_ins.make
+        own = enumerate((matcher(params), make(params, tokenizer, request.prompt)) for _ in range(params.n))
+        choices = [Choice(request, index, tokenizer, info, grammar, adapter, more) for index, (grammar, more) in own]
         handle = RequestHandle(request, partial(self._driver.cancel_choices, choices))
         self._driver.submit(choices, handle)
         self._num_requests += 1
@@ -332,13 +336,8 @@ class InferenceEngine:
     def _request(
         self, prompt: Prompt, params: GenerationParams, request_id: str | None = None, adapter: str | None = None
     ) -> EngineRequest:
-        return EngineRequest(
-            id=request_id or uuid.uuid4().hex,
-            prompt=self._ids(prompt),
-            params=params,
-            seed=resolve_seed(params),
-            adapter=adapter,
-        )
+        name, ids = request_id or uuid.uuid4().hex, self._ids(prompt)
+        return EngineRequest(name, ids, params, resolve_seed(params), adapter=adapter)
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
@@ -347,4 +346,5 @@ class InferenceEngine:
         if self._fallback is not None and self.fallback_for(request):
             return self._fallback._check(request)
         check_supported(request, self._backend)
+        self._plug_ins.check(request.params, self.tokenizer, request.prompt)
         self._adapters.find(request.adapter)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -22,30 +20,9 @@ from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import config_of, rope_factors
 from .checkpoints.gguf_weights import lazy_weights, read_levels
 from .checkpoints.packed_weights import lazy_packed_weights
-from .checkpoints.rounded import Rounded, lazy_rounded_weights, read_rounded
+from .checkpoints.rounded import attach, lazy_rounded_weights, read_rounded
 from .config import EngineConfig
 from .models import packed_files, read_quantized
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device called `name`: "auto" is the first available of CUDA, MPS and CPU.
-
-    Raises `ConfigurationError` for an unknown or unavailable one.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    match = re.fullmatch(r"(cpu|mps|cuda)(?::(\d+))?", name)
-    if match is None or (match[1] != "cuda" and match[2]):
-        raise ConfigurationError([f"device={name!r}: must be auto, cpu, cuda, cuda:N or mps"])
-    if match[1] == "cuda" and int(match[2] or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(
-            [f"device={name!r}: not available, torch finds {torch.cuda.device_count()} CUDA devices; choose another"]
-        )
-    if match[1] == "mps" and not torch.backends.mps.is_available():
-        raise ConfigurationError(
-            [f"device={name!r}: not available, this machine or this build of torch has no MPS; choose another"]
-        )
-    return torch.device(name)
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -131,19 +108,8 @@ def _load(path: Path, name: str, keep_levels: bool, **options: Any) -> Any:
     loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
     if gguf and (factors := rope_factors(gguf)):
         loaded[0].model.rotary_emb.inv_freq /= torch.tensor(factors)
-    _attach(loaded[0], found)
+    attach(loaded[0], found)
     return loaded
-
-
-def _attach(model: Any, found: Mapping[str, Rounded]) -> None:
-    """Leave the levels with the modules that they belong to; those of an embedding with the head that is tied to it."""
-    modules, head, embedding = dict(model.named_modules()), model.get_output_embeddings(), model.get_input_embeddings()
-    for name, rounded in found.items():
-        module: Any = modules.get(name)
-        if module is embedding and head is not None and head.weight is module.weight:
-            module = head
-        if type(module) is nn.Linear:
-            vars(module)["rounded"] = rounded
 
 
 @contextmanager

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from ..schemas.errors import InvalidRequest
 from .adapter_files import AdapterFiles, check_room
 from .adapters import Adapter, AdapterInfo, LowRank, Target, Targets
-from .sizing import memory_of_machine
+from .cpu.machine import memory_of_machine
 from .transfer import upload
 
 
@@ -81,7 +80,7 @@ class Adaptation:
 
         with ExitStack() as hooks:
             for module in self._names:
-                if type(module) in (nn.Linear, Conv1D) and module is not self._head:
+                if (type(module) is nn.Linear or _is_conv(module)) and module is not self._head:
                     hooks.callback(module.register_forward_pre_hook(note).remove)
             yield
 
@@ -161,7 +160,12 @@ def place(files: AdapterFiles, dtype: torch.dtype, device: torch.device, rank_un
     return Adapter(AdapterInfo(files.name, files.source, files.digest, files.rank, len(pairs), memory), pairs)
 
 
+def _is_conv(module: nn.Module) -> bool:
+    """Whether it is transformers' linear layer whose weight is [I, O]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
 def _size(module: Any) -> Target:
-    if isinstance(module, Conv1D):
+    if _is_conv(module):
         return Target(module.nx, module.nf)
     return Target(module.in_features, module.out_features)

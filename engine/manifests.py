@@ -32,6 +32,20 @@ HF = Manifest(
     adapters=True,
     cache=True,
 )
+LLAMA_CPP = Manifest(
+    id="llama_cpp",
+    interface=INTERFACE,
+    backend="penstock.engine.llama_cpp.backend:LlamaCppBackend",
+    licence="Apache-2.0",
+    formats=("gguf",),
+    devices=("cpu",),
+    modes=("text",),
+    resume="exact",
+    cache=True,
+    expands=False,
+    requires=("llama_cpp",),
+    install="pip install 'penstock[llama-cpp]'",
+)
 ECHO = Manifest(
     id="echo",
     interface=INTERFACE,
@@ -41,7 +55,7 @@ ECHO = Manifest(
     devices=("cpu",),
     modes=("text",),
     resume="exact",
-    parameters=_ALL - {"grammar"},
+    parameters=_ALL - {"grammar", "logits_processors"},
 )
 SENTENCE_TRANSFORMERS = Manifest(
     id="sentence_transformers",

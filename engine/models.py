@@ -5,6 +5,7 @@ A model is a directory in Hugging Face's format, or a GGUF file.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -39,6 +40,11 @@ class ModelInfo:
     dtype: str | None = None
     parameters: int | None = None
     slow_paths: tuple[str, ...] = ()
+
+
+def user_cache() -> Path:
+    """Where Penstock keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def resolve_model(source: str) -> Path:

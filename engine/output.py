@@ -105,11 +105,27 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SpillStats:
+    """The prefix cache on disk: `num_bytes` in its directory, and blocks since the start: written, read into memory,
+    dropped because too many waited to be written, and damaged ones that were removed.
+
+    `off` says why the disk is not used any more; empty if it is, or if no directory is set.
+    """
+
+    num_bytes: int = 0
+    num_written: int = 0
+    num_found: int = 0
+    num_dropped: int = 0
+    num_damaged: int = 0
+    off: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     """The key-value cache: `memory` in bytes, room for `num_tokens`, of which running requests hold `usage`, 0 to 1.
 
     The counts from `num_queried_tokens` on are since the start: tokens looked up in the prefix cache, tokens found,
-    cached blocks evicted, requests preempted; `speculation` counts the tokens guessed.
+    cached blocks evicted, requests preempted; `speculation` counts the tokens guessed, `spill` the blocks on disk.
     """
 
     memory: int
@@ -122,6 +138,7 @@ class CacheStats:
     num_evictions: int
     num_preemptions: int
     speculation: SpeculationStats = SpeculationStats()
+    spill: SpillStats = SpillStats()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Turns logits into tokens, one row a choice.
 
 Order: log-probabilities of the raw distribution → logit bias, grammar, min_tokens → penalties (repetition over
-prompt and output; frequency and presence over output) → greedy, or temperature → min_p → top-k → top-p → draw.
+prompt and output; frequency and presence over output) → logits processors of plug-ins → greedy, or temperature → min_p
+→ top-k → top-p → draw.
 The sampler keeps no state: a draw depends only on (seed, choice, index) and the row's logits, never on the rest of the
 batch or on torch's generators, so another worker can resume where one stopped.
 
@@ -57,9 +58,19 @@ def uniform(seed: int, choice: int, index: int) -> float:
 class DeviceTokens:
     """Every row's next token: `tokens` [B] on the logits' device, -1 for none, and a copy under way to the host."""
 
-    def __init__(self, tokens: Tensor, num_logprobs: dict[int, int], logprobs: tuple[Tensor, ...]) -> None:
-        """`logprobs` of the rows in `num_logprobs`: those of the tokens [R], the best ids [R, N] and theirs [R, N]."""
+    def __init__(
+        self,
+        tokens: Tensor,
+        num_logprobs: dict[int, int],
+        logprobs: tuple[Tensor, ...],
+        faults: dict[int, GenerationFailed],
+    ) -> None:
+        """`logprobs` of the rows in `num_logprobs`: those of the tokens [R], the best ids [R, N] and theirs [R, N].
+
+        `faults` are those of rows whose plug-ins have failed.
+        """
         self.tokens = tokens
+        self._faults = faults
         self._num_logprobs = num_logprobs
         self._download = Download(tokens, *logprobs)
 
@@ -71,7 +82,7 @@ class DeviceTokens:
         tokens, *logprobs = self._download.read()
         columns = zip(self._num_logprobs.items(), *logprobs, strict=True) if logprobs else ()
         found = {row: ChosenLogprob(own, (*zip(ids[:n], top[:n], strict=True),)) for (row, n), own, ids, top in columns}
-        return [_result(token, found.get(row)) for row, token in enumerate(tokens)]
+        return [self._faults.get(row) or _result(token, found.get(row)) for row, token in enumerate(tokens)]
 
 
 class HostTokens:
@@ -126,7 +137,8 @@ def choose(
     else:
         tokens = torch.cat([*parts, _put([], logits)])[_put(np.argsort(plain + edited + drawn), logits)]
     counts = {row: s.request.params.logprobs for row, s in enumerate(rows) if s.request.params.logprobs is not None}
-    return DeviceTokens(tokens, counts, _logprobs(logits, tokens, list(counts)) if counts else ())
+    faults = {row: s.plug_ins.fault for row, s in enumerate(rows) if s.plug_ins is not None and s.plug_ins.fault}
+    return DeviceTokens(tokens, counts, _logprobs(logits, tokens, list(counts)) if counts else (), faults)
 
 
 def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[ChosenLogprob]:
@@ -148,7 +160,8 @@ def _asks_more(choice: Choice) -> bool:
 def needs_tokens(choice: Choice) -> bool:
     """Whether choosing its next token needs the earlier ones, not just the logits: then they must be read first."""
     p = choice.request.params
-    return bool(choice.matcher or p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
+    processes = choice.plug_ins is not None and choice.plug_ins.processes
+    return bool(choice.matcher or processes or p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
 
 
 def _put(values: ArrayLike, like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
@@ -186,7 +199,9 @@ def _scores(logits: Tensor, indices: list[int], rows: Sequence[Choice]) -> Tenso
     scores = logits[_put(indices, logits)].float() if len(indices) < len(rows) else logits.to(torch.float32, copy=True)
     scores = _blocks(scores, _BLOCK).flatten(1)
     if any(_is_edited(rows[index]) for index in indices):
-        _edit(scores, [rows[index] for index in indices])
+        edited = [rows[index] for index in indices]
+        _edit(scores, edited)
+        _process(scores[:, : logits.shape[-1]], edited)
     return scores
 
 
@@ -217,6 +232,18 @@ def _edit(scores: Tensor, rows: Sequence[Choice]) -> None:
     if counted := [(start, s.tokens) for start, s, p in each if p.frequency_penalty or p.presence_penalty]:
         used, times = np.unique(cells(counted), return_counts=True)
         flat[_put(used, flat)] -= _put(frequency[used // width] * times + presence[used // width], flat, flat.dtype)
+
+
+def _process(scores: Tensor, rows: Sequence[Choice]) -> None:
+    """Have the rows' plug-ins change their scores [R, V], in place; one that fails leaves its row without a token."""
+    for row, choice in zip(scores, rows, strict=True):
+        if choice.plug_ins is None or not choice.plug_ins.processes:
+            continue
+        try:
+            row.copy_(choice.plug_ins.process(choice.tokens, row))
+        except GenerationFailed as fault:
+            choice.plug_ins.fault = fault
+            row.fill_(-torch.inf)
 
 
 def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:

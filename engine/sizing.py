@@ -6,27 +6,32 @@ is loaded.
 
 from __future__ import annotations
 
-import contextlib
-import os
+import logging
+from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import ByteSize
 
 from ..schemas.errors import ConfigurationError
+from ..schemas.sources import is_gguf
+from .checkpoints.gguf import read_gguf
+from .checkpoints.gguf_models import weights_of
 from .checkpoints.quantized import PRECISE
 from .config import EngineConfig
-from .cpu.process import available_cores
+from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, memory_of_machine
 from .discovery import find_backend
 from .models import read_config, read_model_info, read_quantized, read_shapes, resolve_model
 
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger(__name__)
+
 _ECHO_ROWS = 64
 _CPU_ROWS, _LARGE_CPU_ROWS, _LARGE_CPU = 32, 64, 16  # from _LARGE_CPU cores a worker on, _LARGE_CPU_ROWS
 _CUDA_ROWS = 128
+_CPU_STEP, _CUDA_STEP = 256, 2048  # tokens of a step, unless prefill_chunk_size says otherwise
 _LEAST_ROW = 1024  # tokens of cache for each row, if the context is that long
 _LEAST_CACHE = 64 << 20  # bytes; an operator may set less
 _PROCESS = 512 << 20  # bytes of a process besides weights, keys and values
@@ -34,8 +39,10 @@ _CPU_SHARE, _CUDA_SHARE = 0.5, 0.8  # of the memory left by the weights: other p
 _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 _PREFIXES = 2  # times what a full batch needs, so that prefixes stay cached
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-_WIDTHS = {"int8": 1.1, "int4": 0.6}  # bytes of a packed weight, scales included
+_WIDTHS = {"int8": 1.1, "int4": 0.6, "fine": 1.3}  # bytes of a packed weight, scales included
+_LEVELS = {"Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4", "Q6_K": "fine"}  # how a GGUF file's types are kept
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
+_EMBEDDING = "model.embed_tokens.weight"  # its name in a GGUF file, translated
 _ECHO_PROCESS = 128 << 20  # bytes
 
 
@@ -46,37 +53,57 @@ class SizedConfig(EngineConfig):
     kv_cache_memory: ByteSize
 
 
-class Memory(NamedTuple):
-    """The memory of the machine or the container, in bytes: all of it, and what is available."""
+class Basis(NamedTuple):
+    """What values were chosen from, in bytes; `context` is in tokens."""
 
-    total: int
-    available: int
+    free: int  # the worker's share of the device's memory
+    weights: int
+    token: int  # keys and values of a token
+    context: int
+
+    @property
+    def text(self) -> str:
+        parts = f"{human(self.free)} free", f"{human(self.weights)} of weights", f"{human(self.token)} a token"
+        return f"{', '.join(parts)}, a context of {self.context} tokens"
+
+
+class Sizing(NamedTuple):
+    """A configuration with both values, and what they were chosen from; None if that was nothing of the machine."""
+
+    config: SizedConfig
+    basis: Basis | None = None
 
 
 def sized(config: EngineConfig, workers: int = 1, machine: Memory | None = None) -> SizedConfig:
-    """Choose the values that `config` leaves open; given ones stay as they are.
+    """Choose the values that `config` leaves open; given ones stay as they are. See `size`."""
+    return size(config, workers, machine).config
+
+
+def size(config: EngineConfig, workers: int = 1, machine: Memory | None = None) -> Sizing:
+    """Choose the values that `config` leaves open, and say from what; given ones stay as they are.
 
     `workers` processes share the machine; `machine` is its memory, by default measured. Raises `ModelLoadError` and
     `ConfigurationError`, like a backend that loads the model.
     """
     if isinstance(config, SizedConfig):
-        return config
-    memory, rows = config.kv_cache_memory, config.max_batch_size
+        return Sizing(config)
+    memory, rows, basis = config.kv_cache_memory, config.max_batch_size, None
     if memory is None or rows is None:
         found = _Size(_ECHO_ROWS, 1 << 62, 1)
         manifest = find_backend(config.backend, config.allowed_backends)
         if manifest.cache:
-            from .loading import resolve_device
+            from .device import resolve_device
 
             device = resolve_device("cpu" if manifest.devices == ("cpu",) else config.device)
             found = _choose(config, workers, device.type, _memory_of(device, machine), _Files.of(config))
+        basis = found.basis
         memory = memory or ByteSize(found.memory)
         if rows is None:
             rows = min(found.rows, memory // found.bytes_per_row)
             if config.prefill_chunk_size is not None:  # each decoding request, reserved rows included, takes a token
                 rows = min(rows, config.prefill_chunk_size * 4 // 5)
             rows = max(1, rows)
-    return SizedConfig(**dict(config) | {"max_batch_size": rows, "kv_cache_memory": memory})
+    return Sizing(SizedConfig(**dict(config) | {"max_batch_size": rows, "kv_cache_memory": memory}), basis)
 
 
 class Footprint(NamedTuple):
@@ -111,17 +138,7 @@ def footprint(config: EngineConfig, workers: int = 1, machine: Memory | None = N
     if device == "auto":
         raise ConfigurationError(["device='auto': the memory of a model depends on the device; name it"])
     files = _Files.of(config)
-    raw = files.parameters * files.number
-    weights = raw
-    packs = device == "cpu" and config.backend == "paged"
-    method = config.quantization or (files.method if packs else None)
-    if method in _WIDTHS:
-        products = files.parameters - files.embedding - files.precise
-        packed = products * _WIDTHS[method] + files.precise * _WIDTHS["int8"]
-        weights = int(files.embedding * files.number + packed)
-    if packs and not files.head:
-        width = files.number if method is None else _WIDTHS["int8"]
-        weights += int(files.embedding * width)  # the embedding is the head, whose product packs a copy of it
+    weights = files.weights(config, device)
     cache = 0
     if manifest.cache:
         if config.kv_cache_memory is None and device == "cuda" and machine is None:
@@ -129,8 +146,48 @@ def footprint(config: EngineConfig, workers: int = 1, machine: Memory | None = N
                 [f"device={config.device!r}: set kv_cache_memory, which cannot be chosen before the device is opened"]
             )
         cache = config.kv_cache_memory or _choose(config, workers, device, machine or memory_of_machine(), files).memory
-    loading = int(raw * _LOADING) if device == "cpu" else raw
-    return Footprint(weights, cache, _PROCESS + max(0, loading - weights - cache))  # the cache fills after the load
+    loading = int(weights.expanded * _LOADING) if device == "cpu" else weights.expanded
+    overhead = _PROCESS + max(0, loading - weights.kept - cache)  # the cache fills after the load
+    return Footprint(weights.kept, cache, overhead)
+
+
+class Weights(NamedTuple):
+    """Bytes of a model's weights: as they are read, in the dtype of the configuration, and as they are kept."""
+
+    expanded: int
+    kept: int
+
+
+def weights_of_model(config: EngineConfig, device: str) -> Weights:
+    """What the weights take on a device of this type. Raises `ModelLoadError`."""
+    return _Files.of(config).weights(config, device)
+
+
+def cache_of_model(config: EngineConfig, lengths: Sequence[int], step: int) -> list[int]:
+    """The bytes of keys and values of sequences of these lengths, computed `step` tokens at a time.
+
+    Raises `ModelLoadError`.
+    """
+    files = _Files.of(config)
+    return [files.cache(length, step) for length in lengths]
+
+
+def fitting_length(config: SizedConfig, length: int, capacity: int) -> int:
+    """The model's context length, or as much of it as one request can have within `kv_cache_memory`.
+
+    `capacity` is in tokens. Raises `ConfigurationError` if the configuration asks for more.
+    """
+    if length <= capacity:
+        return length
+    if config.max_sequence_length is not None:
+        raise ConfigurationError(
+            [
+                f"kv_cache_memory={config.kv_cache_memory}: holds {capacity} tokens of one request, fewer than "
+                f"max_sequence_length={length}; set about {config.kv_cache_memory * length // capacity}"
+            ]
+        )
+    _log.warning("context cut from %d to %d tokens by kv_cache_memory", length, capacity)
+    return capacity
 
 
 class _Files(NamedTuple):
@@ -144,6 +201,9 @@ class _Files(NamedTuple):
     precise: int  # the head's and those of other weights that int4 leaves at int8
     method: str | None  # if the checkpoint is quantised
     number: int  # bytes of each number as it is loaded
+    widths: Mapping[str, float]  # bytes of a number that a GGUF file's levels take, by the names of weights
+    sizes: Mapping[str, int]  # numbers of each weight
+    stored: int  # bytes of all tensors of a GGUF file; 0 of another
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -153,40 +213,102 @@ class _Files(NamedTuple):
         settings = whole.get("text_config", whole)
         name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
         width = settings.get("hidden_size") or settings.get("n_embd") or 0
-        shapes, quantized = read_shapes(path), read_quantized(path)
-        head = sum(prod(shape) for name, shape in shapes.items() if name.endswith(_HEADS))
-        inputs = [prod(shape) for name, shape in shapes.items() if {*name.split(".")} & PRECISE]
+        sizes, quantized = {name: prod(shape) for name, shape in read_shapes(path).items()}, read_quantized(path)
+        head = sum(size for name, size in sizes.items() if name.endswith(_HEADS))
+        inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE]
+        gguf = read_gguf(path) if is_gguf(path) else None
+        found = weights_of(gguf) if gguf else {}
         return cls(
             settings=settings,
             context=info.context_length,
-            parameters=sum(map(prod, shapes.values())),
+            parameters=sum(sizes.values()),
             embedding=info.vocabulary_size * width,
             head=head,
             precise=head + sum(inputs),
             method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
+            widths={
+                name: _WIDTHS[_LEVELS.get(weight.tensor.type, "int8")]
+                for name, weight in found.items()
+                if weight.tensor.type.startswith("Q") and len(weight.shape) == 2 and weight.expert is None
+            },
+            sizes=sizes,
+            stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
         )
+
+    def weights(self, config: EngineConfig, device: str) -> Weights:
+        """`device` is the type of the device."""
+        if self.stored and not find_backend(config.backend, config.allowed_backends).expands:
+            return Weights(self.stored, self.stored)
+        expanded = self.parameters * self.number
+        packs = device == "cpu" and config.backend == "paged"
+        method = config.quantization or (self.method if packs else None)
+        tied: float = self.number  # bytes of a number in a head that is the embedding
+        if method in _WIDTHS:
+            products = self.parameters - self.embedding - self.precise
+            packed = products * _WIDTHS[method] + self.precise * _WIDTHS["int8"]
+            kept = int(self.embedding * self.number + packed)
+            tied = _WIDTHS["int8"]
+        elif packs and self._keeps_levels(config):
+            others = self.widths.keys() - {_EMBEDDING}  # which is looked up in the dtype
+            saved = sum(self.sizes[name] * (self.number - self.widths[name]) for name in others)
+            kept = int(expanded - saved)
+            tied = self.widths.get(_EMBEDDING, tied)
+        else:
+            kept = expanded
+        if packs and not self.head:  # the embedding is the head, whose product packs a copy of it
+            kept += int(self.embedding * tied)
+        return Weights(expanded, kept)
+
+    def _keeps_levels(self, config: EngineConfig) -> bool:
+        """Whether products keep a GGUF file's own levels."""
+        in_bfloat16 = self.number == _BYTES["bfloat16"] and config.dtype != "float16"
+        return bool(self.widths and in_bfloat16 and config.compile_kernels) and {*cpu_flags().split()} >= KERNEL_FLAGS
+
+    def cache(self, tokens: int, step: int) -> int:
+        """Bytes of the keys and values of a sequence of so many tokens, computed `step` at a time, in all layers.
+
+        For some architectures an overestimate, which is harmless.
+        """
+        given = self.settings
+        heads = given.get("num_attention_heads") or given.get("n_head") or 1
+        width = given.get("hidden_size") or given.get("n_embd") or 1
+        layers = given.get("num_hidden_layers") or given.get("n_layer") or 1
+        pairs = given.get("num_key_value_heads") or given.get("num_kv_heads") or heads
+        if given.get("multi_query") and not given.get("new_decoder_architecture"):
+            pairs = 1
+        head = given.get("head_dim") or width // heads
+        if given.get("kv_lora_rank"):  # latent attention: what is cached is expanded for each head
+            pairs = heads
+            head = max(given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0), given.get("v_head_dim", 0))
+        kinds, window = given.get("layer_types") or (), given.get("sliding_window")
+        slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
+        seen = (layers - slides) * tokens + slides * min(tokens, (window or 0) + step)
+        return int(2 * pairs * head * self.number * seen)
 
 
 class _Size(NamedTuple):
     rows: int  # at most
     memory: int
     bytes_per_row: int
+    basis: Basis | None = None
 
 
 def _choose(config: EngineConfig, workers: int, device: str, found: Memory, files: _Files) -> _Size:
     """`device` is the type of the device, whose memory is `found`."""
     if device == "cuda":
-        share, loading, rows = _CUDA_SHARE, 1.0, _CUDA_ROWS
+        share, rows, step = _CUDA_SHARE, _CUDA_ROWS, _CUDA_STEP
     else:
-        share, loading = _CPU_SHARE, _LOADING
+        share, step = _CPU_SHARE, _CPU_STEP
         rows = _LARGE_CPU_ROWS if available_cores() // workers >= _LARGE_CPU else _CPU_ROWS
-    weights = int(files.parameters * files.number * loading)
-    room = int(share * (found.available / workers - weights - _PROCESS))
-    token = _bytes_per_token(files.settings, files.number)
-    useful = _PREFIXES * rows * files.context * token
+    step = config.prefill_chunk_size or step
+    free, weights = found.available // workers, files.weights(config, device).kept
+    room = int(share * (free - weights - _PROCESS))
+    useful = _PREFIXES * (config.max_batch_size or rows) * files.cache(files.context, step)
     least = min(useful, _LEAST_CACHE)
-    return _Size(rows, max(least, min(useful, room)), min(files.context, _LEAST_ROW) * token)
+    basis = Basis(free, weights, files.cache(1, step), files.context)
+    row = files.cache(min(files.context, _LEAST_ROW), step)
+    return _Size(rows, max(least, min(useful, room)), row, basis)
 
 
 def _memory_of(device: torch.device, machine: Memory | None) -> Memory:
@@ -197,58 +319,6 @@ def _memory_of(device: torch.device, machine: Memory | None) -> Memory:
 
     free, total = torch.cuda.mem_get_info(device)
     return Memory(total, free)
-
-
-def _bytes_per_token(settings: dict[str, Any], number: int) -> int:
-    """Bytes of one token's keys and values in all layers; for some architectures an overestimate, which is harmless."""
-    heads = settings.get("num_attention_heads") or settings.get("n_head") or 1
-    width = settings.get("hidden_size") or settings.get("n_embd") or 1
-    layers = settings.get("num_hidden_layers") or settings.get("n_layer") or 1
-    pairs = settings.get("num_key_value_heads") or heads
-    return int(2 * layers * pairs * (settings.get("head_dim") or width // heads) * number)
-
-
-def memory_of_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """The machine's memory within the limits of this process's control groups."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = total // 2  # where /proc/meminfo does not say
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-        total, available = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    for limit, used in _limits(proc, cgroups):
-        total, available = min(total, limit), min(available, limit - used)
-    return Memory(total, max(0, available))
-
-
-def _limits(proc: Path, cgroups: Path) -> list[tuple[int, int]]:
-    """The limit and the use of each control group, of version 2 or 1, from this process's own to the outermost."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds not in ("", "memory"):
-                continue
-            root, most, now = (
-                (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-                if kinds
-                else (cgroups, "memory.max", "memory.current")
-            )
-            group = root / path.strip("/")
-            for level in (group, *group.parents):
-                if level.is_relative_to(root):
-                    # Inside a container the path may be the host's: then only the root exists. "max" is no number.
-                    with contextlib.suppress(OSError, ValueError):
-                        found.append((int((level / most).read_text()), _used(level, now)))
-    return found
-
-
-def _used(group: Path, name: str) -> int:
-    """The memory in use, without cached file pages, which Linux reclaims when memory is short."""
-    used = int((group / name).read_text())
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used -= int(pages["inactive_file"])
-    return max(0, used)
 
 
 def human(size: int) -> str:

@@ -219,6 +219,10 @@ class Catalogue(Record):
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known) or 'none yet'}."
         raise ModelNotFound(f"There is no model {name!r}; {hint}", param="model")
 
+    def has_had(self, key: RevisionKey) -> bool:
+        """Whether it is or was a revision of one of the models."""
+        return key.revision <= self.newest.get(key.name, 0)
+
     def add(self, entry: CatalogueEntry) -> Self:
         """Add a model, whose revision gets a number that is new. Raises `InvalidRequest` if a name is taken."""
         if taken := [name for other in self.entries for name in other.names if name in entry.names]:

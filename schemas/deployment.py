@@ -21,6 +21,10 @@ class Configuration(BaseModel):
     jobs_limit: int
     queue_limit: int
     tenant_limit: int | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    tenant_requests_per_minute: tuple[str, ...]
+    tenant_tokens_per_minute: tuple[str, ...]
     infer_limit: int
     tools_limit: int
     batches_limit: int

@@ -19,6 +19,7 @@ PenstockError
 │   ├── NotYet              others go first; nothing has failed
 │   ├── StreamFull          the broker refused a message: its stream is full
 │   └── BrokerUnavailable   the broker did not answer in time
+│       └── StreamMissing   it has answered all that time that a stream does not exist
 ├── Superseded              another writer was first: read again, then decide again
 ├── ToolFailed              report to the model or the client; the request continues
 └── Fatal                   stop the process: exit code 2, the message says what to do
@@ -174,6 +175,10 @@ class StreamFull(Transient):
 
 class BrokerUnavailable(Transient):
     pass
+
+
+class StreamMissing(BrokerUnavailable):
+    """All the time that a call may take, the broker has answered that the stream does not exist."""
 
 
 class Superseded(PenstockError):

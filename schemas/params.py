@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .base import Strict
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_PLUG_INS = 8  # of each kind
 
 
 class Grammar(Strict):
@@ -24,6 +25,21 @@ class Grammar(Strict):
     text: Annotated[str, Field(min_length=1)]
 
 
+class PlugInUse(Strict):
+    """A generation plug-in that a request names, with its arguments; a text is the name alone."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+
+PlugInUses = Annotated[tuple[PlugInUse, ...], Field(max_length=MAX_PLUG_INS, strict=False)]
+
+
 class GenerationParams(Strict):
     """Sampling parameters of one request.
 
@@ -32,7 +48,8 @@ class GenerationParams(Strict):
     chosen token alone), None to report nothing; with `prompt_logprobs` those of the prompt's tokens come before them.
     `logit_bias` maps token ids to an addend in logits. `grammar` constrains the answer.
     `visible_token_ids` are special tokens that appear in the text; without `spaces_between_special_tokens` no space
-    separates two of them.
+    separates two of them. `logits_processors`, `stopping_criteria` and `clean_ups` are generation plug-ins, in the
+    order in which they work.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] = 256
@@ -55,6 +72,14 @@ class GenerationParams(Strict):
     grammar: Grammar | None = None
     visible_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
     spaces_between_special_tokens: bool = True
+    logits_processors: PlugInUses = ()
+    stopping_criteria: PlugInUses = ()
+    clean_ups: PlugInUses = ()
+
+    @property
+    def plug_ins(self) -> tuple[PlugInUse, ...]:
+        """The generation plug-ins of all kinds."""
+        return self.logits_processors + self.stopping_criteria + self.clean_ups
 
     @field_validator("logit_bias", mode="before")
     @classmethod

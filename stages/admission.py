@@ -111,7 +111,7 @@ class AdmissionControl:
         return self.last
 
     def resume(self, now: float) -> None:
-        """The lanes have been empty until `now`, unwatched: that time says nothing about their speed."""
+        """The lanes have been empty until `now`, or without a worker: that time says nothing about their speed."""
         for drain in self._drains.values():
             drain.resume(now)
 

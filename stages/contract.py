@@ -36,8 +36,10 @@ from ..streams.port import (
     Consumer,
     Delivery,
     Headers,
+    Message,
     Published,
 )
+from ..streams.stores.rates import RateLedger
 from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects, partition, stage_stream
 from .cancellations import Cancellations
@@ -46,6 +48,7 @@ from .trail import Trail
 from .transcript import Transcript
 from .visits import headers_until
 
+SETTLED = 5.0  # seconds after which a start is over, and what only some requests need is loaded ahead of them
 MOST_TRAILS = 30_000  # one that is forgotten and needed again is read
 
 
@@ -72,7 +75,11 @@ class Pipe:
     cancellations: Cancellations
     now: Callable[[], float] = time.time  # Unix seconds: deadlines are absolute
     tracer: Tracer | None = None  # None while tracing is off
+    rates: RateLedger | None = field(init=False)  # None while no tenant has a limit
     trails: OrderedDict[str, Trail] = field(default_factory=OrderedDict)  # by subject, the least recently used first
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", RateLedger.of(self.broker, self.subjects, self.settings))
 
     async def forward(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> Published:
         """Send a job to the first subject of `route` and the rest of the route with it; returns where it is stored.
@@ -221,6 +228,10 @@ class Stage(ABC):
 
     async def leave(self) -> None:  # noqa: B027  # most stages have nobody to tell
         """The drain begins: tell whoever sends work to send it elsewhere."""
+
+    def gives_turns(self, message: Message) -> bool:
+        """Whether messages of its lane come again because others go first, and not because something failed."""
+        return False
 
     def alive(self) -> bool:
         """Whether work in hand gets on; while it does not, leases are not renewed. Asked a few times a lease."""

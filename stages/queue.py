@@ -22,6 +22,7 @@ from ..schemas.events import Accepted, Cancelled, Queued, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import root_of
 from ..schemas.registry import Admission, ModelLanes
+from ..streams.lanes import are_open
 from ..streams.outages import outage_logged
 from ..streams.port import Delivery, Held
 from ..streams.topology import EVENTS, PRIORITIES, batch_stream, lanes_of
@@ -165,6 +166,12 @@ class Queue(JobStage):
                 f"{waiting} requests wait for the model {job.model!r} to be loaded; try again later.", retry_after=5.0
             )
 
+    def _is_away(self, gate: _ModelGate) -> bool:
+        """Whether the model has no worker until its turn comes: how it drains until then tells nothing of its speed."""
+        registry, lanes = self.pipe.registry, gate.lanes
+        card = registry.models.get(lanes.model)
+        return card is not None and card.catalogued and not registry.workers_for(lanes.model, lanes.revision)
+
     def _gate(self, lanes: ModelLanes) -> _ModelGate:
         key = lanes_of(lanes.model, lanes.revision)
         if (gate := self._gates.get(key)) is None:
@@ -184,7 +191,10 @@ class Queue(JobStage):
         looked_at = [gate for gate in self._gates.values() if everywhere or not gate.is_quiet]
         for gate in looked_at:
             with outage_logged("lanes cannot be read", model=gate.lanes.model):
-                await self._update_admission(gate)
+                if await are_open(self.pipe.broker, gate.key):
+                    await self._update_admission(gate)
+                else:  # they were removed since the registry has looked
+                    gate.is_quiet = True
         if looked_at:
             self._measure()
 
@@ -217,7 +227,10 @@ class Queue(JobStage):
         entry = await state.get(key)
         agreed = Admission.model_validate_json(entry.value).accepting if entry else dict.fromkeys(PRIORITIES, True)
         gate.control.adopt(agreed)
-        admission = gate.control.update(asyncio.get_running_loop().time(), depth, gate.gone, tenants).model_copy(
+        now = asyncio.get_running_loop().time()
+        if self._is_away(gate):
+            gate.control.resume(now)
+        admission = gate.control.update(now, depth, gate.gone, tenants).model_copy(
             update={"model": gate.lanes.model, "revision": gate.lanes.revision}
         )
         if any(depth.values()) or gate.gone != before or not all(admission.accepting.values()):

@@ -164,7 +164,8 @@ class Runner:
 
     async def _settle(self, delivery: Delivery, visit: Visit) -> None:
         if delivery.attempt > 1:
-            metrics.REDELIVERIES.labels(self._stage.name).inc()
+            reason = "turn" if self._stage.gives_turns(delivery.message) else "failure"
+            metrics.REDELIVERIES.labels(self._stage.name, reason).inc()
         try:
             if self._stage.is_brief and delivery.attempt > self._pipe.settings.max_attempts:
                 async with self._alone:

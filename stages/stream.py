@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 from opentelemetry.trace import SpanKind
 
@@ -32,6 +33,7 @@ from ..schemas.events import (
 )
 from ..schemas.hops import worker_of
 from ..schemas.jobs import Form
+from ..streams.outages import through_outages
 from ..streams.port import HOPS, TRACE_PARENT, Consumer, Delivery, Message
 from .contract import Intake, Pipe, Stage
 from .filters import Filter, FilteredAnswer
@@ -110,6 +112,7 @@ class EventPublisher:
         self._worker: str | None = None  # that has the request; set by _note_headers, like these
         self._trace: str | None = None  # its traceparent
         self._since = 0.0  # when the first output was stored, in Unix seconds
+        self._at = 0.0  # when the newest output was; set by publish
         self._final_decided = False  # the final event is decided, and nothing may follow it; set by _read
         self._last_sequence = 0  # sequence of the newest output whose events are stored; set by publish
         self._final_stored = False  # the final event is stored; set by _emit
@@ -125,6 +128,7 @@ class EventPublisher:
                 await self._stop_unsettled()
                 return
             self._note_headers(message)
+            self._at = message.time
             try:
                 for event in await self._new_events(outputs, message):
                     for filtered in await self._filtered.read(event) if self._filtered else (event,):
@@ -220,6 +224,10 @@ class EventPublisher:
         assert started is not None  # no delta counts before
         if self._final_stored:
             return
+        if isinstance(event, FINAL) and (rates := self._pipe.rates) is not None:
+            said = event.usage if isinstance(event, Done | Cancelled) else self._transcript.usage
+            charge = partial(rates.end, started.tenant, started.request, said.completion_tokens, self._at)
+            await through_outages(charge, f"rates of {started.tenant}")
         key = f"{event.choice}.{event.index}" if isinstance(event, Token) else "end"
         if isinstance(event, FINAL) and (visit := CURRENT.get()) is not None:
             visit.trace = self._trace

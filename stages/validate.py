@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, get_args
 
 from ..engine.grammar.checker import GrammarChecker
+from ..engine.plug_ins.found import PlugIns
 from ..engine.preparers import PreparerCache, PreparerKey
 from ..schemas import codec
 from ..schemas.codec import DecodeError
@@ -36,7 +37,7 @@ from ..streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
 from ..streams.stores.quotas import Quotas
 from ..streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
 from . import endings
-from .contract import Intake, Pipe, Stage
+from .contract import SETTLED, Intake, Pipe, Stage
 from .visits import headers_until, traceparent
 
 _BAD_SUBJECT = (
@@ -47,6 +48,7 @@ MAX_MISADDRESSED = 1_000  # jobs on subjects of no lane that wait for their refu
 MAX_CLOCK_SKEW = 2.0  # seconds between a client's clock and this machine's
 LONG = 20_000  # bytes of a job; to tokenise more would block the event loop for milliseconds
 AHEAD = 8  # models, loaded or not, whose tokenizers are loaded ahead of any request
+WITHOUT_GRAMMARS = ("echo", "sentence_transformers")  # backends
 MAX_LONG_JOBS = 2  # that are tokenised at the same time
 MIN_DUPLICATE_CHECK = 4_000  # bytes of a job; a larger one is checked for being a duplicate before it is tokenised
 
@@ -62,6 +64,7 @@ class Validate(Stage):
         super().__init__(pipe)
         self._preparers = PreparerCache(on_load)
         self._grammars = GrammarChecker()
+        self._plug_ins = PlugIns(pipe.settings.allowed_plug_ins)
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
         self._long = asyncio.Semaphore(MAX_LONG_JOBS)
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
@@ -81,8 +84,11 @@ class Validate(Stage):
                 while True:
                     cards = self.pipe.registry.models.values()
                     for number, card in enumerate(cards):
-                        if number < AHEAD or self.pipe.registry.workers_for(card.name, card.revision):
+                        is_served = bool(self.pipe.registry.workers_for(card.name, card.revision))
+                        if number < AHEAD or is_served:
                             self._preparers.start(PreparerKey.of(card))
+                        if is_served and card.backend not in WITHOUT_GRAMMARS:
+                            self._grammars.prepare(card.source, card.backend, card.revision, after=SETTLED)
                     self._preparers.keep(cards, *own)
                     await asyncio.sleep(settings.heartbeat_interval)
         finally:
@@ -96,15 +102,21 @@ class Validate(Stage):
         message = delivery.message
         priority, tenant = self._lane(message)
         job = self._decode(message)
-        # A worker detects a duplicate, too, but only after its prompt has been tokenised.
-        if job.endpoint == "/v1/responses" or len(message.data) > MIN_DUPLICATE_CHECK:
+        rates, is_loop = self.pipe.rates, job.endpoint == "/v1/responses"  # whose turns are charged
+        is_charged = rates is not None and not is_loop and bool(rates.limits(tenant))
+        # A worker detects a duplicate, too, but only after its prompt has been tokenised, and charged for.
+        if is_loop or is_charged or len(message.data) > MIN_DUPLICATE_CHECK:
             events = self.pipe.subjects.events(tenant, job.bridge, job.id or endings.request_id(message))
             if await self.pipe.broker.last(EVENTS, events) is not None:
                 return
+        if rates is not None and is_charged and delivery.attempt == 1:
+            await rates.check(tenant, message.time)  # costs no tokenising
         if job.endpoint == "/v1/responses":
             await self._begin_response(job, message, priority, tenant)
             return
         validated = await self._validate(job, job.endpoint, message, priority, tenant)
+        if rates is not None:
+            await rates.begin(tenant, validated.id, validated.prompt_tokens, message.time)
         route = [self.pipe.subjects.stage(stage, priority, tenant) for stage in self.pipe.settings.job_stages]
         route.append(lane_of(self.pipe.subjects, validated))
         try:
@@ -180,6 +192,8 @@ class Validate(Stage):
             await self._grammars.check(
                 grammar, model.source, model.backend, model.revision, param=prepared.grammar_param
             )
+        if prepared.params.plug_ins:
+            await asyncio.to_thread(self._plug_ins.check, prepared.params, preparer.tokenizer, prepared.prompts[0])
         return ValidatedJob(
             id=job.id or endings.request_id(message),
             endpoint=endpoint,

@@ -6,13 +6,17 @@ waits for a worker that has yet to come back.
 
 from __future__ import annotations
 
+import contextlib
+
 import structlog
 
 from ..config.settings import Settings
-from ..schemas.errors import StartupError
+from ..schemas.catalogue import Catalogue
+from ..schemas.errors import StartupError, StreamMissing
+from ..schemas.jobs import Priority
 from ..schemas.registry import ModelCard, ModelLanes
 from .port import Broker, StreamSpec
-from .topology import MODELS, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes
+from .topology import CATALOGUE, MODELS, OFFERED, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes
 
 log = structlog.get_logger(__name__)
 
@@ -25,9 +29,8 @@ async def open_lanes(broker: Broker, settings: Settings, model: str, revision: i
     Where `max_models` have some already, those of a model that no worker has served lately go if they are empty.
     Raises `StartupError` if there is none.
     """
-    state = await broker.bucket(STATE)
     key = lanes_of(model, revision)
-    if await state.get(PREFIX + key) is not None:
+    if await are_open(broker, key):
         await broker.ensure(streams_of(settings, key), [])  # what a process began that died in the middle
         return
     known = await present_lanes(broker)
@@ -35,14 +38,16 @@ async def open_lanes(broker: Broker, settings: Settings, model: str, revision: i
         if len(known) < settings.max_models:
             break
         if await _is_left(broker, known[other]):
+            await remove_lanes(broker, known[other])
             log.info("empty lanes removed", model=known[other].model, revision=known[other].revision)
-            await remove_lanes(broker, known.pop(other))
+            del known[other]
     if len(known) >= settings.max_models:
         raise StartupError(
             f"{len(known)} models have lanes already, and max_models is {settings.max_models}: raise it with "
             "`penstock config apply --max-models`, or stop the workers of another model and wait ten minutes"
         )
     await broker.ensure(streams_of(settings, key), [])
+    state = await broker.bucket(STATE)
     await state.create(PREFIX + key, ModelLanes(model=model, revision=revision).model_dump_json().encode())
 
 
@@ -52,6 +57,21 @@ async def remove_lanes(broker: Broker, lanes: ModelLanes) -> None:
     await (await broker.bucket(STATE)).delete(PREFIX + key)
     for priority in PRIORITIES:
         await broker.remove(batch_stream(key, priority))
+
+
+async def waiting_in_lanes(broker: Broker, lanes: str) -> dict[Priority, int]:
+    """The requests that wait in the lanes with this token, by priority; none where another process has removed them."""
+    found: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
+    if await are_open(broker, lanes):
+        with contextlib.suppress(StreamMissing):  # while another process removes them, or where it died meanwhile
+            for priority in PRIORITIES:
+                found[priority] = (await broker.held(batch_stream(lanes, priority))).messages
+    return found
+
+
+async def are_open(broker: Broker, lanes: str) -> bool:
+    """Whether there are lanes with this token, now."""
+    return await (await broker.bucket(STATE)).get(PREFIX + lanes) is not None
 
 
 async def present_lanes(broker: Broker) -> dict[str, ModelLanes]:
@@ -73,9 +93,12 @@ def streams_of(settings: Settings, lanes: str) -> list[StreamSpec]:
 
 
 async def _is_left(broker: Broker, lanes: ModelLanes) -> bool:
-    """Whether nothing waits there, and nobody can ask for the model."""
+    """Whether nothing waits there, and nobody can ask for the model, nor probes it."""
     cards = [ModelCard.model_validate_json(entry.value) for entry in await (await broker.bucket(MODELS)).entries()]
     if any((card.name, card.revision) == (lanes.model, lanes.revision) for card in cards):
         return False
-    key = lanes_of(lanes.model, lanes.revision)
-    return not any([(await broker.held(batch_stream(key, priority))).messages for priority in PRIORITIES])
+    offered = await (await broker.bucket(CATALOGUE)).get(OFFERED)
+    entries = Catalogue.model_validate_json(offered.value).entries if offered else ()
+    if any((entry.name, entry.candidate) == (lanes.model, lanes.revision) for entry in entries):
+        return False
+    return not any((await waiting_in_lanes(broker, lanes_of(lanes.model, lanes.revision))).values())

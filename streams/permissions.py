@@ -16,6 +16,7 @@ from .topology import (
     INFER,
     JOBS,
     PRIORITIES,
+    RATES,
     STREAM,
     TOOLS,
     Subjects,
@@ -25,6 +26,7 @@ from .topology import (
 )
 
 API = "$JS.API."
+_CHARGING = ("validate", "stream")  # stages that charge tenants, in the bucket RATES
 
 
 class Permissions(NamedTuple):
@@ -32,6 +34,15 @@ class Permissions(NamedTuple):
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
+
+    def in_domain(self, domain: str) -> Permissions:
+        """For streams in a JetStream domain, whose name stands in the subjects that parts publish on.
+
+        A server of that domain allows what it maps these to, as without a domain, and a leaf node what it receives.
+        """
+        api = f"$JS.{domain}.API."
+        calls = (api + subject.removeprefix(API) for subject in self.publish if subject.startswith((API, "$KV.")))
+        return self._replace(publish=(*self.publish, *calls))
 
 
 class Grants:
@@ -82,7 +93,7 @@ class Grants:
                 stream = lane_stream(stage_stream(name), priority)
                 publish += [*self._consumes(stream, name, subjects.stage_of(name, priority)), *self._deletes(stream)]
             publish += self._next_stages(name)
-        return self._part(inbox, [*publish, *self._reads(reads)], subscribe)
+        return self._part(inbox, [*publish, *self._reads(reads)], subscribe, charges=name in _CHARGING)
 
     def worker(self, inbox: str) -> Permissions:
         """Takes batches of requests and publishes their outputs."""
@@ -106,9 +117,14 @@ class Grants:
         publish += [f"{self._root}.control.cancel.{tenant}.*", f"{inbox}.>"]
         return Permissions(tuple(publish), (events, f"{inbox}.>"))
 
-    def _part(self, inbox: str, publish: Sequence[str], subscribe: Sequence[str]) -> Permissions:
-        """What all parts do besides: they announce themselves, open what is missing and read the buckets."""
-        buckets = [f"{self._root}_{spec.name}" for spec in self._layout.buckets]
+    def _part(
+        self, inbox: str, publish: Sequence[str], subscribe: Sequence[str], *, charges: bool = False
+    ) -> Permissions:
+        """What all parts do besides: they announce themselves, open what is missing and read and write the buckets.
+
+        That of the rates is for those that charge tenants alone.
+        """
+        buckets = [f"{self._root}_{spec.name}" for spec in self._layout.buckets if charges or spec.name != RATES]
         common = [
             *(f"$KV.{bucket}.>" for bucket in buckets),
             *(each for bucket in buckets for each in _reading(f"KV_{bucket}")),

@@ -33,11 +33,13 @@ BATCHES = "BATCHES"
 WORKERS = "workers"
 MODELS = "models"
 CATALOGUE = "catalogue"
+OFFERED = "models"  # the key of all models on offer there
 RESPONSES = "responses"
 STATE = "state"
 IDEMPOTENCY = "idempotency"
 LEASES = "leases"
 FAILURES = "failures"
+RATES = "rates"
 FILES = "files"
 BATCH_STATES = "batches"
 BATCH_RESULTS = "batch-results"
@@ -46,6 +48,7 @@ OBJECT_DATA = "object-data"  # the bytes of objects that other buckets describe
 
 RELAY_GRACE = 180.0  # seconds that outputs and events outlive the longest request, until its last worker counts as dead
 GRACE = 2 * 86400.0  # seconds: two of a batch's windows
+RATES_TTL = 86400.0  # seconds after which the account of a tenant that sent nothing is full again
 CONSUMER_IDLE = 3600.0  # seconds after which the server deletes the consumer of a process that is gone
 
 _is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
@@ -192,6 +195,13 @@ class Subjects:
     def metrics_of(self, family: str) -> str:
         return f"{self.root}.control.metrics.{_token(family)}.*"
 
+    def rates(self, tenant: str) -> str:
+        """Where the pipeline publishes what a tenant has left of its requests and tokens a minute."""
+        return f"{self.root}.control.rates.{_token(tenant)}"
+
+    def rates_all(self) -> str:
+        return f"{self.root}.control.rates.*"
+
     def admission(self) -> str:
         """Where the queue publishes which priorities it accepts."""
         return f"{self.root}.control.admission"
@@ -263,6 +273,7 @@ def topology(
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=leases_ttl),
         BucketSpec(FAILURES, ttl=3600.0),
+        BucketSpec(RATES, ttl=RATES_TTL, discard="old"),
         # Longer than the life of a file, because a batch may still need an expired one.
         *(BucketSpec(name, ttl=files_ttl + GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )

@@ -26,7 +26,7 @@ from ..engine.backends.registry import load_backend
 from ..engine.choice import Choice
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
-from ..schemas.params import Grammar
+from ..schemas.params import Grammar, PlugInUse
 
 _LENGTH = 24
 _SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
@@ -162,6 +162,7 @@ class BackendConformance:
             "prompt_logprobs": True,
             "grammar": Grammar(kind="regex", text="a+"),
             "logit_bias": {1: 1.0},
+            "logits_processors": (PlugInUse(name="any"),),
         }
         for name in changed.keys() - engine.manifest.parameters:
             with pytest.raises(InvalidRequest, match=f"does not support {name}"):

@@ -22,7 +22,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or else no child would end at Ctrl-C
 
 ROOT = Path(__file__).parents[1]
-SLOW = ("tests/serve/", "tests/api/bench/", "tests/docs/", "tests/examples/", "tests/stages/")  # with many processes
+SLOW = tuple(  # with many processes
+    f"tests/{folder}/" for folder in ("serve", "deploy", "api/bench", "docs", "examples", "stages")
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nats-permissions",
+        action="store_true",
+        help="tests/serve: parts in processes of their own connect over TLS, with the users of penstock nats config",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,6 +21,7 @@ from typer import Option
 from ...config.catalogue import OF_ONE
 from ...config.settings import Settings
 from ...config.sources import SECRET, Loaded
+from ...engine import find_backend
 from ...schemas.errors import StartupError
 from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
@@ -120,6 +121,8 @@ def bench_chaos(
 def _settings(loaded: Loaded, asked: Any) -> Settings:
     """What was set, and what suits this benchmark where nothing was."""
     defaults: dict[str, Any] = {"workers": 2, "dtype": "float32", "log_level": "warning", "log_format": "json"}
+    if not find_backend(loaded.settings.backend, loaded.settings.allowed_backends).expands:
+        del defaults["dtype"]  # weights keep the form that they have in the file
     defaults |= {"events_ttl": KEPT, "events_limit": KEPT_BYTES, "nats_replicas": min(3, asked.brokers)}
     defaults |= {"default_timeout": max(loaded.settings.default_timeout, asked.patience + PATIENCE)}
     if asked.tools:

@@ -76,7 +76,7 @@ def bench_quality(
         raise StartupError(f"--length {length}: the context of {given.model} has {context} tokens; set no more")
     chunks = read_chunks(text or BUNDLED_TEXT, "--text", given.model, length)
     prepare_process(given.threads or worker_threads(directory, given.workers))
-    from ...engine.loading import resolve_device  # only now: it imports torch, which `prepare_process` comes before
+    from ...engine.device import resolve_device  # only now: it imports torch, which `prepare_process` comes before
     from ...engine.paged.quantize import METHODS
 
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}

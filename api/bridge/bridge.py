@@ -23,6 +23,7 @@ from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Broker, Message
 from ...streams.topology import Subjects
 from .early_refusal import EarlyRefusal
+from .rates import HeardRates
 from .reading import Reading
 from .spans import trace_of
 
@@ -42,6 +43,7 @@ class Bridge:
         self._tracer = tracer
         self.broker = broker
         self.subjects = subjects
+        self.rates = HeardRates()
         self._early_refusal = EarlyRefusal()
         self._open: set[Reading] = set()
         self._heard: dict[str, Reading] = {}  # by subject: those that live on our own wildcard
@@ -49,18 +51,21 @@ class Bridge:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Subscribe to the events of this bridge and to the queue's admission state."""
+        """Subscribe to the events of this bridge, to the queue's admission state and to what tenants have left."""
         await self.broker.listen(self.subjects.events_of(self.name), self._hear)
         await self._early_refusal.start(self.broker, self.subjects)
+        await self.rates.start(self.broker, self.subjects)
 
     def admit(self, job: Job, priority: Priority, tenant: str) -> None:
         """Check, without asking the broker, that the queue takes the tenant's jobs of this priority for the
         model.
 
-        Raises `Overloaded` where it does not, or where the bridge drains.
+        Raises `Overloaded` where it does not, or where the bridge drains, and `QuotaExceeded` where the tenant has no
+        request or token left.
         """
         if self.draining:
             raise _leaving()
+        self.rates.check(tenant)
         self._early_refusal.check(job.body.get("model"), priority, tenant)
 
     async def open(

@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...config.settings import BUILT_IN_STAGES, Settings
+from ...config.api_keys import Keys
+from ...config.settings import Settings
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal, StorageFull, StreamFull
 from ...schemas.events import ErrorBody
 from ...streams.family import FamilyMetrics
@@ -23,7 +24,7 @@ from ...streams.port import Broker
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
-from ..bridge.canary import Canary
+from ..bridge.readiness import Readiness
 from .answers import error_response
 from .batches import add_batches
 from .completions import add_completions
@@ -39,7 +40,8 @@ from .metrics import MetricsRoutes
 from .middleware.access import AccessLog, note
 from .middleware.browsers import Browsers, is_loopback
 from .middleware.ignored import HEADER, Ignored
-from .middleware.keys import Authentication, Keys
+from .middleware.keys import Authentication
+from .middleware.rates import NAMES, RateHeaders
 from .middleware.refused import RefusedBodies
 from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
@@ -53,7 +55,7 @@ from .tokens import add_tokens
 
 _NOT_READY = {"description": "Not ready yet, or shutting down."}
 # Response headers that a web page may read.
-_EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", HEADER)
+_EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", HEADER, *NAMES)
 
 
 def create_app(
@@ -63,17 +65,18 @@ def create_app(
     settings: Settings,
     version: str,
     family: FamilyMetrics | None = None,
-    canary: Canary | None = None,
+    readiness: Readiness | None = None,
 ) -> FastAPI:
-    """The ASGI application. The caller starts `bridge` and runs `registry` and `canary`; `family` has what other
+    """The ASGI application. The caller starts `bridge` and runs `registry`; `family` has what other
     processes count.
 
     Raises `ConfigurationError` for malformed API keys.
     """
     app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
     _add_error_handlers(app)
-    _add_middleware(app, settings)
+    _add_middleware(app, settings, bridge)
     preparers = Preparers(registry)
+    readiness = readiness or Readiness(bridge, broker, registry, settings)
     gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota), preparers)
     add_completions(app, gateway)
     add_embeddings(app, gateway)
@@ -109,28 +112,18 @@ def create_app(
         A custom stage need not send heartbeats, so one without them is `unseen`, not `missing`. `slow_paths` says for
         each worker which fast paths its model cannot take, and why.
         """
-        if bridge.draining:
-            return JSONResponse({"status": "stopping"}, 503)
-        absent = registry.missing(settings.pipeline) if broker.connected else ["broker"]
-        if "stream" not in absent:  # which runs only while every filter does
-            absent = [part for part in absent if part not in settings.filters]
-        unseen = [stage for stage in absent if stage in settings.job_stages and stage not in BUILT_IN_STAGES]
-        missing = [part for part in absent if part not in unseen]
-        answer: dict[str, Any] = {"status": "waiting", "missing": missing} if missing else {"status": "ready"}
-        if canary and canary.fault and not missing:
-            answer = {"status": "failing", "fault": canary.fault._asdict()}
-        slow = {card.id: card.slow_paths for card in registry.workers if card.slow_paths}
-        answer |= {"workers": len(registry.workers)}
-        answer |= ({"unseen": unseen} if unseen else {}) | ({"slow_paths": slow} if slow else {})
+        answer = readiness.answer()
         return JSONResponse(answer, 200 if answer["status"] == "ready" else 503)
 
     add_streams(app, gateway)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: Settings) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, bridge: Bridge) -> None:
     """Add the middleware of every path, the innermost first."""
     keys = settings.api_keys is not None or settings.api_keys_file is not None
+    if settings.rate_limits:
+        app.add_middleware(RateHeaders, rates=bridge.rates)
     app.add_middleware(RefusedBodies)
     if keys:
         app.add_middleware(Authentication, keys=Keys(settings.api_keys or (), settings.api_keys_file))

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -22,12 +22,13 @@ from ...config import metrics
 from ...config.settings import Settings
 from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge, Refusal
-from ...schemas.jobs import TOKEN_PATTERN, Job, JobEndpoint, Priority
+from ...schemas.jobs import TOKEN_PATTERN, Job, JobEndpoint
 from ...schemas.openai.chat import Body
-from ...schemas.openai.completions import TIERS, parse_body
+from ...schemas.openai.completions import parse_body
 from ...streams.port import TRACE_PARENT, Broker
 from ...streams.stores.quotas import Quotas
 from ...streams.stores.registry import Registry
+from ..bridge.asking import TENANT, Caller, check_timeout, complete_body, priority_of
 from ..bridge.bridge import Bridge
 from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
@@ -36,7 +37,6 @@ from .middleware.access import note
 from .middleware.ignored import known_fields, name_ignored
 from .preparers import Preparers
 
-TENANT = "default"
 Kind = TypeVar("Kind", bound=Body)
 Made = TypeVar("Made")
 
@@ -69,6 +69,12 @@ class Opened(NamedTuple):
     reading: Reading
     progress: Progress | None
     status: bool
+
+
+def caller_of(request: Request) -> Caller:
+    """Who asks; anybody if the server needs no keys."""
+    state = request.state
+    return Caller(tenant_of(request), getattr(state, "max_priority", None), getattr(state, "admin", True))
 
 
 def tenant_of(request: Request) -> str:
@@ -177,12 +183,15 @@ async def open_request(
 async def _opened(
     request: Request, gateway: Gateway, endpoint: JobEndpoint, body: dict[str, Any], prefix: str, kept: bool
 ) -> Opened:
-    await _complete(request, gateway, body)
+    caller = caller_of(request)
+    if dropped := await complete_body(gateway.registry, body, caller):
+        name_ignored(request, dropped)
     headers, bridge, tenant = request.headers, gateway.bridge, tenant_of(request)
+    request.state.metered = tenant
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
     streaming = body.get("stream") is True
     deadline = time.time() + _timeout(body, headers, gateway.settings)
-    priority = _priority(request, body, gateway.settings)
+    priority = priority_of(body, caller, gateway.settings)
     job = Job(id=f"{prefix}{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
     progress, trace = None, headers.get(TRACE_PARENT)
     if (last := headers.get("last-event-id")) is not None:
@@ -210,18 +219,6 @@ async def _opened(
     return Opened(reading, progress, status)
 
 
-async def _complete(request: Request, gateway: Gateway, body: dict[str, Any]) -> None:
-    registry = gateway.registry
-    if "model" not in body and (name := await registry.only()) is not None:
-        body["model"] = name
-    if "keep_alive" in body:
-        model = body.get("model")
-        card = await registry.find(model) if isinstance(model, str) else None
-        if card is None or not card.catalogued or not getattr(request.state, "admin", True):
-            del body["keep_alive"]
-            name_ignored(request, ["keep_alive"])
-
-
 def flag(headers: Headers, name: str) -> bool:
     value = headers.get(name, "")
     if value and value.lower() not in ("true", "1"):
@@ -236,36 +233,4 @@ def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> floa
         given, param = text, "Penstock-Timeout"
         with contextlib.suppress(ValueError):
             given = float(text)
-    longest = settings.longest_timeout
-    if given is None:
-        return min(settings.default_timeout, longest)
-    if type(given) not in (int, float) or not 0 < given <= longest:
-        raise InvalidRequest(
-            f"{param} must be a number of seconds above 0, at most {longest:g} (the setting events_ttl).",
-            param=param,
-        )
-    return float(given)
-
-
-def _priority(request: Request, body: dict[str, Any], settings: Settings) -> Priority:
-    """The lane of a request: the one it asks for, or `normal`, or `low` if its key allows no more.
-
-    Raises `Forbidden` for a priority that its key does not allow. The stage `validate` refuses invalid values.
-    """
-    order = get_args(Priority)
-    most = getattr(request.state, "max_priority", None) or settings.max_priority
-    priority, tier = body.get("priority"), body.get("service_tier")
-    asked: Priority | None = None
-    if isinstance(priority, str) and priority in order:
-        asked, param = cast(Priority, priority), "priority"
-    elif isinstance(tier, str) and tier != "auto":
-        asked, param = TIERS.get(tier), "service_tier"
-    if asked is not None and order.index(asked) < order.index(most):
-        raise Forbidden(
-            f"This key allows at most the priority {most}; ask for that, or leave {param} out.",
-            code="priority_not_allowed",
-            param=param,
-        )
-    if asked is None:
-        return "low" if most == "low" else "normal"
-    return asked
+    return check_timeout(given, param, settings)

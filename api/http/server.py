@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 import uvicorn
@@ -21,10 +22,12 @@ from ...streams.topology import Subjects
 from ..batches.runner import BatchRunner
 from ..bridge.bridge import Bridge
 from ..bridge.canary import Canary
+from ..bridge.readiness import Readiness
 from .app import create_app
 from .metrics import MetricsRoutes
 from .middleware.connections import protocol
 
+Beside = Callable[[Bridge, Callable[[], bool]], contextlib.AbstractAsyncContextManager[None]]
 SPARE_FILES = 512  # file descriptors beside those of connections
 
 
@@ -36,15 +39,18 @@ async def serve_http(
     listener: socket.socket,
     stopping: asyncio.Event,
     tracer: Tracer | None = None,
+    beside: Beside | None = None,
 ) -> None:
-    """Serve HTTP until `stopping`, then drain: until open requests have ended or `drain_timeout` has passed."""
+    """Serve HTTP, and with it what is `beside`, until `stopping`, then drain: until open requests have ended or
+    `drain_timeout` has passed."""
     _raise_file_limit(settings.max_connections)
     bridge = Bridge(broker, subjects, tracer=tracer)
     await bridge.start()
     family = FamilyMetrics()
     await family.listen(broker, subjects)
     canary = Canary(bridge, registry, settings.canary_interval)
-    application = create_app(bridge, broker, registry, settings, __version__, family, canary)
+    readiness = Readiness(bridge, broker, registry, settings, canary)
+    application = create_app(bridge, broker, registry, settings, __version__, family, readiness)
     server = _Server(
         uvicorn.Config(
             application,
@@ -59,8 +65,8 @@ async def serve_http(
 
     shown: MetricsRoutes = application.state.metrics
     serve_metrics(settings.host, settings.metrics_port, shown.whole)
-    beside = [asyncio.create_task(shown.keep_fresh())] if settings.metrics_port else []
-    beside += [asyncio.create_task(canary.run())] if settings.canary_interval else []
+    tasks = [asyncio.create_task(shown.keep_fresh())] if settings.metrics_port else []
+    tasks += [asyncio.create_task(canary.run())] if settings.canary_interval else []
     batches = asyncio.create_task(BatchRunner(bridge, settings).run())
     batches.add_done_callback(lambda _: stopping.set())  # a bridge without its batch runner restarts
 
@@ -72,12 +78,13 @@ async def serve_http(
 
     stopper = asyncio.create_task(stop())
     try:
-        await server.serve(sockets=[listener])
+        async with beside(bridge, lambda: readiness.is_ready) if beside else contextlib.nullcontext():
+            await server.serve(sockets=[listener])
         with contextlib.suppress(asyncio.CancelledError):
             await batches
     finally:
         stopper.cancel()
-        for task in beside:
+        for task in tasks:
             task.cancel()
         batches.cancel()
 

@@ -46,12 +46,12 @@ from ...schemas.placement import (
 )
 from ...schemas.planner import plan
 from ...schemas.registry import Admission, AgentCard, ModelRefusal
-from ...streams.lanes import open_lanes
+from ...streams.lanes import open_lanes, waiting_in_lanes
 from ...streams.outages import outage_logged
 from ...streams.port import Broker, Message
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
-from ...streams.topology import INFER, PRIORITIES, Subjects, batch_stream, lanes_of
+from ...streams.topology import INFER, PRIORITIES, Subjects, lanes_of
 from .hosting import Host
 from .processes import ProcessKeeper
 from .swapping import Swaps
@@ -133,7 +133,7 @@ class ModelAgent:
         now = time.time()
         await self._tell()
         catalogue = self._catalogue = await self._store.read()
-        await self._host.examine(catalogue)
+        await self._host.examine(catalogue, {hosted.key.first for hosted in self._workers})
         await self._announce(catalogue)
         await self._registry.refresh()
         held = (await self._broker.held(INFER)).by_subject
@@ -252,12 +252,9 @@ class ModelAgent:
             key = RevisionKey(lanes.model, lanes.revision)
             if not (token in self._crowded or key in left or is_everywhere):
                 continue
-            card = self._registry.models.get(lanes.model)
-            if key not in offered and (key not in states or (card is not None and not card.catalogued)):
-                continue  # workers of their own serve it
-            depth = {
-                priority: (await self._broker.held(batch_stream(token, priority))).messages for priority in PRIORITIES
-            }
+            if key not in offered and not self._registry.was_offered(catalogue, key):
+                continue
+            depth = await waiting_in_lanes(self._broker, token)
             depth["normal"] += left.get(key, 0)
             self._crowded.discard(token)
             if waiting := sum(depth.values()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from ...config.settings import Settings
-from ...engine import find_backend, find_backends
+from ...engine import find_backend, find_backends, find_plug_ins
 from ...schemas.errors import ConfigurationError
 
 _EMBEDDING = "sentence_transformers"  # the one backend for embeddings whose tokenizer the pipeline knows
@@ -32,7 +32,23 @@ def check_backends(settings: Settings) -> None:
 
 
 def report_refused(settings: Settings) -> None:
-    """Log each installed plug-in that cannot be used; it does not affect what can."""
+    """Log each installed plug-in that cannot be used; it does not affect what can.
+
+    Raises `ConfigurationError` for generation plug-ins that are allowed and not installed.
+    """
     for found in find_backends(settings.allowed_backends):
         if found.fault:
             log.warning("backend plug-in refused", backend=found.id, package=found.package, reason=found.fault)
+    allowed = settings.allowed_plug_ins
+    known = {one.name: one for one in find_plug_ins(allowed)} if allowed else {}
+    if faults := [
+        f"allowed_plug_ins: no package brings a generation plug-in {name!r}; installed: {', '.join(known) or 'none'}"
+        for name in allowed
+        if name not in known
+    ]:
+        raise ConfigurationError(faults)
+    for name in allowed:
+        if known[name].fault:
+            log.warning(
+                "generation plug-in refused", plug_in=name, package=known[name].package, reason=known[name].fault
+            )

@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -14,8 +14,10 @@ from pathlib import Path
 from ...config.settings import Settings
 from ...engine import EngineConfig, resolve_model
 from ...engine.adapter_files import adapter_size, adapter_source
+from ...engine.cpu.machine import Memory, memory_of_machine
+from ...engine.manifests import PAGED
 from ...engine.models import read_model_info
-from ...engine.sizing import Memory, footprint, memory_of_machine
+from ...engine.sizing import footprint
 from ...schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ...schemas.errors import ConfigurationError, Fatal
 from ...schemas.placement import Device, Need
@@ -43,27 +45,33 @@ class Host:
         self._chosen: dict[RevisionKey, Settings] = {}  # but for what `settings_of` adds
         self._cards: dict[RevisionKey, ModelCard] = {}
 
-    async def examine(self, catalogue: Catalogue) -> None:
-        """Read the files of what has come to the catalogue or changed in it, and forget what has left it."""
+    async def examine(self, catalogue: Catalogue, held: Collection[RevisionKey] = ()) -> None:
+        """Read the files of what has come to the catalogue or changed in it, and forget what has left it.
+
+        The needs of the revisions that this host has loaded, `held`, stay: they take memory until they have ended.
+        """
         live = {
             RevisionKey(entry.name, number): _served(entry, number)
             for entry in catalogue.entries
             for number in entry.sources
         }
-        for known in (self._examined, self.needs, self.faults, self._chosen, self._cards):
+        for known in (self._examined, self.faults, self._chosen, self._cards):
             for key in [key for key in known if key not in live]:
                 del known[key]
+        for key in [key for key in self.needs if key not in held and (key not in live or key in self.faults)]:
+            del self.needs[key]
         now, replicas = time.monotonic(), sum(entry.num_replicas for entry in live.values())
         for key, entry in live.items():
             again = key in self.faults and now - self._found.get(key, 0.0) >= AGAIN
             if self._examined.get(key) != entry or again:
-                self.needs.pop(key, None)
                 self.faults.pop(key, None)
                 try:
                     await asyncio.to_thread(self._examine, key, entry, replicas)
                 except Fatal as error:
                     self.faults[key] = f"The model {key.name!r} cannot be served here: {error}"
                     self._found[key] = now
+                    if key not in held:
+                        self.needs.pop(key, None)
                 self._examined[key] = entry
 
     def forget(self, key: RevisionKey) -> None:
@@ -127,6 +135,8 @@ class Host:
             chosen["lora_modules"] = tuple(f"{own}={path}" for own, path in entry.adapters.items())
         if takes.cache:
             chosen["kv_cache_memory"] = takes.cache
+        if entry.backend != PAGED.id:  # one directory for all models: the others do without, rather than not at all
+            chosen |= {name: Settings.model_fields[name].default for name in ("prefix_cache_dir", "prefix_cache_limit")}
         self._chosen[key] = settings.model_copy(update=chosen)
         self.needs[key] = Need(devices, memory)
         self._cards[key] = ModelCard(

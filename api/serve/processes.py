@@ -137,6 +137,7 @@ def child_environment(settings: Settings, url: str, *, without: Collection[str] 
     texts = {
         variable(name): ",".join(value) if isinstance(value, tuple) else str(value) for name, value in values.items()
     }
-    inherited = {name: value for name, value in os.environ.items() if name not in map(variable, without)}
+    hidden = {variable(name) for name in type(settings).model_fields if name not in values}
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     # The values include those of a configuration file.
     return inherited | texts | {"PENSTOCK_CONFIG": os.devnull, FAMILY: OUR_FAMILY}

@@ -22,11 +22,11 @@ from ...schemas.errors import ModelNotFound
 from ...schemas.model_state import RESIDENT, IllegalTransition, ModelState, enqueue, touch
 from ...schemas.placement import displacing
 from ...schemas.registry import ModelLanes
-from ...streams.lanes import remove_lanes
+from ...streams.lanes import remove_lanes, waiting_in_lanes
 from ...streams.port import Broker
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
-from ...streams.topology import PRIORITIES, batch_stream, lane_stream, lanes_of, stage_stream
+from ...streams.topology import PRIORITIES, lane_stream, lanes_of, stage_stream
 from .hosting import Host
 from .probing import probe
 
@@ -141,14 +141,16 @@ class Swaps:
         self, catalogue: Catalogue, states: Mapping[RevisionKey, ModelState], demand: Collection[RevisionKey]
     ) -> bool:
         """Drop former and removed revisions, and failed candidates, for which nothing has come for a while."""
-        entries = {entry.name: entry for entry in catalogue.entries}
         former = {
             RevisionKey(entry.name, number)
             for entry in catalogue.entries
             for number in entry.sources
             if number < entry.revision
         }
-        gone = {key.first for key in states if key.name not in entries or key.revision not in entries[key.name].sources}
+        live = {RevisionKey(entry.name, number) for entry in catalogue.entries for number in entry.sources}
+        lanes = {RevisionKey(each.model, each.revision) for each in self._registry.lanes.values()}
+        never_loaded = {key for key in lanes - live if self._registry.was_offered(catalogue, key)}
+        gone = ({key.first for key in states} - live) | never_loaded
         loaded = {key.first for key, state in states.items() if state.status in ("queued", *RESIDENT)}
         may_go = (former | gone) - loaded - {*demand}
         for key in self._left.keys() - may_go:
@@ -158,7 +160,7 @@ class Swaps:
         if not due or await self._are_on_the_way():
             return False
         for key in due:
-            if await self._waits_for(key):
+            if any((await waiting_in_lanes(self._broker, lanes_of(key.name, key.revision))).values()):
                 continue
             if key in former and not await self._change(partial(Catalogue.retire, key=key)):
                 continue
@@ -173,10 +175,6 @@ class Swaps:
         """Whether requests that are bound to a revision have yet to reach their lanes."""
         streams = [lane_stream(stage_stream(stage), lane) for stage in self._settings.job_stages for lane in PRIORITIES]
         return any([(await self._broker.held(stream)).messages for stream in streams])
-
-    async def _waits_for(self, key: RevisionKey) -> bool:
-        token = lanes_of(key.name, key.revision)
-        return any([(await self._broker.held(batch_stream(token, lane))).messages for lane in PRIORITIES])
 
     async def _change(self, update: Callable[[Catalogue], Catalogue]) -> bool:
         """Change the catalogue; returns False if that is not possible any more."""

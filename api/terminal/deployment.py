@@ -18,6 +18,7 @@ from ...streams.nats.deployment import Deployment
 from ..serve.connecting import connected
 from .options import with_settings
 
+_CHOSEN = ("max_batch_size", "kv_cache_memory")  # by the engine as it loads, unless they are given
 Action = Annotated[
     Literal["show", "agreed", "apply"],
     typer.Argument(help="agreed: show the settings that the deployment has agreed on; apply: change them."),
@@ -107,6 +108,6 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(re.sub("=sha256:.*", "=***", part) if name in SECRET else part for part in value)
     if value is None:
-        return ""
+        return "auto" if name in _CHOSEN else ""
     # Up to the last @, since a password may contain one: of several servers only the last is shown.
     return re.sub(r"^(\w+://)?.*@", r"\1***@", str(value), flags=re.DOTALL) if name in SECRET else str(value)

@@ -12,6 +12,7 @@ import typer
 from ... import __version__
 from ...config.sources import Loaded
 from ...schemas.asyncapi import asyncapi, json_schemas
+from ...schemas.protobuf import proto
 from ..serve.connecting import connected
 from .options import with_settings
 
@@ -20,10 +21,17 @@ from .options import with_settings
 def schema(
     loaded: Loaded,
     kind: Annotated[
-        Literal["asyncapi", "json"], typer.Argument(help="asyncapi: subjects and messages; json: only the messages.")
+        Literal["asyncapi", "json", "proto"],
+        typer.Argument(help="asyncapi: subjects and messages; json: only the messages; proto: the gRPC service."),
     ] = "asyncapi",
 ) -> None:
-    """Print the NATS messages and subjects as an AsyncAPI document, or only the messages as JSON Schemas."""
+    """Print the NATS messages and subjects as an AsyncAPI document, or only the messages as JSON Schemas.
+
+    `proto` prints the file that gRPC's clients are made from.
+    """
+    if kind == "proto":
+        sys.stdout.write(proto())
+        return
     document = asyncapi(loaded.settings.namespace, __version__)
     if kind == "json":
         document = {
@@ -37,7 +45,7 @@ def schema(
 def scheduling(
     loaded: Loaded,
     strategy: Annotated[
-        Literal["round_robin", "least_loaded", "memory_aware"] | None,
+        Literal["round_robin", "least_loaded", "memory_aware", "prefix_aware"] | None,
         typer.Argument(help="The strategy to use from now on."),
     ] = None,
 ) -> None:

@@ -48,6 +48,8 @@ def config(
     settings = loaded.settings
     try:
         users = role_permissions(Grants(settings.namespace, layout(settings)), settings.pipeline, tenant or [])
+        if (domain := settings.nats_domain) is not None:
+            users = {name: permissions.in_domain(domain) for name, permissions in users.items()}
     except ValueError as error:
         raise StartupError(f"--tenant: {error}") from error
     try:

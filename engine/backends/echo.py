@@ -46,6 +46,7 @@ class EchoBackend(NoAdapters, NoPrefixes):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config.refuse("quantization", "attention", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size")
+        config.refuse("prefix_cache_dir", "prefix_cache_limit")
         config = sized(config)
         self.tokenizer = load_tokenizer(config.model, "echo")
         self.info = (

@@ -25,7 +25,8 @@ from ..adapters import Adapter, Targets
 from ..backend import NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
-from ..loading import load_causal_lm, resolve_device
+from ..device import resolve_device
+from ..loading import load_causal_lm
 from ..low_rank import Adaptation, place, users
 from ..manifests import HF
 from ..models import count_parameters, read_model_info, resolve_model
@@ -48,6 +49,7 @@ class HfBackend(NoPrefixes):
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Raises `ConfigurationError` and `ModelLoadError`."""
         config.refuse("quantization", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size", "echo_rate")
+        config.refuse("prefix_cache_dir", "prefix_cache_limit")
         config = sized(config)
         if config.attention not in _ATTENTION:
             raise ConfigurationError([f"attention={config.attention!r}: must be one of {', '.join(_ATTENTION)}"])

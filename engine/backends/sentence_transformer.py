@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ...schemas.errors import ConfigurationError, GenerationFailed, ModelLoadError
 from ..backend import ProgressCallback
 from ..config import EngineConfig
-from ..loading import counting_weights, resolve_device
+from ..device import resolve_device
+from ..loading import counting_weights
 from ..manifests import SENTENCE_TRANSFORMERS
 from ..models import count_parameters, read_model_info, resolve_model
 from ..text.tokenizer import load_tokenizer
@@ -37,7 +38,7 @@ class SentenceTransformerBackend(EmbeddingBackend):
         """Raises `ConfigurationError` and `ModelLoadError`."""
         super().__init__()
         config.refuse("quantization", "attention", "enable_cuda_graph", "enable_chunked_prefill", "prefill_chunk_size")
-        config.refuse("kv_cache_memory", "cache_answers", "echo_rate")
+        config.refuse("kv_cache_memory", "cache_answers", "echo_rate", "prefix_cache_dir", "prefix_cache_limit")
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:

@@ -7,17 +7,19 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .files import read_header, read_json, weight_files
 from .lazy import LazyWeight
 from .quantized import GROUP_SIZE, Quantized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SHARD = 4 << 30  # bytes of a weight file, unless one tensor is larger
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -111,6 +113,17 @@ def lazy_rounded_weights(
         weight = LazyWeight(partial(_expand, rounded, dtype))
         weights |= {f"{one}.weight": weight for one in {name, quantized.tied.get(name, name)}}
     return weights
+
+
+def attach(model: Any, found: Mapping[str, Rounded]) -> None:
+    """Leave the levels with the modules that they belong to; those of an embedding with the head that is tied to it."""
+    modules, head, embedding = dict(model.named_modules()), model.get_output_embeddings(), model.get_input_embeddings()
+    for name, rounded in found.items():
+        module: Any = modules.get(name)
+        if module is embedding and head is not None and head.weight is module.weight:
+            module = head
+        if type(module) is nn.Linear:
+            vars(module)["rounded"] = rounded
 
 
 def save_quantized(source: Path, to: Path, model: PreTrainedModel, found: Mapping[str, Rounded]) -> None:

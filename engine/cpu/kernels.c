@@ -1,4 +1,4 @@
-/* One step of a plain decoder over few tokens, in one call: for x86 with AVX512-BF16, on OpenMP threads.
+/* One step of a plain decoder over few tokens, in one call, on OpenMP threads.
 
    With few rows, reading the weights takes most of a step. One call saves the rest: the operations between products,
    each a pass over a row of a few KB, and starting and ending every product.
@@ -88,7 +88,7 @@ INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t
 
 /* The even (first) or odd (second) number of each pair, as float32. */
 INLINE __m512 even_or_odd(__m512i pair, int odd) {
-    return (__m512)(odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pair, 16));
+    return _mm512_castsi512_ps(odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pair, 16));
 }
 
 /* Inputs that a block has room for: the same padding as oneDNN's for the same T. */
@@ -99,41 +99,55 @@ INLINE int64_t padded(const Product *p, int half) {
 
 INLINE int64_t pair_bytes(int half) { return half ? 256 : 512; }
 
+/* The sum plus both products of each pair of bfloat16 numbers. */
+INLINE __m512 add_pairs(__m512 sum, __m512i one, __m512i other) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(sum, (__m512bh)one, (__m512bh)other);
+#else
+    sum = _mm512_fmadd_ps(even_or_odd(one, 1), even_or_odd(other, 1), sum);
+    return _mm512_fmadd_ps(even_or_odd(one, 0), even_or_odd(other, 0), sum);
+#endif
+}
+
 /* Multiply `rows` inputs T [rows, I] by the pairs `from` to `end` of one block; store the sums [rows, 64] if `from`
    is 0, else add them. Each pair also prefetches `share` bytes, starting at `next`. */
 INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
                  const void *x, float (*to)[BLOCK], int rows, int half) {
-    const int64_t stride = p->inputs, bytes = pair_bytes(half);
-    const uint8_t *weight = (const uint8_t *)p->weight + (block * (padded(p, half) / 2) + from) * bytes;
-    __m512 sums[TILE][4];
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
-    for (int64_t i = from; i < end; i++, weight += bytes, next += share) {
-        for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
-        if (half) {
-            __m512i pair[4];
-            for (int j = 0; j < 4; j++) pair[j] = _mm512_loadu_si512(weight + 64 * j);
-            for (int r = 0; r < rows; r++) {
-                __m512i input = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * stride + 2 * i));
-                for (int j = 0; j < 4; j++)
-                    sums[r][j] = _mm512_dpbf16_ps(sums[r][j], (__m512bh)input, (__m512bh)pair[j]);
-            }
-        } else {
-            for (int odd = 0; odd < 2; odd++)
-                for (int j = 0; j < 4; j++) {
-                    __m512 one = load(weight, odd * BLOCK + j * 16, 0xffff, 0);
-                    for (int r = 0; r < rows; r++) {
-                        __m512 input = _mm512_set1_ps(((const float *)x)[r * stride + 2 * i + odd]);
-                        sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
-                    }
+    const int wide = WIDE(rows);
+    const int64_t stride = p->inputs, bytes = pair_bytes(half), part = share * wide / 4;
+#pragma GCC unroll 1
+    for (int first = 0; first < 4; first += wide) { /* of the block's vectors */
+        const uint8_t *weight = (const uint8_t *)p->weight + (block * (padded(p, half) / 2) + from) * bytes;
+        __m512 sums[TILE][4];
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < wide; j++) sums[r][j] = _mm512_setzero_ps();
+        for (int64_t i = from; i < end; i++, weight += bytes, next += part) {
+            for (int64_t line = 0; line < part; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
+            if (half) {
+                __m512i pair[4];
+                for (int j = 0; j < wide; j++) pair[j] = _mm512_loadu_si512(weight + 64 * (first + j));
+                for (int r = 0; r < rows; r++) {
+                    __m512i input = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * stride + 2 * i));
+                    for (int j = 0; j < wide; j++) sums[r][j] = add_pairs(sums[r][j], input, pair[j]);
                 }
+            } else {
+                for (int odd = 0; odd < 2; odd++)
+                    for (int j = 0; j < wide; j++) {
+                        __m512 one = load(weight, odd * BLOCK + (first + j) * 16, 0xffff, 0);
+                        for (int r = 0; r < rows; r++) {
+                            __m512 input = _mm512_set1_ps(((const float *)x)[r * stride + 2 * i + odd]);
+                            sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
+                        }
+                    }
+            }
         }
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < wide; j++) {
+                float *sum = to[r] + 16 * (first + j);
+                __m512 before = from ? _mm512_loadu_ps(sum) : _mm512_setzero_ps();
+                _mm512_storeu_ps(sum, _mm512_add_ps(before, sums[r][j]));
+            }
     }
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < 4; j++) {
-            __m512 before = from ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
-            _mm512_storeu_ps(to[r] + 16 * j, _mm512_add_ps(before, sums[r][j]));
-        }
 }
 
 /* Multiply any number of rows, in tiles of similar height. All tiles read one chunk of the block, which stays in the

@@ -41,7 +41,8 @@ INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs
         const int64_t i = row * count + g * GROUP, left = count - g * GROUP, at = row * num_groups + g;
         __m512 a = load(x, i, tail_mask(left), half), b = _mm512_setzero_ps();
         if (left > 16) b = load(x, i + 16, tail_mask(left - 16), half);
-        __m512i first = _mm512_and_si512((__m512i)a, positive), second = _mm512_and_si512((__m512i)b, positive);
+        __m512i first = _mm512_and_si512(_mm512_castps_si512(a), positive);
+        __m512i second = _mm512_and_si512(_mm512_castps_si512(b), positive);
         union { uint32_t bits; float number; } most; /* of their sizes, of which NaN is the largest */
         most.bits = _mm512_reduce_max_epu32(_mm512_max_epu32(first, second));
         __m512 factor = _mm512_set1_ps(most.number >= 1e-30f ? 127 / most.number : 0);
@@ -68,78 +69,101 @@ INLINE __m512 load_scales(const Product *p, int64_t group, int64_t j) {
     return load(p->scales, i, 0xffff, p->scale_type == BF16);
 }
 
-/* Four inputs of 64 outputs as unsigned bytes: INT4 as stored, others plus 128. */
-INLINE void load_quad(const uint8_t *from, int kind, __m512i to[4]) {
-    const __m512i mask = _mm512_set1_epi8(15), sign = _mm512_set1_epi8((char)0x80);
-    for (int j = 0; j < 4; j += 2) {
-        if (kind != INT4) {
-            to[j] = _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j), sign);
-            to[j + 1] = _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j + 64), sign);
-        } else {
-            __m512i both = _mm512_loadu_si512(from + 32 * j);
-            to[j] = _mm512_and_si512(both, mask), to[j + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-        }
-    }
+/* Four inputs of 64 outputs, or those of the vector j, as unsigned bytes: INT4 as stored, others plus 128. */
+INLINE __m512i load_four(const uint8_t *from, int kind, int j) {
+    if (kind != INT4) return _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j), _mm512_set1_epi8((char)0x80));
+    __m512i both = _mm512_loadu_si512(from + 64 * (j / 2));
+    return _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
 }
 
+INLINE void load_quad(const uint8_t *from, int kind, __m512i to[4]) {
+    for (int j = 0; j < 4; j++) to[j] = load_four(from, kind, j);
+}
+
+/* Add to each sum of 32 bits the products of its four unsigned and signed bytes. */
+#if defined __AVX512VNNI__ && defined __AVX512BW__
 /* The compiler would keep copies of the sums in memory. */
-#define DOT(sum, weight, input) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(input))
+#define DOT(sum, weight, input, kind) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(input))
+#elif defined __AVXVNNI__
+#define DOT(sum, weight, input, kind)                                                                                 \
+    (sum).low = _mm256_dpbusd_avx_epi32((sum).low, (weight).low, (input).low),                                        \
+    (sum).high = _mm256_dpbusd_avx_epi32((sum).high, (weight).high, (input).high)
+#else
+#define DOT(sum, weight, input, kind) sum = _mm512_add_epi32(sum, fours_of(weight, input, kind))
+
+/* The sums of the products of four bytes each. Those of two fit into 16 bits only for the levels of INT4. */
+INLINE __m512i fours_of(__m512i weight, __m512i input, int kind) {
+    if (kind == INT4) return _mm512_madd_epi16(_mm512_maddubs_epi16(weight, input), _mm512_set1_epi16(1));
+    __m512i even = _mm512_and_si512(weight, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(weight, 8);
+    __m512i even_input = _mm512_srai_epi16(_mm512_slli_epi16(input, 8), 8), odd_input = _mm512_srai_epi16(input, 8);
+    return _mm512_add_epi32(_mm512_madd_epi16(even, even_input), _mm512_madd_epi16(odd, odd_input));
+}
+#endif
 
 /* Multiply `rows` rows from `row` on by the groups `from` to `end` of one block; store the sums [rows, 64] if `from` is
    0, else add them. Each group also prefetches `share` bytes, starting at `next`. */
 INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
                        const Inputs *x, int64_t row, float (*to)[BLOCK], int rows, int kind) {
+    const int wide = WIDE(rows);
     const int64_t G = groups(p), bytes = group_bytes(kind);
     const uint8_t *weight = (const uint8_t *)p->weight + (block * G + from) * bytes;
     for (int64_t g = from; g < end; g++, next += share) {
         for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
 #pragma GCC unroll 2
         for (int part = 0; part < num_parts(kind); part++) {
-            __m512i sums[TILE][4];
-#pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) {
-                const int64_t at = (row + r) * G + g;
-                __m512i offset = _mm512_setzero_si512();
-                if (kind == FINE) offset = _mm512_set1_epi32(-128 * x->halves[2 * at + part]);
-                else if (kind == INT8) offset = _mm512_slli_epi32(_mm512_set1_epi32(x->offsets[at]), 4);
-                else if (p->middle) offset = _mm512_set1_epi32(x->offsets[at]);
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) sums[r][j] = offset;
-            }
-#pragma GCC unroll 8
-            for (int q = 0; q < QUADS / num_parts(kind); q++, weight += bytes / QUADS) {
-                __m512i quad[4];
-                load_quad(weight, kind, quad);
-                const int64_t input = GROUP * part / num_parts(kind) + 4 * q;
+            const int64_t own = (block * G + g) * num_parts(kind) + part;
+#pragma GCC unroll 1
+            for (int first = 0; first < 4; first += wide) { /* of the block's vectors */
+                const uint8_t *fours = weight;
+                __m512i sums[TILE][4];
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
-                    int32_t four;
-                    memcpy(&four, x->levels + ((row + r) * G + g) * GROUP + input, 4);
-                    __m512i inputs = _mm512_set1_epi32(four);
+                    const int64_t at = (row + r) * G + g;
+                    __m512i offset = _mm512_setzero_si512();
+                    if (kind == FINE) offset = _mm512_set1_epi32(-128 * x->halves[2 * at + part]);
+                    else if (kind == INT8) offset = _mm512_slli_epi32(_mm512_set1_epi32(x->offsets[at]), 4);
+                    else if (p->middle) offset = _mm512_set1_epi32(x->offsets[at]);
 #pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++) DOT(sums[r][j], quad[j], inputs);
+                    for (int j = 0; j < wide; j++) sums[r][j] = offset;
                 }
-            }
-            const int64_t own = (block * G + g) * num_parts(kind) + part;
-            __m512 scales[4], zeros[4];
+#pragma GCC unroll 8
+                for (int q = 0; q < QUADS / num_parts(kind); q++, fours += bytes / QUADS) {
+                    __m512i quad[4];
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                scales[j] = load_scales(p, own, 16 * j);
-                zeros[j] = p->has_zeros ? load_scales(p, own, BLOCK + 16 * j) : _mm512_setzero_ps();
-            }
+                    for (int j = 0; j < wide; j++) quad[j] = load_four(fours, kind, first + j);
+                    const int64_t input = GROUP * part / num_parts(kind) + 4 * q;
 #pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) {
-                const int64_t at = (row + r) * G + g;
-                __m512 step = _mm512_set1_ps(x->scales[at]);
-                __m512 total = _mm512_set1_ps(kind == FINE ? x->scales[at] * x->halves[2 * at + part] : x->totals[at]);
+                    for (int r = 0; r < rows; r++) {
+                        int32_t four;
+                        memcpy(&four, x->levels + ((row + r) * G + g) * GROUP + input, 4);
+                        __m512i inputs = _mm512_set1_epi32(four);
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
-                    __m512 sum = g || part ? _mm512_loadu_ps(to[r] + 16 * j) : _mm512_setzero_ps();
-                    sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][j]), scales[j]), step, sum);
-                    if (p->has_zeros) sum = _mm512_fmadd_ps(zeros[j], total, sum);
-                    _mm512_storeu_ps(to[r] + 16 * j, sum);
+                        for (int j = 0; j < wide; j++) DOT(sums[r][j], quad[j], inputs, kind);
+                    }
+                }
+                __m512 scales[4], zeros[4];
+#pragma GCC unroll 4
+                for (int j = 0; j < wide; j++) {
+                    const int64_t output = 16 * (first + j);
+                    scales[j] = load_scales(p, own, output);
+                    zeros[j] = p->has_zeros ? load_scales(p, own, BLOCK + output) : _mm512_setzero_ps();
+                }
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++) {
+                    const int64_t at = (row + r) * G + g;
+                    const float total = kind == FINE ? x->scales[at] * x->halves[2 * at + part] : x->totals[at];
+#pragma GCC unroll 4
+                    for (int j = 0; j < wide; j++) {
+                        float *all = to[r] + 16 * (first + j);
+                        __m512 sum = g || part ? _mm512_loadu_ps(all) : _mm512_setzero_ps();
+                        __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][j]), scales[j]);
+                        sum = _mm512_fmadd_ps(scaled, _mm512_set1_ps(x->scales[at]), sum);
+                        if (p->has_zeros) sum = _mm512_fmadd_ps(zeros[j], _mm512_set1_ps(total), sum);
+                        _mm512_storeu_ps(all, sum);
+                    }
                 }
             }
+            weight += bytes / num_parts(kind);
         }
     }
 }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
 import subprocess
 import tempfile
@@ -20,6 +19,9 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ..models import user_cache
+from .machine import KERNEL_FLAGS, cpu_flags
 
 MOST_ROWS = 256
 """The most rows of a product and the most tokens of a step, as in the source."""
@@ -36,11 +38,10 @@ _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("vectors.h", "product.h", "tiles.h", "levels.h", "kernels.c", "sampling.c")
+    for name in ("narrow.h", "vectors.h", "product.h", "tiles.h", "levels.h", "kernels.c", "sampling.c")
 )
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC")
 _TILE = 16  # rows of AMX's tiles, as in the source
-_NEEDED = {"avx512_bf16", "avx512_vnni", "avx512vbmi", "avx512vl", "avx512bw"}
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -111,6 +112,11 @@ class Kernels:
         self._room = torch.empty(0)
         self.has_tiles = bool(library.use_tiles(True))
 
+    @property
+    def name(self) -> str:
+        """The library's file name, which differs with its sources, compiler, flags and CPU."""
+        return Path(self.library._name).name
+
     def use_tiles(self, wanted: bool) -> None:
         """Switch AMX on, where the CPU has it, or off."""
         self.has_tiles = bool(self.library.use_tiles(wanted))
@@ -163,13 +169,16 @@ class NoKernels(Exception):
     """The compiled kernels cannot be used on this machine; the message says why and what to do."""
 
 
-def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels:
-    """Load the library from `cache`, compiling it first if need be. Raises `NoKernels` where that fails."""
-    flags = _cpu_flags()
-    if not set(flags.split()) >= _NEEDED:
-        raise NoKernels("the compiled kernels need a CPU with AVX512-BF16, VNNI, VBMI, VL and BW")
+def load_kernels(compiler: str = "cc", cache: Path | None = None, architecture: str = "native") -> Kernels:
+    """Load the library from `cache`, compiling it first if need be, for an `architecture` as gcc names it.
+
+    Raises `NoKernels` where that fails.
+    """
+    flags = cpu_flags()
+    if not set(flags.split()) >= KERNEL_FLAGS:
+        raise NoKernels("the compiled kernels need an x86 CPU with AVX2, FMA, F16C and BMI2")
     try:
-        return Kernels(_load(compiler, cache or _cache(), flags))
+        return Kernels(_load(compiler, cache or user_cache(), flags, architecture))
     except FileNotFoundError as error:
         reason = f"{error.filename} does not exist"
         remedy = "install a C compiler, such as gcc" if error.filename == compiler else "reinstall Penstock"
@@ -181,26 +190,14 @@ def load_kernels(compiler: str = "cc", cache: Path | None = None) -> Kernels:
     raise NoKernels(f"{reason}; {remedy}")
 
 
-def _cpu_flags() -> str:
-    try:
-        match = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        return ""
-    return match[1] if match else ""
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-
-
-def _load(compiler: str, cache: Path, flags: str) -> ctypes.CDLL:
+def _load(compiler: str, cache: Path, flags: str, architecture: str) -> ctypes.CDLL:
     version = _run([compiler, "--version"])
-    parts = (version, flags, *_FLAGS, torch.__version__)
+    parts = (version, flags, architecture, *_FLAGS, torch.__version__)
     sources = b"".join(source.read_bytes() for source in _SOURCES)
     name = hashlib.sha256(sources + "\n".join(parts).encode()).hexdigest()[:16]
     path = cache / f"kernels-{name}.so"
     if not _is_whole(path):
-        _compile(compiler, path)
+        _compile(compiler, path, architecture)
     before = _openmp_libraries()
     library = ctypes.CDLL(str(path))
     if own := _openmp_libraries() - before:
@@ -208,12 +205,13 @@ def _load(compiler: str, cache: Path, flags: str) -> ctypes.CDLL:
     return library
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, path: Path, architecture: str) -> None:
     """Compile to `path`, atomically: concurrent processes write identical files. A checksum follows the library."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
-        _run([compiler, *_FLAGS, "-o", str(built), *(str(one) for one in _SOURCES if one.suffix == ".c"), "-lm"])
+        sources = [str(one) for one in _SOURCES if one.suffix == ".c"]
+        _run([compiler, f"-march={architecture}", *_FLAGS, "-o", str(built), *sources, "-lm"])
         with built.open("ab") as file:  # the loader ignores trailing bytes
             file.write(hashlib.sha256(built.read_bytes()).digest())
         built.replace(path)

@@ -7,25 +7,15 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterable
-from math import ceil
 from pathlib import Path
 
 from ..models import count_parameters
+from .machine import available_cores
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # glibc's names for mallopt, see malloc.h
 _PAGE, _HUGEPAGE, _COLLAPSE = 2 << 20, 14, 25  # Linux's names for madvise, see mman.h
 _NICENESS = 5
 _SMALL_MODEL = 30_000_000  # parameters
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def available_cores() -> int:
-    """The number of cores that this process may use: its CPU affinity, limited by its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = _QUOTA.read_text().split()
-        cores = min(cores, ceil(int(quota) / int(period)))  # without a limit the quota is "max", a ValueError
-    return max(1, cores)
 
 
 def worker_threads(directory: Path | None, workers: int) -> int:

@@ -1,4 +1,4 @@
-/* Vectors of 16 numbers, for x86 with AVX512-BF16. Numbers in memory are bfloat16 if `half` is set, else float32. */
+/* Vectors of 16 numbers, for x86 with AVX-512 or AVX2. Numbers in memory are bfloat16 if `half` is set, else float32. */
 
 #pragma once
 
@@ -8,12 +8,32 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Of a block's four vectors, those whose sums for so many rows fit into registers. */
+#ifdef __AVX512BW__
+#define WIDE(rows) 4
+#else
+#include "narrow.h"
+#define WIDE(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#endif
+
 enum { BLOCK = 64 }; /* numbers processed together */
 
 /* The first `count` of 16 lanes; all of them from 16 on. */
 INLINE __mmask16 tail_mask(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
 
 INLINE __m512 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+
+/* The nearest bfloat16 numbers, the even one of two; NaN stays NaN. */
+INLINE __m256i narrow(__m512 v) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(v);
+#else
+    __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(near, is_nan, _mm512_set1_epi32(-1)), 16));
+#endif
+}
 
 /* Up to 16 numbers, starting at index i. */
 INLINE __m512 load(const void *from, int64_t i, __mmask16 mask, int half) {
@@ -22,7 +42,7 @@ INLINE __m512 load(const void *from, int64_t i, __mmask16 mask, int half) {
 }
 
 INLINE void store(void *to, int64_t i, __m512 v, __mmask16 mask, int half) {
-    if (half) _mm256_mask_storeu_epi16((uint16_t *)to + i, mask, (__m256i)_mm512_cvtneps_pbh(v));
+    if (half) _mm256_mask_storeu_epi16((uint16_t *)to + i, mask, narrow(v));
     else _mm512_mask_storeu_ps((float *)to + i, mask, v);
 }
 

@@ -27,6 +27,9 @@ _MAX_WAITING = 16  # grammars, checked one after another
 _MAX_VERDICTS = 4096
 _MAX_LINE_BYTES = 64 << 20
 
+SIMPLE = Grammar(kind="regex", text="a")
+"""Compiled ahead of any request, so that what every grammar needs is loaded."""
+
 _Job = tuple[str, str, int, str, str]
 """A model's source, backend and revision, and a grammar's kind and text."""
 
@@ -42,6 +45,7 @@ class GrammarChecker:
         self._time_limit = time_limit
         # What is wrong with each grammar, by its digest, the least recently used first; empty where it compiles.
         self._verdicts: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
+        self._ahead: dict[tuple[str, str, int], asyncio.Task[None]] = {}
         self._num_waiting = 0
         self._turn = asyncio.Lock()
         self._child: Process | None = None  # guarded by `_turn`
@@ -65,9 +69,20 @@ class GrammarChecker:
         if fault := await asyncio.shield(self._verdicts[key]):
             raise InvalidRequest(fault, code="invalid_grammar", param=param)
 
+    def prepare(self, source: str, backend: str, revision: int = 1, *, after: float = 0.0) -> None:
+        """Start the child and load the model's tokenizer there, once, `after` seconds from now."""
+        key = (source, backend, revision)
+        if key not in self._ahead:
+            self._ahead[key] = asyncio.create_task(self._prepare(*key, after))
+
+    async def _prepare(self, source: str, backend: str, revision: int, after: float) -> None:
+        await asyncio.sleep(after)
+        with contextlib.suppress(PenstockError):  # which the first request with a grammar is told
+            await self.check(SIMPLE, source, backend, revision, param="grammar")
+
     async def close(self) -> None:
         """End the child, and with it what it compiles."""
-        tasks = list(self._verdicts.values())
+        tasks = [*self._ahead.values(), *self._verdicts.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -100,6 +115,8 @@ class GrammarChecker:
                         return "the grammar cannot be compiled: it takes too much memory, or the compiler gives up"
                     if attempt == 2:
                         raise ModelLoadError("the process that checks grammars does not start") from None
+                except ModelLoadError:
+                    raise
                 except BaseException:
                     await self._end()
                     raise
@@ -114,6 +131,7 @@ class GrammarChecker:
             async with asyncio.timeout(_START_LIMIT):
                 loaded = await self._read(child)
         except TimeoutError:
+            await self._end()
             raise ModelLoadError("the process that checks grammars takes too long to start") from None
         if "error" in loaded:
             raise ModelLoadError(loaded["error"])

@@ -7,6 +7,7 @@ is faster here than torch's flash attention for CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..transfer import upload
 from .kv_cache import LayerSpec, SlicedPool
@@ -190,3 +192,21 @@ def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Ten
     scores.view(heads, -1, count, count).add_(_later(count, scores))
     mixed = torch.bmm(_softmax(scores, rules, heads), value)
     return mixed.view(heads, -1, count, value.shape[-1]).permute(2, 0, 1, 3).reshape(count, -1)
+
+
+def with_rules(
+    attention: Callable[..., Tensor],
+    index: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Call `attention` as transformers' models do, for one that knows of no rule but the scaling."""
+    return attention(index, query, key, value, Rules(scaling), window)
+
+
+def widened(tensor: Tensor, size: int) -> Tensor:
+    """[…, D] → […, size], padded with zeros, which change no score."""
+    return tensor if tensor.shape[-1] == size else functional.pad(tensor, (0, size - tensor.shape[-1]))

@@ -13,7 +13,6 @@ import gc
 import logging
 from dataclasses import replace
 from itertools import chain
-from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,17 +26,17 @@ from ..backend import ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..cpu.library import MOST_ROWS, Kernels, NoKernels, load_kernels
-from ..loading import load_causal_lm, resolve_device
+from ..device import resolve_device
 from ..manifests import PAGED
-from ..models import ModelInfo, count_parameters, read_model_info, resolve_model
+from ..models import count_parameters, read_model_info, resolve_model
 from ..output import CacheStats, SpeculationStats
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
-from ..sizing import SizedConfig, sized
+from ..sizing import SizedConfig, fitting_length, sized, weights_of_model
 from ..text.tokenizer import Tokenizer
-from .attention_hook import ATTENTION
 from .blocks import KVBlocks
-from .context import fitting_length, steady_length
+from .context import steady_length
 from .kv_plan import check_memory, plan_blocks
+from .load import load_model
 from .prefixes import load_prefixes, save_prefixes
 from .quantize import ProductMaker
 from .rows import Row, Scheduled
@@ -45,6 +44,7 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .segments import split_scores, to_segment
 from .speculation import Speculation
+from .spill.opening import open_spill
 
 _log = logging.getLogger(__name__)
 
@@ -96,10 +96,8 @@ class PagedBackend:
         info = replace(info, context_length=steady_length(config, path, info.context_length))
         parameters = count_parameters(path)
         self.tokenizer = Tokenizer(path)
-        check_memory(config.kv_cache_memory, parameters * _number_size(config, info), device)
-        model = load_causal_lm(
-            config, path, info.architecture, device, progress, ATTENTION, keep_levels=kernels is not None
-        )
+        check_memory(config.kv_cache_memory, weights_of_model(config, device.type), config.model, device)
+        model = load_model(config, path, info.architecture, device, progress, keep_levels=kernels is not None)
         self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_product, kernels)
         if self.runner.uncompiled:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")
@@ -134,6 +132,7 @@ class PagedBackend:
         for reason in self._slow_paths:
             _log.warning("%s: %s", config.model, reason)
         slow_paths = tuple(self._slow_paths)
+        self._spill = open_spill(config, path, info, self.runner, self.blocks, kernels, slow_paths)
         self.info = replace(info, parameters=parameters, context_length=context, slow_paths=slow_paths)
 
     def _guessing(self, config: EngineConfig, is_quantized: bool) -> tuple[Speculation | None, str]:
@@ -172,7 +171,7 @@ class PagedBackend:
 
     @property
     def num_waiting(self) -> int:
-        return self._scheduler.num_waiting
+        return self._scheduler.num_waiting + self._spill.num_held
 
     def cache_stats(self) -> CacheStats:
         stats = self.blocks.stats()
@@ -187,6 +186,7 @@ class PagedBackend:
             num_evictions=stats.evictions,
             num_preemptions=self._scheduler.num_preemptions,
             speculation=self.speculation_stats(),
+            spill=self._spill.stats(),
         )
 
     def speculation_stats(self) -> SpeculationStats:
@@ -208,9 +208,11 @@ class PagedBackend:
         return 2 * products + num_attended * runner.attention_flops
 
     def add(self, choice: Choice) -> None:
-        self._scheduler.add(choice)
+        if not self._spill.hold(choice):
+            self._scheduler.add(choice)
 
     def remove(self, choice: Choice) -> None:
+        self._spill.remove(choice)
         self._scheduler.remove(choice)
 
     def save_prefixes(self, path: Path) -> int:
@@ -232,9 +234,10 @@ class PagedBackend:
         return adapter
 
     def delay(self) -> float:
-        return 0.0 if self.num_running or self.num_waiting else inf
+        return 0.0 if self.num_running or self._scheduler.num_waiting else self._spill.delay()
 
     def close(self) -> None:
+        self._spill.close()
         del self.runner
         gc.collect()
 
@@ -244,6 +247,8 @@ class PagedBackend:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
+        for choice in self._spill.advance():
+            self._scheduler.add(choice)
         scheduled = self._scheduler.schedule()
         before, self._unread = self._unread, None
         if not scheduled:
@@ -339,10 +344,3 @@ class PagedBackend:
             self._commit([one], now)
             deltas += self._read(now)
         return deltas
-
-
-def _number_size(config: EngineConfig, info: ModelInfo) -> int:
-    """The bytes of one weight while the model loads."""
-    name = config.dtype if config.dtype != "auto" else info.dtype or "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype.itemsize

@@ -48,11 +48,13 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Return a block with one holder. `num_free` must not be 0."""
-        if self._num_used < self.num_blocks:
+        if self._free:
+            block = self._free.pop()
+        elif self._num_used < self.num_blocks:
             block = self._num_used
             self._num_used += 1
         else:
-            block = self._free.pop() if self._free else self._evict()
+            block = self._evict()
         self._holders[block] = 1
         self._touch(block)
         return block

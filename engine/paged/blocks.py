@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .block_pool import BlockPool
@@ -48,6 +48,14 @@ class KVStats:
     evictions: int
 
 
+@dataclass(slots=True)
+class Journal:
+    """What happened to the prefix cache since its reader last took it: `KVBlocks` adds, the reader removes."""
+
+    published: list[bytes] = field(default_factory=list)  # keys of blocks that became findable
+    released: list[list[bytes]] = field(default_factory=list)  # of published blocks that a sequence held, in its order
+
+
 class KVBlocks:
     """The pools of all groups, kept in step: a table grows, or matches, in every group or in none.
 
@@ -56,6 +64,7 @@ class KVBlocks:
 
     def __init__(self, block_size: int, groups: Sequence[GroupSpec], max_step_tokens: int) -> None:
         self.block_size = block_size
+        self.journal: Journal | None = None  # set by who reads it
         self.pools = tuple(BlockPool(group.num_blocks) for group in groups)
         self._windows = tuple(group.window for group in groups)
         self._full_first = sorted(range(len(groups)), key=lambda group: groups[group].window is not None)
@@ -148,14 +157,51 @@ class KVBlocks:
             for blocks, pool in zip(tables.blocks, self.pools, strict=True):
                 if blocks[index] != NO_BLOCK:
                     pool.publish(blocks[index], tables.keys[index])
+        if self.journal is not None:
+            self.journal.published += tables.keys[tables.num_published : num_full]
         tables.num_published = num_full
 
     def release(self, tables: Tables) -> None:
         """Release all blocks; `keys` stay."""
+        if self.journal is not None and tables.num_published:
+            self.journal.released.append(tables.keys[: tables.num_published])
         for group, blocks in enumerate(tables.blocks):
             self._give_back(group, blocks, len(blocks))
             blocks.clear()
         tables.num_published = tables.slide_at = 0
+
+    def fill(self, keys: Sequence[bytes], known: int, write: Callable[[int, list[int], list[int]], None]) -> int:
+        """Cache the missing ones of a sequence's leading blocks, as far as the token after them sees them.
+
+        `write(group, indices, blocks)` stores the contents of these of `keys`; it knows those from index `known` on.
+        Evicts other blocks for them, the least recently used first. Returns the number of blocks written: 0 if there is
+        no room, or if one is missing that is not known.
+        """
+        plans: list[tuple[range, list[int]]] = []
+        for group, pool in enumerate(self.pools):
+            seen = range(self._first_seen(group, len(keys) * self.block_size), len(keys))
+            missing = [index for index in seen if pool.lookup(keys[index]) is None]
+            found = [block for index in seen if (block := pool.lookup(keys[index])) is not None]
+            room = pool.num_free - sum(not pool.is_held(block) for block in found)
+            if len(missing) > room or (missing and missing[0] < known):
+                return 0
+            plans.append((seen, missing))
+        for group, (pool, (seen, missing)) in enumerate(zip(self.pools, plans, strict=True)):
+            held: dict[int, int] = {}
+            for index in seen:
+                if (block := pool.lookup(keys[index])) is not None:
+                    pool.acquire(block)
+                    held[index] = block
+            held |= {index: pool.allocate() for index in missing}
+            try:
+                if missing:
+                    write(group, missing, [held[index] for index in missing])
+                for index in missing:
+                    pool.publish(held[index], keys[index])
+            finally:
+                for index in reversed(seen):
+                    pool.release(held[index])
+        return sum(len(missing) for _, missing in plans)
 
     def evict(self) -> None:
         """Evict all cached blocks that no sequence holds."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from ...schemas.errors import ModelLoadError
 from ..checkpoints.rounded import Rounded
@@ -22,6 +21,9 @@ from ..cpu.library import GROUP
 from .precision import in_float32
 from .quantize import fits_int4, rounded
 from .rounding import fit_int4, fit_int8, int4_levels, int8_levels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _DAMPING = 0.01  # of the mean square of an input, added to each: keeps inputs that hardly occur from exploding
 _BATCH = 8  # texts that pass through a layer together

@@ -1,4 +1,4 @@
-"""How long a request may be: as long as rotations stay valid, and as the cache has room."""
+"""How long a request may be: as long as rotations stay valid."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ...schemas.errors import ConfigurationError
 from ..config import EngineConfig
-from ..loading import load_config
-from ..sizing import SizedConfig
+from ..models import read_config
+from ..plain.model import PlainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +19,10 @@ def steady_length(config: EngineConfig, path: Path, length: int) -> int:
     Some models rotate all tokens of a longer choice differently, which would invalidate the cached keys.
     Raises `ConfigurationError` if the configuration asks for more.
     """
+    if PlainConfig.of(read_config(path)) is not None:
+        return length
+    from ..loading import load_config  # it imports transformers, which takes seconds
+
     steady = load_config(path).get_text_config()
     rope = getattr(steady, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ("longrope", "dynamic"):
@@ -35,21 +39,3 @@ def steady_length(config: EngineConfig, path: Path, length: int) -> int:
         )
     _log.warning("context cut from %d to %d tokens: only --backend hf supports more", length, original)
     return int(original)
-
-
-def fitting_length(config: SizedConfig, length: int, capacity: int) -> int:
-    """The model's context length, or as much of it as one request can have within `kv_cache_memory`.
-
-    `capacity` is in tokens. Raises `ConfigurationError` if the configuration asks for more.
-    """
-    if length <= capacity:
-        return length
-    if config.max_sequence_length is not None:
-        raise ConfigurationError(
-            [
-                f"kv_cache_memory={config.kv_cache_memory}: holds {capacity} tokens of one request, fewer than "
-                f"max_sequence_length={length}; set about {config.kv_cache_memory * length // capacity}"
-            ]
-        )
-    _log.warning("context cut from %d to %d tokens by kv_cache_memory", length, capacity)
-    return capacity

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import SiLUActivation
 
 from .linear import Linear
 
@@ -28,6 +27,7 @@ _BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_SILU = {"SiLU", "SiLUActivation"}  # torch's class and transformers'
 
 
 class Angles(NamedTuple):
@@ -131,7 +131,7 @@ def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Atte
 
 
 def _is_plain(layer: Any) -> bool:
-    if _children(layer) != _LAYER or _children(layer.mlp) != _MLP or not isinstance(layer.mlp.act_fn, SiLUActivation):
+    if _children(layer) != _LAYER or _children(layer.mlp) != _MLP or type(layer.mlp.act_fn).__name__ not in _SILU:
         return False
     attention = layer.self_attn
     extra = _children(attention) - _ATTENTION

@@ -53,6 +53,20 @@ class Pool:
         """Write back what `blocks` returned."""
         self.memory.index_copy_(self._axis, self._upload(indices), saved.to(self.memory.device))
 
+    @property
+    def block_numbers(self) -> int:
+        """The numbers of one block."""
+        return self.memory.numel() // self.memory.shape[self._axis]
+
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """Copy whole blocks, each as one row: [N, numbers]."""
+        return self.blocks(indices).movedim(self._axis, 0).flatten(1)
+
+    def restore_rows(self, indices: Sequence[int], rows: Tensor) -> None:
+        """Write back what `rows` returned."""
+        shape = [size for axis, size in enumerate(self.memory.shape) if axis != self._axis]
+        self.restore(indices, rows.reshape(len(indices), *shape).movedim(0, self._axis))
+
     def clear(self, indices: Sequence[int]) -> None:
         """Zero whole blocks."""
         self.memory.index_fill_(self._axis, self._upload(indices), 0)

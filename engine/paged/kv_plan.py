@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ...schemas.errors import ConfigurationError
-from ..sizing import memory_of_machine
+from ..cpu.machine import memory_of_machine
+from ..sizing import Weights
 from .blocks import GroupSpec
 from .kv_cache import LayerSpec
 
@@ -49,16 +50,23 @@ def plan_blocks(
     return [GroupSpec(count, window) for count, (window, _) in zip(counts, groups, strict=True)]
 
 
-def check_memory(memory: int, weights: int, device: torch.device) -> None:
-    """Raise `ConfigurationError` if the device has no room for `memory` besides `weights`, both in bytes."""
+def check_memory(memory: int, weights: Weights, model: str, device: torch.device) -> None:
+    """Raise `ConfigurationError` if the device has no room for the weights, or none for `memory` bytes besides."""
     if device.type == "cuda":
         total, owner = torch.cuda.get_device_properties(device).total_memory, str(device)
     else:
         total, owner = memory_of_machine().total, "this machine"
-    if memory + weights > total:
+    if max(weights) > total:
         raise ConfigurationError(
             [
-                f"kv_cache_memory={memory}: {owner} has {total} bytes of memory, and the weights take {weights}; "
-                f"set at most {max(total - weights, 0)}"
+                f"the weights of {model} take {max(weights)} bytes while they load, and {owner} has {total} bytes of "
+                "memory; choose a smaller model or a machine with more memory"
+            ]
+        )
+    if memory + weights.kept > total:
+        raise ConfigurationError(
+            [
+                f"kv_cache_memory={memory}: {owner} has {total} bytes of memory, and the weights take {weights.kept}; "
+                f"set at most {total - weights.kept}"
             ]
         )

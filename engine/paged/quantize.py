@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from ...schemas.errors import ConfigurationError
 from ..checkpoints.quantized import PRECISE
@@ -26,6 +26,9 @@ from ..cpu.layouts import fours, grouped, nibbles
 from ..cpu.library import FINE, GROUP, INT4, INT8, Kernels, Product
 from .linear import CompiledLinear, Linear, PlainLinear, Unfused, fused_weight, make_packed
 from .rounding import to_int4, to_int8
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 METHODS = ("int8", "int4")
 

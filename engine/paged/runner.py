@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import PreTrainedModel
 
 from ...schemas.errors import ModelLoadError
 from ..adapter_files import AdapterFiles
@@ -28,7 +26,8 @@ from ..adapters import Adapter
 from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
 from ..low_rank import Adaptation, place
-from .attention import MatmulAttention, Rules, attend_alone
+from ..plain.model import PlainModel
+from .attention import MatmulAttention, Rules, attend_alone, widened, with_rules
 from .compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoder import Decoder
 from .kv_cache import LayerSpec, Pool
@@ -37,7 +36,9 @@ from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .precision import in_float32
 from .proof import Setting, differences, distance
 
-if TYPE_CHECKING:  # they need Triton
+if TYPE_CHECKING:  # some need Triton
+    from transformers import PreTrainedModel
+
     from .graphs import DecodeGraphs
     from .triton_attention import PagedAttention
 
@@ -57,7 +58,7 @@ class Runner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PlainModel,
         block_size: int,
         context_length: int,
         make_product: MakeProduct,
@@ -70,8 +71,9 @@ class Runner:
         Raises `ModelLoadError` with the reason for a model that this backend cannot run.
         """
         self.dtype = model.dtype
-        self._device = model.device
+        self.device = model.device
         self._model: Any = model
+        self._name: str = model.config.architecture if isinstance(model, PlainModel) else type(model).__name__
         self._decoder: Decoder | None = None
         self._compiled: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []
@@ -95,14 +97,14 @@ class Runner:
         self.allocate([_PROBE_BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
         self._take_over(partial(self._fuse, make_product), is_plain)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             use_large_pages(self._spans)
         self.uncompiled = self._compile(kernels, context_length)
 
     @property
     def on_triton(self) -> bool:
         """Whether attention runs in Triton kernels, which CUDA graphs can record."""
-        return self._device.type == "cuda" and find_spec("triton") is not None
+        return self.device.type == "cuda" and find_spec("triton") is not None
 
     @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int]) -> None:
@@ -156,7 +158,7 @@ class Runner:
     @torch.inference_mode()
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Put an adapter into memory, for segments to use. Raises `InvalidRequest`."""
-        adapter = place(files, self.dtype, self._device, RANK_UNIT if self._compiled else 1)
+        adapter = place(files, self.dtype, self.device, RANK_UNIT if self._compiled else 1)
         return replace(adapter, compiled=self._compiled.table(adapter.pairs)) if self._compiled else adapter
 
     @torch.inference_mode()
@@ -164,12 +166,12 @@ class Runner:
         """Decode with CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
         from .graphs import DecodeGraphs
 
-        arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self._device
+        arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self.device
         self._graphs = DecodeGraphs(self._forward, *arguments)
 
     def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> PackedStep:
         make = self._attention.pack_group
-        return pack(segments, self._packed_groups, self.block_size, self._device, make, chosen)
+        return pack(segments, self._packed_groups, self.block_size, self.device, make, chosen)
 
     def _forward(self, step: PackedStep) -> Tensor:
         with self.adaptation.using(step.users, len(step.ids)):
@@ -188,7 +190,7 @@ class Runner:
     ) -> Tensor:
         """Like `_attend`, for separate keys and values, which may differ in size."""
         spec = self.specs[index]
-        query, key, value = (_widened(tensor, spec.size) for tensor in (query, key, value))
+        query, key, value = (widened(tensor, spec.size) for tensor in (query, key, value))
         mixed = self._attend(groups, index, query, torch.cat((key, value)))
         if spec.value_dim == spec.size:
             return mixed
@@ -196,13 +198,16 @@ class Runner:
 
     def _choose_attention(self, block_size: int, dtype: torch.dtype) -> MatmulAttention | PagedAttention:
         if not self.on_triton:
-            return MatmulAttention(block_size, dtype, self._device)
+            return MatmulAttention(block_size, dtype, self.device)
         from .triton_attention import PagedAttention
 
-        return PagedAttention(block_size, max(spec.size for spec in self.specs), dtype, self._device)
+        return PagedAttention(block_size, max(spec.size for spec in self.specs), dtype, self.device)
 
     def _run(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         """The model's own forward, [T] → [len(keep), V]."""
+        if isinstance(self._model, PlainModel):
+            result: Tensor = self._model(ids, positions, keep, partial(with_rules, attention))
+            return result
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
         logits: Tensor = self._model(**inputs, use_cache=False, penstock=attention).logits[0]
         return logits
@@ -210,8 +215,7 @@ class Runner:
     @torch.inference_mode()
     def _observe(self) -> list[LayerSpec]:
         """Run a few tokens and record how each layer calls the attention function."""
-        name = type(self._model).__name__
-        config = self._model.config.get_text_config()
+        name, config = self._name, self._model.config.get_text_config()
         if not self._model._supports_attention_backend:
             raise ModelLoadError(f"{name} does not support another attention function; use --backend hf")
         if self._model._is_stateful or "logits_to_keep" not in inspect.signature(self._model.forward).parameters:
@@ -231,10 +235,10 @@ class Runner:
             return attend_alone(query, key, value, rules)
 
         ids = self._probe()[_PROBE_SPLIT:]
-        positions = torch.arange(len(ids), device=self._device) * _PROBE_STRIDE
+        positions = torch.arange(len(ids), device=self.device) * _PROBE_STRIDE
         try:
             with self.adaptation.observe(len(ids)):
-                self._alone = self._run(ids, positions, torch.tensor([len(ids) - 1], device=self._device), note)
+                self._alone = self._run(ids, positions, torch.tensor([len(ids) - 1], device=self.device), note)
         except ModelLoadError:
             raise
         except Exception as error:
@@ -251,7 +255,7 @@ class Runner:
 
     def _probe(self) -> Tensor:
         vocabulary: int = self._model.config.get_text_config().vocab_size
-        return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1, device=self._device) * 7919 % vocabulary
+        return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1, device=self.device) * 7919 % vocabulary
 
     def _probes(self) -> list[Segment]:
         """Two requests; the logits of the second are wanted."""
@@ -274,7 +278,7 @@ class Runner:
     def _check_packing(self) -> None:
         self._together = self._forward(self._probe_step())
         if distance(self._alone, self._together) > _TOLERANCE:
-            name = type(self._model).__name__
+            name = self._name
             raise ModelLoadError(f"{name} mixes requests that share a step; use --backend hf")
 
     @torch.inference_mode()
@@ -289,7 +293,7 @@ class Runner:
             difference = inf
         self._decoder = None
         if difference > _TOLERANCE:
-            _log.info("plain decoder differs from %s by %.3g", type(self._model).__name__, difference)
+            _log.info("plain decoder differs from %s by %.3g", self._name, difference)
         return difference <= _TOLERANCE
 
     @torch.inference_mode()
@@ -307,7 +311,7 @@ class Runner:
         """Use the compiled decoder if it computes what the model computes; else return the reason why not."""
         if kernels is None:
             return ""
-        name = type(self._model).__name__
+        name = self._name
         if self._decoder is None:
             return f"{name} is not a plain decoder"
         compiled = CompiledDecoder.of(self._decoder, kernels, self._rules, self.dtype, context_length)
@@ -343,8 +347,3 @@ class Runner:
 
 _PROBE_SPLIT, _PROBE_ALONE, _PROBE_STRIDE, _PROBE_BLOCKS = 5, 8, 7, 6
 _TOLERANCE = 1e-3  # for results in float32
-
-
-def _widened(tensor: Tensor, size: int) -> Tensor:
-    """[…, D] → […, size], padded with zeros, which change no score."""
-    return tensor if tensor.shape[-1] == size else functional.pad(tensor, (0, size - tensor.shape[-1]))

@@ -1,19 +1,19 @@
-"""Text to tokens and back, and the one place where chat templates are rendered. Knows no torch."""
+"""Text to tokens and back, and the chats that become prompts. Knows no torch, and transformers only where it must."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import InvalidRequest, ModelLoadError
-from ...schemas.sources import is_gguf, looks_like_path
+from ...schemas.errors import InvalidRequest
+from ...schemas.sources import looks_like_path
 from ..checkpoints.files import read_json
-from ..checkpoints.gguf import read_gguf
-from ..checkpoints.gguf_tokens import load_gguf_tokenizer
 from ..models import read_model_info, resolve_model
 from .byte_tokenizer import ByteTokenizer
+from .chat_templates import ChatTemplates
+from .tokenizer_files import load_tokenizer_files
 from .tokenizer_port import Piece, TokenizerLike
 
 
@@ -36,50 +36,49 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         """Load from a model directory or a GGUF file. Raises `ModelLoadError`."""
-        from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
         info = read_model_info(path, str(path))
-        tokenizer: PreTrainedTokenizerBase
-        try:
-            tokenizer = load_gguf_tokenizer(read_gguf(path)) if is_gguf(path) else AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ModelLoadError(f"{path} has no usable tokenizer: {error}") from error
-        # Switches truncation and padding off where the files have them on; later, with another thread decoding at the
-        # same moment, the tokenizer would refuse to be changed.
-        tokenizer.encode("")
-        self._tokenizer = tokenizer
+        loaded = load_tokenizer_files(path)
+        facts = loaded.facts
         # The fast tokenizer's own decode: without transformers' clean-up of spaces, which looks across tokens.
-        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        self._fast, self._slow = loaded.fast, loaded.slow
         self._byte_level = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
-        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        own = () if facts.eos_token_id is None else (facts.eos_token_id,)
         self.eos_token_ids = tuple(dict.fromkeys(info.eos_token_ids + own))
-        added = tokenizer.added_tokens_decoder
-        self.special_token_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
+        self.special_token_ids = frozenset(facts.special_ids)
         self.vocabulary_size = info.vocabulary_size
-        self.vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-        template = tokenizer.chat_template
-        self.chat_template = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        self.vocabulary: Mapping[str, int] = (self.huggingface if self._fast is None else self._fast).get_vocab()
+        self._templates = ChatTemplates(facts.chat_template, facts.special_tokens)
 
     @property
+    def chat_template(self) -> str:
+        return self._templates.text
+
+    @cached_property
     def huggingface(self) -> Any:
-        """The library's own object, for another library that wants it."""
-        return self._tokenizer
+        """transformers' object, for another library that wants it; importing transformers takes a second."""
+        if self._slow is not None:
+            return self._slow
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=self._fast)  # type: ignore[no-untyped-call]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if self._slow is not None:
+            return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
+        assert self._fast is not None
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self._fast is not None:
-            text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
-            return text
-        decoded = self._tokenizer.decode(
+            return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        decoded = self.huggingface.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return decoded if isinstance(decoded, str) else "".join(decoded)
 
     def piece(self, token: int) -> Piece:
         """A token by itself, the space in front of a word kept; an id that the vocabulary leaves empty gives none."""
-        symbol = self._tokenizer.convert_ids_to_tokens(token)
+        symbol = self.huggingface.convert_ids_to_tokens(token) if self._fast is None else self._fast.id_to_token(token)
         if not isinstance(symbol, str):
             return Piece("", ())
         if symbol.startswith("<0x") and len(symbol) == 6:  # SentencePiece's name of a byte
@@ -106,24 +105,25 @@ class Tokenizer:
 
         from .chat_messages import close_thinking, has_other_arguments, normalise
 
-        if self._tokenizer.chat_template is None:
+        if not self._templates:
             raise InvalidRequest(
                 "this model has no chat template; send a finished prompt to /v1/completions", param="messages"
             )
-        definitions: list[Any] | None = None if tools is None else [dict(tool) for tool in tools]
-        template = str(self._tokenizer.get_chat_template(tools=definitions))
+        try:
+            template = self._templates.select(tools is not None)
+        except ValueError as error:
+            raise InvalidRequest(f"this model cannot chat: {error}", param="messages") from error
 
         def render(objects_alone: bool) -> str:
             try:
-                rendered = self._tokenizer.apply_chat_template(
+                return self._templates.render(
+                    template,
                     normalise(messages, template, objects_alone=objects_alone),
-                    tools=definitions,
-                    tokenize=False,
+                    tools,
                     **{"add_generation_prompt": not template_kwargs.get("continue_final_message")} | template_kwargs,
                 )
             except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
                 raise InvalidRequest(f"the model's chat template refuses this: {error}", param="messages") from error
-            return str(rendered)
 
         try:
             text = render(objects_alone=False)

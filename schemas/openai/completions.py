@@ -17,7 +17,7 @@ from ..bounds import MOST_LISTED, listed
 from ..catalogue import parse_keep_alive
 from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
-from ..params import GenerationParams
+from ..params import GenerationParams, PlugInUses
 from .chat import (
     MOST_MESSAGES,
     Body,
@@ -149,6 +149,10 @@ class _Sampling(Body):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    # Generation plug-ins that the operator allows, by name, or as objects with name and arguments.
+    logits_processors: PlugInUses | None = None
+    stopping_criteria: PlugInUses | None = None
+    clean_ups: PlugInUses | None = None
     # Accepted without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from ...schemas.canaries import CANARY
 from ...schemas.events import Queued
 from ...schemas.jobs import Priority, ValidatedJob
 from ...streams.topology import PRIORITIES
 from ..visits import Visit
+from .shares import SeatShares
 from .usage import MOST_TENANTS, TenantUsage
 
 
@@ -50,9 +53,13 @@ class Waiting:
 
 
 class Lanes:
-    """`ageing` is how many seconds of waiting are worth a priority; None: no waiting is. `usage` is of their model."""
+    """`ageing` is how many seconds of waiting are worth a priority; None: no waiting is. `usage` and `shares` are of
+    their model."""
 
-    def __init__(self, ageing: float | None, usage: TenantUsage | None = None) -> None:
+    def __init__(
+        self, ageing: float | None, usage: TenantUsage | None = None, shares: SeatShares | None = None
+    ) -> None:
+        self.shares = shares or SeatShares()
         self._ageing = ageing
         self._usage = usage or TenantUsage()
         self._lanes: tuple[dict[str, list[Waiting]], ...] = tuple({} for _ in PRIORITIES)  # heaps, by tenant
@@ -99,6 +106,14 @@ class Lanes:
                 counters.append((counter, urgency))
                 found.append((urgency, rank, first))
         return [waiting for _, _, waiting in sorted(found, key=lambda each: each[:2])]
+
+    def needed(self) -> Counter[str]:
+        """The seats that tenants hold, as workers have reported them, and the jobs that wait."""
+        needed = Counter(self._usage.running)
+        for lane in self._lanes:
+            needed.update({tenant: len(line) for tenant, line in lane.items()})
+        del needed[CANARY]  # which nobody makes room for
+        return needed
 
     def __iter__(self) -> Iterator[Waiting]:
         """All jobs, in order of priority and arrival: what positions are counted by."""

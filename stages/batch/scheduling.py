@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,19 +11,44 @@ from ...schemas.jobs import ValidatedJob
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live worker with room: `active` requests are there, and `free_tokens` more fit into its KV cache."""
+    """A live worker with room: `active` requests are there, and `free_tokens` more fit into its KV cache.
+
+    That holds `total_tokens` when it is empty; 0 if the worker does not say. `incarnation` names its process.
+    """
 
     worker: str
     active: int
     free_tokens: int
+    total_tokens: int = 0
+    incarnation: str = ""
+
+
+class Candidates(Protocol):
+    """At least one worker. To iterate visits all, in order of their names; the methods visit few."""
+
+    def __iter__(self) -> Iterator[Candidate]: ...
+
+    def after(self, worker: str) -> Candidate:
+        """The first behind this name; behind the last name comes the first."""
+
+    def least_active(self, after: str) -> Candidate:
+        """Of those with the fewest requests, the first behind this name; behind the last name comes the first."""
+
+    def roomiest(self) -> Candidate:
+        """The one with the most room in its KV cache, and among equals with the fewest requests."""
 
 
 class Strategy(Protocol):
+    picks_each: bool  # it picks for every request; else those behind one go along, while they fit there
+
     def needs(self, job: ValidatedJob) -> int:
         """Tokens that a worker's whole KV cache must hold, or this strategy will never pick it for the job."""
 
-    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
-        """Choose one of `workers`, which is never empty, for a request of `tokens`; None: the request must wait."""
+    def pick(self, workers: Candidates, job: ValidatedJob) -> Candidate | None:
+        """Choose the worker to which the job then goes; None: the job must wait."""
+
+    def keep(self, workers: Collection[str]) -> None:
+        """These live: what the strategy remembers of others may be forgotten."""
 
 
 def most_tokens(job: ValidatedJob) -> int:
@@ -33,50 +58,52 @@ def most_tokens(job: ValidatedJob) -> int:
     return job.prompt_tokens + job.choices * job.params.max_tokens
 
 
-class _ByTurns:
+class _Forgetful:
+    """Remembers nothing of workers, and has those that wait together sent together."""
+
+    picks_each = False
+
+    def keep(self, workers: Collection[str]) -> None:
+        pass
+
+
+class ByTurns(_Forgetful):
     """Fits where the longest prompt and a first token do: the engine lets choices wait for each other."""
 
     def needs(self, job: ValidatedJob) -> int:
         return max(map(len, job.prompts)) + (job.endpoint != "/v1/embeddings")
 
 
-class RoundRobin(_ByTurns):
+class RoundRobin(ByTurns):
     """Each worker in turn, whichever come and go in between."""
 
     def __init__(self) -> None:
         self._last = ""  # the worker picked last; set by pick
 
-    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
-        ordered = sorted(workers, key=lambda candidate: candidate.worker)
-        chosen = next((candidate for candidate in ordered if candidate.worker > self._last), ordered[0])
+    def pick(self, workers: Candidates, job: ValidatedJob) -> Candidate:
+        chosen = workers.after(self._last)
         self._last = chosen.worker
         return chosen
 
 
-class LeastLoaded(_ByTurns):
+class LeastLoaded(ByTurns):
     """One of those with the fewest requests; among equals, each in turn."""
 
     def __init__(self) -> None:
-        self._among = RoundRobin()
+        self._last = ""  # the worker picked last; set by pick
 
-    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
-        fewest = min(candidate.active for candidate in workers)
-        return self._among.pick([candidate for candidate in workers if candidate.active == fewest], tokens)
+    def pick(self, workers: Candidates, job: ValidatedJob) -> Candidate:
+        chosen = workers.least_active(self._last)
+        self._last = chosen.worker
+        return chosen
 
 
-class MemoryAware:
+class MemoryAware(_Forgetful):
     """The one with the most room in its KV cache, if the request fits there."""
 
     def needs(self, job: ValidatedJob) -> int:
         return most_tokens(job)
 
-    def pick(self, workers: Sequence[Candidate], tokens: int) -> Candidate | None:
-        roomiest = max(workers, key=lambda candidate: (candidate.free_tokens, -candidate.active))
-        return roomiest if roomiest.free_tokens >= tokens else None
-
-
-STRATEGIES: dict[str, type[Strategy]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "memory_aware": MemoryAware,
-}
+    def pick(self, workers: Candidates, job: ValidatedJob) -> Candidate | None:
+        roomiest = workers.roomiest()
+        return roomiest if roomiest.free_tokens >= most_tokens(job) else None

@@ -8,10 +8,10 @@ nothing. Of each lane only the first few are in hand: the queue itself is the la
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 
@@ -29,19 +29,22 @@ from ..contract import Intake, JobStage, Pipe
 from ..visits import CURRENT, trace_dispatch
 from .consuming import consume_lanes
 from .dead_workers import Reclaimer, visit_after
+from .fleet import Fleet
 from .lanes import Lanes, Waiting
 from .news import WaitingNews
 from .refusals import refuse_unloaded
-from .scheduling import STRATEGIES, Strategy, most_tokens
-from .usage import RecentTenants, cost_of
+from .scheduling import Strategy
+from .seats import Seats
+from .shares import SeatShares
+from .strategies import STRATEGIES
+from .usage import cost_of
 from .windows import LaneWindows
-from .workers import Seats, Workers
+from .workers import Workers
 
 log = structlog.get_logger(__name__)
 
 TICK = 1.0  # seconds between two reports of positions to clients, and checks of silent workers
 LOOK_PAUSE = 0.1  # seconds; the least between two looks for workers that are not known
-RECENT = 60.0  # seconds for which seats are kept for a tenant that has sent requests
 RESUMED = -(1 << 60)  # added to the sequences of jobs that ran already: they go before those that wait
 
 
@@ -63,7 +66,6 @@ class Batch(JobStage):
         self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
         self._lanes: dict[tuple[str, int], Lanes] = {}  # by model and revision
         self._windows = LaneWindows(pipe, self.concurrency)
-        self._tenants = RecentTenants(RECENT)
         self._news = WaitingNews(pipe)
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12], pipe.settings.weights)
         self._changed = asyncio.Event()  # a job has come, or room
@@ -115,6 +117,9 @@ class Batch(JobStage):
         for waiting in [waiting for lanes in self._lanes.values() for waiting in lanes if not waiting.sent.done()]:
             waiting.sent.set_exception(_leaving())
 
+    def gives_turns(self, message: Message) -> bool:
+        return message.headers.get(SCHEMA) != codec.BATCH and self._windows.is_shared(message.subject)
+
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
         if codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
@@ -160,12 +165,14 @@ class Batch(JobStage):
         if self._leaving:
             raise _leaving()
         self._check_size(job, self._workers.living(job.model, job.revision))
-        if job.tenant != CANARY:  # which nobody makes room for
-            self._tenants.came(job.tenant, self.pipe.now())
         key = job.model, job.revision
         lanes = self._lanes.get(key)
         if lanes is None:
-            lanes = self._lanes[key] = Lanes(self.pipe.settings.priority_ageing, self._workers.usage_of(*key))
+            settings = self.pipe.settings
+            shares = SeatShares(settings.tenant_seats, settings.weights)
+            lanes = self._lanes[key] = Lanes(settings.priority_ageing, self._workers.usage_of(*key), shares)
+        if job.tenant != CANARY:  # which nobody makes room for
+            lanes.shares.came(job.tenant, self.pipe.now())
         lanes.push(waiting)
         self._changed.set()
         timer = asyncio.get_running_loop().call_later(job.deadline - self.pipe.now(), _expire, sent)
@@ -184,6 +191,7 @@ class Batch(JobStage):
         living = self._workers.living(*key)
         crowding: set[str] = set()  # tenants that have their share of every worker with room
         is_blocked = False
+        lanes.shares.workers = max(1, len(living.members))
         heads = deque(lanes.heads(self.pipe.now()))
         while heads:
             head = heads.popleft()
@@ -194,28 +202,25 @@ class Batch(JobStage):
                 continue
             if is_blocked and head.job.priority != "high":  # for whom alone there may be room where others have none
                 continue
-            roomy = [(card, seats) for card, seats in living if self._has_room(head, card, seats)]
-            fitting = {card.id: (card, seats) for card, seats in roomy if self._may_have(head, card, seats)}
-            if roomy and not fitting:
+            fitting = living.fitting(partial(self._fits, lanes, head))
+            if not fitting and living.fitting(partial(self._has_room, head)):
                 crowding.add(head.job.tenant)
                 heads = deque(lanes.heads(self.pipe.now(), crowding))
                 continue
-            candidates = [self._workers.candidate(card, seats) for card, seats in fitting.values()]
-            chosen = self._strategy.pick(candidates, most_tokens(head.job)) if candidates else None
+            chosen = self._strategy.pick(fitting, head.job) if fitting else None
             if chosen is not None:
-                card, seats = fitting[chosen.worker]
+                card, seats = living.members[chosen.worker]
                 return card, seats, self._take(lanes, head, card, seats)
             is_blocked = True
         return None
 
-    def _check_size(self, job: ValidatedJob, living: Sequence[tuple[WorkerCard, Seats]]) -> None:
+    def _check_size(self, job: ValidatedJob, living: Fleet) -> None:
         """Raises `Overloaded` for a job that fits into no living worker's cache, however long it waits."""
-        sizes = [seats.room.total_tokens for _, seats in living]
         tokens = self._strategy.needs(job)
-        if sizes and all(0 < size < tokens for size in sizes):
+        if 0 < living.largest < tokens:
             raise Overloaded(
                 f"No worker can hold the request: it may need {tokens} tokens, and the largest KV cache holds "
-                f"{max(sizes)}. Ask for fewer tokens or choices.",
+                f"{living.largest}. Ask for fewer tokens or choices.",
                 code="no_worker_fits",
             )
 
@@ -230,25 +235,20 @@ class Batch(JobStage):
             waiting.number = seats.send(needed, now, job.tenant, cost_of(job, needed))
             taken.append(waiting)
             waiting = next(iter(lanes.heads(self.pipe.now())), None)
-            full = len(taken) == self.pipe.settings.max_batch_size
-            if waiting is not None and (full or not self._fits(waiting, card, seats)):
+            full = self._strategy.picks_each or len(taken) == self.pipe.settings.max_batch_size
+            if waiting is not None and (full or not self._fits(lanes, waiting, card, seats)):
                 waiting = None
         return taken
 
-    def _fits(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
-        return self._has_room(waiting, card, seats) and self._may_have(waiting, card, seats)
+    def _fits(self, lanes: Lanes, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
+        """Whether there is room, and the job's tenant leaves enough of it to others."""
+        job, wanted, free = waiting.job, card.seats_of(waiting.job), seats.free_for(waiting.job)
+        if free < wanted:
+            return False
+        return lanes.shares.allow(job.tenant, wanted, seats.by_tenant, card.capacity, free, self.pipe.now())
 
     def _has_room(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
-        return self._workers.room(seats, waiting.job) >= card.seats_of(waiting.job)
-
-    def _may_have(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
-        """Whether the job's tenant stays within its share of a worker, or nobody else has come lately."""
-        job = waiting.job
-        if not self._tenants.others(job.tenant, self.pipe.now()):
-            return True
-        taken = seats.taken_by(job.tenant)
-        most = math.ceil(self.pipe.settings.tenant_seats * card.capacity)
-        return taken == 0 or taken + card.seats_of(job) <= most
+        return seats.free_for(waiting.job) >= card.seats_of(waiting.job)
 
     async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
         """Publish the jobs of a batch and settle their deliveries, for good or bad."""
@@ -296,6 +296,7 @@ class Batch(JobStage):
                 refuse_unloaded(self.pipe.registry, self._lanes, self.pipe.now())
                 self._measure()
                 for key, lanes in list(self._lanes.items()):
+                    lanes.shares.look(lanes.needed(), self.pipe.now())
                     await self._news.tell(*key, lanes)
                 self._forget()
 
@@ -318,6 +319,7 @@ class Batch(JobStage):
         """Say what is in flight, and free the seats of what went astray."""
         self._workers.check_integrity()
         in_flight = self._workers.in_flight
+        self._strategy.keep(in_flight.seats)
         metrics.SEATS_IN_FLIGHT.clear()
         for worker, seats in in_flight.seats.items():
             metrics.SEATS_IN_FLIGHT.labels(worker).set(seats)

@@ -57,6 +57,11 @@ class TenantUsage:
         if not self._sent[tenant]:
             del self._sent[tenant]
 
+    @property
+    def running(self) -> Counter[str]:
+        """The seats of each tenant that workers have reported."""
+        return self._running
+
     def hear(self, room: Room) -> None:
         """Take a worker's report."""
         before = self._rooms.get(room.worker)
@@ -88,24 +93,3 @@ class TenantUsage:
         self._used.move_to_end(tenant)
         if len(self._used) > MOST_TENANTS:
             self._used.popitem(last=False)
-
-
-class RecentTenants:
-    """Who has sent requests lately: seats are kept for them, even while none of theirs waits."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._came: OrderedDict[str, float] = OrderedDict()  # when each came last, that of the newest last
-
-    def came(self, tenant: str, now: float) -> None:
-        self._came[tenant] = now
-        self._came.move_to_end(tenant)
-        if len(self._came) > MOST_TENANTS:
-            self._came.popitem(last=False)
-
-    def others(self, tenant: str, now: float) -> bool:
-        """Whether anybody else came lately."""
-        for other in reversed(self._came):
-            if other != tenant:
-                return now - self._came[other] < self._seconds
-        return False

@@ -45,6 +45,10 @@ class LaneWindows:
             window = self._windows[lanes, priority] = LaneWindow(self._size)
         return window
 
+    def is_shared(self, subject: str) -> bool:
+        """Whether jobs of this lane are given back so that other tenants go first."""
+        return self.of(subject).share is not None
+
     async def run(self) -> None:
         """See who waits in lanes that are longer than their window; runs until cancelled."""
         while True:

@@ -1,109 +1,26 @@
 """The batch stage's picture of the workers: which live, and how many more requests each takes from this copy.
 
 A worker reports its free seats and which messages it has received. Messages that it has not reported as received count
-as in flight, so a copy never sends more than fits. Messages are numbered: one that arrives twice, late or at another
-worker changes no count.
+as in flight, so a copy never sends more than fits.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 
 import structlog
 from pydantic import ValidationError
 
-from ...schemas.jobs import ValidatedJob
 from ...schemas.registry import InFlight, Room, WorkerCard
 from ...streams.port import Message
 from ...streams.stores.registry import Registry
-from .scheduling import Candidate
+from .fleet import Fleet
+from .seats import Seats
 from .usage import TenantUsage
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Sent:
-    """A message that a worker has not reported as received. `sequence` is its number in INFER, once it is stored."""
-
-    seats: int
-    tenant: str = ""
-    cost: int = 0  # as usage.cost_of
-    sequence: int = 0
-    since: float = 0.0  # loop time
-    is_missed: bool = False  # it is in INFER no more; set by Workers.heal
-
-
-class Seats:
-    """What one worker's process has room for, and which of it is taken by messages on their way there.
-
-    Conservation: `sent` = `arrived` + `lost` + those in flight, counted in messages.
-    """
-
-    def __init__(self, room: Room, numbers: Iterator[int] | None = None) -> None:
-        """`numbers` are those of the sender: of no two messages the same, whatever became of the worker between."""
-        self.room = room  # set by hear
-        self.usage: TenantUsage | None = None  # of its model; set by Workers.living
-        self.in_flight: dict[int, Sent] = {}  # by number
-        self.sent = self.arrived = self.lost = 0  # messages
-        self._numbers = numbers or count(1)
-        self._newest = 0
-
-    def send(self, seats: int, now: float, tenant: str = "", cost: int = 0) -> int:
-        """Take seats for a message; returns its number."""
-        if self.usage is not None:
-            self.usage.send(tenant, cost)
-        self._newest = next(self._numbers)
-        self.sent += 1
-        self.in_flight[self._newest] = Sent(seats, tenant, cost, since=now)
-        return self._newest
-
-    def lose(self, number: int) -> None:
-        """A message will never arrive: its seats are free again."""
-        if number in self.in_flight:
-            self._remove(number)
-            self.lost += 1
-
-    def hear(self, room: Room, sender: str) -> None:
-        self.room = room
-        if self.usage is not None:
-            self.usage.hear(room)
-        for number in self.in_flight.keys() & set(room.received.get(sender, ())):
-            self._remove(number)
-            self.arrived += 1
-
-    def close(self) -> None:
-        """The process is gone, and with it all that was on its way there."""
-        if self.usage is not None:
-            self.usage.forget(self.room.worker)
-        for number in list(self.in_flight):
-            self.lose(number)
-
-    def _remove(self, number: int) -> None:
-        sent = self.in_flight.pop(number)
-        if self.usage is not None:
-            self.usage.arrive(sent.tenant, sent.cost)
-
-    @property
-    def oldest(self) -> int:
-        """The lowest number that the worker has not acknowledged."""
-        return min(self.in_flight, default=self._newest + 1)
-
-    @property
-    def on_the_way(self) -> int:
-        return sum(one.seats for one in self.in_flight.values())
-
-    def taken_by(self, tenant: str) -> int:
-        """The seats of a tenant, those on their way among them."""
-        on_the_way = sum(one.seats for one in self.in_flight.values() if one.tenant == tenant)
-        return self.room.tenants.get(tenant, 0) + on_the_way
-
-    def check_integrity(self) -> None:
-        assert self.sent == self.arrived + self.lost + len(self.in_flight), "messages to a worker are not conserved"
-        assert all(one.seats > 0 for one in self.in_flight.values()), "a message in flight has no seats"
 
 
 class Workers:
@@ -117,6 +34,9 @@ class Workers:
         self._registry = registry
         self._seats: dict[str, Seats] = {}
         self._numbers = count(1)
+        self._cards: tuple[WorkerCard, ...] | None = None  # that the three below are of; set by _follow
+        self._incarnations: frozenset[str] = frozenset()
+        self._fleets: dict[tuple[str, int], Fleet] = {}  # by model and revision
 
     def hear(self, message: Message) -> bool:
         """Take a report of free seats; returns whether the registry knows its worker."""
@@ -125,26 +45,39 @@ class Workers:
         except ValidationError:
             log.warning("a worker's message cannot be read", subject=message.subject)
             return True
+        self._follow()
         seats = self._seats.get(room.worker)
         if seats is None or seats.room.incarnation != room.incarnation:
             if seats is not None:
                 seats.close()
             seats = self._seats[room.worker] = Seats(room, self._numbers)
+            self._cards = None
         seats.hear(room, self.copy)
-        return any(card.incarnation == room.incarnation for card in self._registry.workers)
+        return room.incarnation in self._incarnations
 
-    def living(self, model: str, revision: int) -> list[tuple[WorkerCard, Seats]]:
+    def living(self, model: str, revision: int) -> Fleet:
         """Live workers of this revision of `model` that have reported their free seats."""
-        cards = self._registry.workers_for(model, revision)
-        for name in self._seats.keys() - {card.id for card in self._registry.workers}:
-            self._seats.pop(name).close()
-        pairs = [(card, self._seats.get(card.id)) for card in cards]
-        found = [(card, seats) for card, seats in pairs if seats and seats.room.incarnation == card.incarnation]
-        for _, seats in found:
-            if seats.usage is None:
-                seats.usage = self.usage_of(model, revision)
-                seats.usage.hear(seats.room)
-        return found
+        self._follow()
+        fleet = self._fleets.get((model, revision))
+        if fleet is None:
+            cards = self._registry.workers_for(model, revision)
+            pairs = [(card, self._seats.get(card.id)) for card in cards]
+            found = [(card, seats) for card, seats in pairs if seats and seats.room.incarnation == card.incarnation]
+            fleet = self._fleets[model, revision] = Fleet(found)
+            for _, seats in found:
+                if seats.usage is None:
+                    seats.usage = self.usage_of(model, revision)
+                    seats.usage.hear(seats.room)
+        return fleet
+
+    def _follow(self) -> None:
+        """Look at who lives, if the registry has read that since, or another process has reported itself."""
+        if self._cards is not self._registry.workers:
+            self._cards = self._registry.workers
+            self._incarnations = frozenset(card.incarnation for card in self._cards)
+            self._fleets.clear()
+            for name in self._seats.keys() - {card.id for card in self._cards}:
+                self._seats.pop(name).close()
 
     def usage_of(self, model: str, revision: int) -> TenantUsage:
         """What tenants have had of a model."""
@@ -156,14 +89,6 @@ class Workers:
     def forget(self, model: str, revision: int) -> None:
         """The model, or this revision, has been removed."""
         self._usage.pop((model, revision), None)
-
-    def room(self, seats: Seats, job: ValidatedJob) -> int:
-        """Seats for jobs of this priority that are still free there."""
-        free = seats.room.free_high if job.priority == "high" else seats.room.free
-        return free - seats.on_the_way
-
-    def candidate(self, card: WorkerCard, seats: Seats) -> Candidate:
-        return Candidate(card.id, seats.room.active + seats.on_the_way, seats.room.free_tokens)
 
     @property
     def in_flight(self) -> InFlight:

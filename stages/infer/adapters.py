@@ -16,6 +16,9 @@ import structlog
 from ...engine import InferenceEngine
 from ...schemas.errors import Overloaded, PenstockError
 from ...schemas.jobs import AdapterSource
+from ...schemas.registry import ModelCard
+from ...streams.outages import outage_logged
+from ...streams.stores.registry import Registry
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +52,14 @@ class WorkerAdapters:
             yield key
         finally:
             self._users[key] -= 1
+
+    async def watch(self, registry: Registry, model: ModelCard, interval: float) -> None:
+        """Have every adapter ready that requests may name: those of the settings, and those added at run time."""
+        while True:
+            with outage_logged("adapters cannot be looked up"):
+                added = await registry.added_adapters()
+                await self.keep([*model.adapters, *(each.source for each in added if each.model == model.name)])
+            await asyncio.sleep(interval)
 
     async def keep(self, offered: Sequence[AdapterSource]) -> None:
         """Load the adapters on offer, and remove those that are neither on offer nor in use."""

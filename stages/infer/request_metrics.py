@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from ...config import metrics
 from ...engine import EngineStats
+from ...engine.output import SpillStats
 from ...schemas.events import Delta, FinishReason
 from ...schemas.jobs import ValidatedJob
 from ...schemas.registry import OUTPUT_WEIGHT
@@ -21,10 +23,10 @@ _WINDOW = 10.0  # seconds over which tokens a second are measured
 
 
 class WorkerMetrics:
-    """The metrics of one worker: looked up once, since every token touches them."""
+    """The metrics of one worker: looked up once, since every token touches them. `clock` is in seconds."""
 
-    def __init__(self, model: str, worker: str) -> None:
-        self.served = ServedTokens()
+    def __init__(self, model: str, worker: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.served = ServedTokens(clock)
         labels = model, worker
         self.first_token = metrics.TIME_TO_FIRST_TOKEN.labels(*labels)
         self.inter_token = metrics.INTER_TOKEN.labels(*labels)
@@ -129,6 +131,17 @@ class Unmeasured(RequestMetrics):
     def ended(self) -> None: ...
 
 
+@contextlib.contextmanager
+def exposed(stats: Callable[[], EngineStats], model: str, worker: str) -> Iterator[None]:
+    """Show the state of a worker's engine among the metrics."""
+    state = EngineMetrics(stats, model, worker)
+    metrics.REGISTRY.register(state)
+    try:
+        yield
+    finally:
+        metrics.REGISTRY.unregister(state)
+
+
 class EngineMetrics(Collector):
     """The state of a worker's engine at the moment somebody asks."""
 
@@ -169,6 +182,19 @@ class EngineMetrics(Collector):
         )
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", cache.num_hit_tokens)
         yield self._counter("penstock_prefix_cache_evictions", "Cached blocks that were evicted.", cache.num_evictions)
+        yield from self._spilled(cache.spill)
+
+    def _spilled(self, spill: SpillStats) -> Iterator[Metric]:
+        name = "penstock_prefix_disk"
+        yield self._gauge(f"{name}_bytes", "Size of the prefix cache on disk.", spill.num_bytes)
+        yield self._counter(f"{name}_written_blocks", "Cached blocks written to disk.", spill.num_written)
+        yield self._counter(f"{name}_found_blocks", "Blocks read from disk into the prefix cache.", spill.num_found)
+        yield self._counter(
+            f"{name}_dropped_blocks", "Cached blocks not written to disk because too many waited.", spill.num_dropped
+        )
+        yield self._counter(
+            f"{name}_damaged_blocks", "Blocks on disk that were damaged, and removed.", spill.num_damaged
+        )
 
     def _rate(self, stats: EngineStats) -> float:
         now, tokens = time.monotonic(), self._tokens

@@ -8,6 +8,7 @@ this fences off the previous worker, and generation continues with the next toke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -16,11 +17,13 @@ import structlog
 
 from ...config import metrics
 from ...engine import EmbeddingInput, EngineRequest, InferenceEngine
+from ...engine.grammar.checker import SIMPLE
 from ...schemas import codec
 from ...schemas.canaries import CANARY
-from ...schemas.errors import DeadlineExceeded, GenerationFailed, Overloaded, Refusal
+from ...schemas.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, Refusal
 from ...schemas.events import FINAL
 from ...schemas.jobs import InferenceBatch, Priority, ValidatedJob
+from ...schemas.params import GenerationParams
 from ...schemas.registry import Room, WorkerCard, reserve_of
 from ...streams.family import share_metrics, watch_loop
 from ...streams.lanes import open_lanes
@@ -28,14 +31,14 @@ from ...streams.outages import outage_logged, through_outages
 from ...streams.port import SCHEMA, Delivery
 from ...streams.topology import CONSUMER_IDLE, EVENTS, INFER
 from .. import endings
-from ..contract import Intake, Pipe, Stage
+from ..contract import SETTLED, Intake, Pipe, Stage
 from ..degradation import slots
 from ..transcript import Transcript
 from ..visits import CURRENT
 from .adapters import WorkerAdapters
 from .arrivals import Arrivals
 from .relay import OutputPublisher
-from .request_metrics import EngineMetrics, RequestMetrics, Unmeasured, WorkerMetrics
+from .request_metrics import RequestMetrics, Unmeasured, WorkerMetrics, exposed
 from .spans import InferSpan
 
 log = structlog.get_logger(__name__)
@@ -53,7 +56,8 @@ class Infer(Stage):
     concurrency = 1024
     prefetch = 16
 
-    def __init__(self, pipe: Pipe, engine: InferenceEngine, card: WorkerCard) -> None:
+    def __init__(self, pipe: Pipe, engine: InferenceEngine, card: WorkerCard, own: WorkerMetrics | None = None) -> None:
+        """`own` metrics count its requests; by default those of its name."""
         super().__init__(pipe)
         self._engine = engine
         self._card = card
@@ -62,7 +66,7 @@ class Infer(Stage):
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
         self._adapters = WorkerAdapters(engine)
-        self._metrics = WorkerMetrics(card.model.name, card.id)
+        self._metrics = own or WorkerMetrics(card.model.name, card.id)
         self._arrivals = Arrivals()  # set by handle
         self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
         self._free_reported = 0  # seats last reported free that no job has taken yet; set by _report_room
@@ -74,22 +78,24 @@ class Infer(Stage):
         await open_lanes(self.pipe.broker, self.pipe.settings, self._card.model.name, self._card.model.revision)
         name, subject = f"infer-{self._card.id}", self.pipe.subjects.infer(self._card.id)
         await intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
-        state = EngineMetrics(self._engine.stats, self._card.model.name, self._card.id)
-        metrics.REGISTRY.register(state)
-        metrics.serve_metrics(self.pipe.settings.host, self.pipe.settings.metrics_port)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._report_room())
-                group.create_task(self._keep_adapters())
-                group.create_task(share_metrics(self.pipe.broker, self.pipe.subjects, self._card.id))
-                group.create_task(watch_loop(self._card.id))
-                await self._heartbeats()
-        finally:
-            metrics.REGISTRY.unregister(state)
+        interval = self.pipe.settings.heartbeat_interval
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._report_room())
+            group.create_task(self._adapters.watch(self.pipe.registry, self._card.model, interval))
+            group.create_task(self._prepare_grammars())
+            group.create_task(self._expose())
+            await self._heartbeats()
 
     async def leave(self) -> None:
         self._leaving = True
         await self.pipe.registry.withdraw(self._card)
+
+    async def _expose(self) -> None:
+        """Show operators how the worker fares, until cancelled."""
+        with exposed(self._engine.stats, self._card.model.name, self._card.id):
+            metrics.serve_metrics(self.pipe.settings.host, self.pipe.settings.metrics_port)
+            worker, broker = self._card.id, self.pipe.broker
+            await asyncio.gather(share_metrics(broker, self.pipe.subjects, worker), watch_loop(worker))
 
     async def _heartbeats(self) -> None:
         while self._engine.healthy:
@@ -102,15 +108,11 @@ class Infer(Stage):
             self._watch()
         raise RuntimeError("the engine has died") from self._engine.error
 
-    async def _keep_adapters(self) -> None:
-        """Have every adapter ready that requests may name: those of the settings, and those added at run time."""
-        model = self._card.model
-        while True:
-            with outage_logged("adapters cannot be looked up"):
-                added = await self.pipe.registry.added_adapters()
-                own = [each.source for each in added if each.model == model.name]
-                await self._adapters.keep([*model.adapters, *own])
-            await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+    async def _prepare_grammars(self) -> None:
+        """Load what grammars need before the first request with one, but not while others wait for this start."""
+        await asyncio.sleep(SETTLED)
+        with contextlib.suppress(InvalidRequest):  # a model without grammars
+            await self._engine.prepare(GenerationParams(grammar=SIMPLE))
 
     async def _report_room(self) -> None:
         """Report free seats when few are left, when idle, and with each heartbeat, since a report can be lost."""
@@ -232,7 +234,7 @@ class Infer(Stage):
         return max(self.pipe.settings.relay_interval, len(self._publishers) / _MESSAGES)
 
     async def _publish_outputs(self, job: ValidatedJob, newest: int, adapter: str | None) -> None:
-        measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics)
+        measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics, self.pipe.now)
         publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter)
         publisher.fallback = self._engine.fallback_for(_request(job, job.prompts[0], adapter))
         if (visit := CURRENT.get()) is not None and visit.span is not None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter, OrderedDict
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...schemas.errors import BrokerUnavailable, StartupError, StreamFull
+from ...schemas.errors import BrokerUnavailable, StartupError, StreamFull, StreamMissing
 from ..port import (
     MESSAGE_ID,
     Backlog,
@@ -29,18 +30,23 @@ from ..port import (
     check_size,
     message_size,
 )
-from .consumer import ConsumerGroup, MemoryConsumer
-from .stream import MemoryStream, matcher, overlap
+from .consumer import ConsumerGroups, MemoryConsumer
+from .stream import MemoryStream, matcher
 
 
 class MemoryBroker:
-    """Implements `Broker`; `max_payload` in bytes. Create it in the event loop that uses it."""
+    """Implements `Broker`; `max_payload` in bytes. Create it in the event loop that uses it.
 
-    def __init__(self, *, max_payload: int = 8 << 20) -> None:
+    `now` is the clock, in Unix seconds, by which messages are stamped.
+    """
+
+    def __init__(self, *, max_payload: int = 8 << 20, now: Callable[[], float] = time.time) -> None:
         self._loop = asyncio.get_running_loop()
         self._max_payload = max_payload
+        self._now = now
         self._streams: dict[str, MemoryStream] = {}  # by name in upper case, as JetStream's are
-        self._groups: dict[tuple[str, str], ConsumerGroup] = {}  # by stream and consumer name
+        self._by_head: dict[str, list[tuple[str, MemoryStream]]] = {}  # streams, by the first two tokens of subjects
+        self._groups: dict[str, ConsumerGroups] = {}  # by stream
         self._consumers: list[MemoryConsumer] = []
         self._buckets: dict[str, MemoryBucket] = {}
         self._listeners: list[_Listener] = []
@@ -60,11 +66,13 @@ class MemoryBroker:
         return 0
 
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
+        self._by_head.clear()
         for spec in streams:
             if (stream := self._streams.get(spec.name.upper())) is not None:
                 stream.check(spec)
             else:
-                self._streams[spec.name.upper()] = MemoryStream(spec, self._loop.time)
+                made = self._streams[spec.name.upper()] = MemoryStream(spec, self._loop.time, self._now)
+                self._groups[spec.name.upper()] = ConsumerGroups(made, self._loop)
         for bucket in buckets:
             self._buckets.setdefault(bucket.name, MemoryBucket(bucket, self._loop.time, self._max_payload))
 
@@ -74,11 +82,12 @@ class MemoryBroker:
             self._streams[spec.name.upper()].configure(spec)
         for bucket in buckets:
             self._buckets[bucket.name].spec = bucket
+        self._by_head.clear()
 
     async def remove(self, stream: str) -> None:
         self._streams.pop(stream.upper(), None)
-        for key in [key for key in self._groups if key[0] == stream.upper()]:
-            del self._groups[key]
+        self._by_head.clear()
+        self._groups.pop(stream.upper(), None)
 
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
@@ -88,12 +97,11 @@ class MemoryBroker:
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
         self._notify_listeners(Message(subject, data, whole))  # as NATS does, even if the stream refuses it
-        for name, stream in self._streams.items():
+        for name, stream in self._streams_beginning(subject):
             if stream.accepts(subject):
                 published = stream.store(subject, data, whole, expect)
-                for (of_stream, _), group in self._groups.items():
-                    if of_stream == name:
-                        group.dispatch()
+                if not published.duplicate:
+                    self._groups[name].offer(subject, published.sequence)
                 # A publisher in a loop must not starve the other tasks.
                 await asyncio.sleep(0)
                 return published
@@ -103,10 +111,12 @@ class MemoryBroker:
         name = spec.stream.upper()
         if (stream := self._streams.get(name)) is None:
             raise StartupError(f"consumer {spec.name} of stream {spec.stream}: stream not found")
-        if stream.spec.retention == "work_queue":
-            self._check_overlap(name, spec)
-        group = self._groups.setdefault((name, spec.name), ConsumerGroup(stream, spec, self._loop))
-        consumer = group.join(spec, prefetch)
+        groups = self._groups[name]
+        if stream.spec.retention == "work_queue" and (other := groups.overlapping(spec)) is not None:
+            raise StartupError(
+                f"consumer {spec.name} of stream {name}: its consumer {other} already takes some of {spec.subject}"
+            )
+        consumer = groups.join(spec, prefetch)
         self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
         return consumer
 
@@ -120,9 +130,8 @@ class MemoryBroker:
         return self._find(stream).held()
 
     async def usage(self) -> list[Usage]:
-        consumers = Counter(stream for stream, _ in self._groups)
         return [
-            *(stream.usage()._replace(consumers=consumers[name]) for name, stream in self._streams.items()),
+            *(stream.usage()._replace(consumers=len(self._groups[name])) for name, stream in self._streams.items()),
             *(bucket.usage() for bucket in self._buckets.values()),
         ]
 
@@ -130,7 +139,7 @@ class MemoryBroker:
         found: list[Backlog] = []
         for stream in streams:
             if (name := stream.upper()) in self._streams:
-                counts = [group.backlog() for (of, _), group in self._groups.items() if of == name]
+                counts = [group.backlog() for group in self._groups[name]]
                 found.append(Backlog(stream, *map(sum, zip((0, 0, 0), *counts, strict=True))))
         return found
 
@@ -141,9 +150,10 @@ class MemoryBroker:
         return is_there
 
     async def forget(self, stream: str, consumer: str) -> None:
-        key = stream.upper(), consumer
-        if (group := self._groups.get(key)) is not None and not group.begin_again():
-            del self._groups[key]
+        groups = self._groups.get(stream.upper())
+        group = groups.get(consumer) if groups is not None else None
+        if groups is not None and group is not None and not group.begin_again():
+            groups.remove(consumer)
 
     async def notify(self, subject: str, data: bytes) -> None:
         message = Message(subject, data, {})
@@ -171,9 +181,19 @@ class MemoryBroker:
         self._listeners.clear()
         self._closed = True
 
+    def _streams_beginning(self, subject: str) -> list[tuple[str, MemoryStream]]:
+        """The streams, in order, that may accept a subject with these first two tokens."""
+        head = ".".join(subject.split(".", 2)[:2])
+        found = self._by_head.get(head)
+        if found is None:
+            found = [one for one in self._streams.items() if one[1].may_accept(head)]
+            if found:
+                self._by_head[head] = found
+        return found
+
     def _find(self, stream: str) -> MemoryStream:
         if (found := self._streams.get(stream.upper())) is None:
-            raise BrokerUnavailable(f"there is no stream {stream}")
+            raise StreamMissing(f"the stream {stream} does not exist")
         return found
 
     def _notify_listeners(self, message: Message) -> None:
@@ -185,13 +205,6 @@ class MemoryBroker:
     def _refuse(self, message: Message) -> str:
         one_each = {refuser.group: refuser for refuser in self._refusers if refuser.pattern.fullmatch(message.subject)}
         return " ".join(filter(None, [refuser.why(message) for refuser in one_each.values()]))
-
-    def _check_overlap(self, stream: str, spec: ConsumerSpec) -> None:
-        for (of_stream, name), group in self._groups.items():
-            if of_stream == stream and name != spec.name and overlap(group.spec.subject, spec.subject):
-                raise StartupError(
-                    f"consumer {spec.name} of stream {stream}: its consumer {name} already takes some of {spec.subject}"
-                )
 
 
 class _Listener:

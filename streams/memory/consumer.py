@@ -1,17 +1,18 @@
 """Consumers in memory: a group leases a stream's messages to the copies that opened it.
 
-A message stays in `_leases` from its first delivery until it is settled; after its lease has expired, or after a nak,
-it waits in `_redeliver`. Leases expire by the event loop's clock.
+A message waits in `_pending` until its first delivery, and stays in `_leases` from then on until it is settled; after
+its lease has expired, or after a nak, it waits in `_redeliver`. Leases expire by the event loop's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..port import ConsumerSpec, Delivery, Message
-from .stream import MemoryStream, matcher
+from .stream import MemoryStream, matcher, overlap
 
 
 class MemoryDelivery:
@@ -55,17 +56,21 @@ class ConsumerGroup:
         self._stream = stream
         self._loop = loop
         self._pattern = matcher(spec.subject)
-        self._next = 1  # the first sequence not yet considered
+        self._pending = deque(stream.sequences(self._pattern))  # that were never leased; some may be stored no more
         self._leases: dict[int, _Lease] = {}  # by sequence
         self._redeliver: deque[int] = deque()  # sequences to deliver again
         self._members: list[MemoryConsumer] = []  # the one whose turn it is comes first
 
     def join(self, spec: ConsumerSpec, prefetch: int) -> MemoryConsumer:
         """Open another copy; with `takeover`, the only one, which starts behind the contiguous settled messages."""
+        if spec.subject != self.spec.subject:
+            self._pattern = matcher(spec.subject)
+            first = self._pending[0] if self._pending else self._stream.last + 1
+            self._pending = deque(self._stream.sequences(self._pattern, first))
         self.spec = spec
-        self._pattern = matcher(spec.subject)
         if spec.takeover:
-            self._next = min(self._leases, default=self._next)
+            if self._leases:
+                self._pending = deque(self._stream.sequences(self._pattern, min(self._leases)))
             for lease in self._leases.values():
                 _cancel(lease)
             for former in self._members:
@@ -84,7 +89,7 @@ class ConsumerGroup:
             _cancel(lease)
         self._leases.clear()
         self._redeliver.clear()
-        self._next = 1
+        self._pending = deque(self._stream.sequences(self._pattern))
         for member in self._members:
             member.clear()
         self.dispatch()
@@ -92,14 +97,23 @@ class ConsumerGroup:
 
     def backlog(self) -> tuple[int, int, int]:
         """How many messages were never delivered, are leased, and are leased again."""
-        first = max(self._next, self._stream.first)
-        messages = (self._stream.get(sequence) for sequence in range(first, self._stream.last + 1))
-        pending = sum(message is not None and bool(self._pattern.fullmatch(message.subject)) for message in messages)
+        pending = sum(self._stream.get(sequence) is not None for sequence in self._pending)
         return pending, len(self._leases), sum(lease.attempt > 1 for lease in self._leases.values())
+
+    def matches(self, subject: str) -> bool:
+        return self._pattern.fullmatch(subject) is not None
 
     def leave(self, member: MemoryConsumer) -> None:
         if member in self._members:
             self._members.remove(member)
+
+    def offer(self, sequence: int) -> None:
+        """A message on the consumer's subject has been stored."""
+        first = self._stream.first
+        while self._pending and self._pending[0] < first:  # or those of a consumer without copies would be kept
+            self._pending.popleft()
+        self._pending.append(sequence)
+        self.dispatch()
 
     def dispatch(self) -> None:
         """Lease waiting messages to the copies with room, in turn."""
@@ -166,13 +180,65 @@ class ConsumerGroup:
             if message is not None and not spent:
                 return message
             del self._leases[sequence]
-        self._next = max(self._next, self._stream.first)
-        while self._next <= self._stream.last and len(self._leases) < self.spec.max_ack_pending:
-            message = self._stream.get(self._next)
-            self._next += 1
-            if message is not None and self._pattern.fullmatch(message.subject):
+        while self._pending and len(self._leases) < self.spec.max_ack_pending:
+            message = self._stream.get(self._pending.popleft())
+            if message is not None:
                 return message
         return None
+
+
+class ConsumerGroups:
+    """The consumers of one stream by name: a message visits only those whose subject it is on."""
+
+    def __init__(self, stream: MemoryStream, loop: asyncio.AbstractEventLoop) -> None:
+        self._stream = stream
+        self._loop = loop
+        self._groups: dict[str, ConsumerGroup] = {}
+        self._exact: defaultdict[str, list[ConsumerGroup]] = defaultdict(list)  # by subject
+        self._wild: list[ConsumerGroup] = []  # whose subjects have wildcards
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[ConsumerGroup]:
+        return iter(self._groups.values())
+
+    def get(self, name: str) -> ConsumerGroup | None:
+        return self._groups.get(name)
+
+    def join(self, spec: ConsumerSpec, prefetch: int) -> MemoryConsumer:
+        """Open a copy of a consumer, which is made if it is the first."""
+        group = self._groups.get(spec.name)
+        if group is None:
+            group = self._groups[spec.name] = ConsumerGroup(self._stream, spec, self._loop)
+        else:
+            self._line(group.spec.subject).remove(group)
+        self._line(spec.subject).append(group)
+        return group.join(spec, prefetch)
+
+    def remove(self, name: str) -> None:
+        group = self._groups.pop(name)
+        self._line(group.spec.subject).remove(group)
+
+    def offer(self, subject: str, sequence: int) -> None:
+        """A message has been stored."""
+        for group in self._exact.get(subject, ()):
+            group.offer(sequence)
+        for group in self._wild:
+            if group.matches(subject):
+                group.offer(sequence)
+
+    def overlapping(self, spec: ConsumerSpec) -> str | None:
+        """The name of another consumer that takes some of the same messages."""
+        if _is_wild(spec.subject):
+            others = list(self._groups.values())
+        else:
+            others = [*self._exact.get(spec.subject, ()), *self._wild]
+        names = (other.spec.name for other in others if overlap(other.spec.subject, spec.subject))
+        return next((name for name in names if name != spec.name), None)
+
+    def _line(self, subject: str) -> list[ConsumerGroup]:
+        return self._wild if _is_wild(subject) else self._exact[subject]
 
 
 class MemoryConsumer:
@@ -216,13 +282,23 @@ class MemoryConsumer:
         return []
 
     async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._arrived.set()
-        self._group.leave(self)
-        while self._buffer:
-            await self._buffer.popleft().nak()
+        if not self._closed:
+            buffered = list(self._buffer)
+            self.abandon()
+            for delivery in buffered:
+                await delivery.nak()
+
+    def abandon(self) -> None:
+        """The holder is gone without a word: what it has stays leased until its leases expire."""
+        if not self._closed:
+            self._closed = True
+            self._arrived.set()
+            self._group.leave(self)
+            self._buffer.clear()
+
+
+def _is_wild(subject: str) -> bool:
+    return "*" in subject or ">" in subject
 
 
 def _cancel(lease: _Lease) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ...schemas.errors import StartupError, StreamFull, Superseded
@@ -27,11 +27,12 @@ class _Seen(NamedTuple):
 
 
 class MemoryStream:
-    """`clock` returns seconds. No method awaits, so no caller sees a stream half changed."""
+    """`clock` returns seconds, `now` Unix seconds. No method awaits, so no caller sees a stream half changed."""
 
-    def __init__(self, spec: StreamSpec, clock: Callable[[], float]) -> None:
+    def __init__(self, spec: StreamSpec, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
         self.last = 0  # the newest sequence ever assigned; `store` increments it
         self._clock = clock
+        self._now = now
         # OrderedDict, because a plain dict takes ever longer to find its first key as earlier ones are deleted.
         self._messages: OrderedDict[int, _Stored] = OrderedDict()  # by sequence, oldest first
         self._ids: OrderedDict[str, _Seen] = OrderedDict()  # by message id, oldest first
@@ -59,6 +60,12 @@ class MemoryStream:
     def accepts(self, subject: str) -> bool:
         return any(pattern.fullmatch(subject) for pattern in self._patterns)
 
+    def may_accept(self, head: str) -> bool:
+        """Whether it accepts a subject that begins with these tokens, as far as they tell."""
+        depth = head.count(".") + 1
+        heads = [".".join(subject.split(".")[:depth]) for subject in self.spec.subjects]
+        return any(overlap(one, head) for one in heads)
+
     def store(self, subject: str, data: bytes, headers: Headers, expect: int | None = None) -> Published:
         """Store a message whose headers include its id. Raises `StreamFull` and `Superseded`."""
         self._expire()
@@ -72,7 +79,7 @@ class MemoryStream:
             self._check_limits(subject, size)
         self.last += 1
         now = self._clock()
-        self._messages[self.last] = _Stored(Message(subject, data, headers, self.last, time.time()), now, size)
+        self._messages[self.last] = _Stored(Message(subject, data, headers, self.last, self._now()), now, size)
         self._of_subject[subject][self.last] = None
         self._ids[message_id] = _Seen(self.last, now)
         self._bytes += size
@@ -83,6 +90,12 @@ class MemoryStream:
         self._expire()
         stored = self._messages.get(sequence)
         return stored.message if stored else None
+
+    def sequences(self, pattern: re.Pattern[str], first: int = 0) -> Iterator[int]:
+        """Those of the messages from `first` on whose subjects match, oldest first."""
+        self._expire()
+        messages = self._messages.items()
+        return (s for s, stored in messages if s >= first and pattern.fullmatch(stored.message.subject))
 
     def on_subject(self, subject: str, after: int) -> list[Message]:
         self._expire()

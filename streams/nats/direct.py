@@ -20,6 +20,7 @@ from datetime import datetime
 import orjson
 from nats.aio.msg import Msg
 
+from ...schemas.errors import StreamMissing
 from ..port import Held, Message, Usage
 from .link import Link, status
 from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, allowed, call
@@ -67,12 +68,19 @@ async def stored_messages(link: Link, stream: str, subject: str, after: int = 0)
 
 
 async def held_subjects(link: Link, stream: str, subject: str) -> Held:
-    """What the stream's leader holds on `subject` (wildcards allowed). Raises `BrokerUnavailable`."""
+    """What the stream's leader holds on `subject` (wildcards allowed).
+
+    Raises `StreamMissing` if there was none all the time that a call may take, and `BrokerUnavailable`.
+    """
     found: dict[str, int] = {}
     while True:  # the server returns pages of 100,000 subjects
-        info = await call(
-            link, f"STREAM.INFO.{stream}", {"subjects_filter": subject, "offset": len(found)}, retry_on=STREAM_MISSING
-        )
+        page_wanted = {"subjects_filter": subject, "offset": len(found)}
+        try:
+            info = await call(link, f"STREAM.INFO.{stream}", page_wanted, retry_on=STREAM_MISSING)
+        except ApiError as error:
+            if error.code != STREAM_MISSING:
+                raise
+            raise StreamMissing(f"the stream {stream} does not exist") from error
         page: dict[str, int] = info["state"].get("subjects") or {}
         found |= page
         if not page or len(found) >= info.get("total", 0):

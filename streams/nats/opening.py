@@ -17,7 +17,7 @@ from .client import ClosedAfterHandshake, DirectClient
 
 _CONNECT_TIMEOUT = 2  # seconds for one server to accept the connection
 _RECONNECT_WAIT = 0.2  # seconds between two attempts at one server
-_PING_INTERVAL = 10  # seconds; a connection that misses two pongs in a row is closed
+_PING_INTERVAL = 3  # seconds; a server that misses two pongs is given up after the third, so within 6 to 9 s
 _FLUSH_TIMEOUT = 1.0  # seconds that a sender waits for nats-py's full buffer; otherwise until a reconnect
 
 _denied = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"', re.IGNORECASE).search

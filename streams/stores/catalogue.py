@@ -18,9 +18,8 @@ from ...schemas.catalogue import Catalogue, RevisionKey
 from ...schemas.errors import StartupError
 from ...schemas.model_state import ModelState
 from ..port import Broker, Bucket, Entry
-from ..topology import CATALOGUE
+from ..topology import CATALOGUE, OFFERED
 
-_MODELS = "models"
 _STATES = "state."
 
 Value = TypeVar("Value", Catalogue, ModelState)
@@ -38,12 +37,12 @@ class CatalogueStore:
         return cls(await broker.bucket(CATALOGUE))
 
     async def read(self) -> Catalogue:
-        entry = await self._bucket.get(_MODELS)
+        entry = await self._bucket.get(OFFERED)
         return Catalogue() if entry is None else _parse(Catalogue, entry)
 
     async def change(self, update: Callable[[Catalogue], Catalogue]) -> Catalogue:
         """Replace the catalogue by `update` of it and return the result. Raises what `update` raises."""
-        return await self._change(_MODELS, Catalogue(), update)
+        return await self._change(OFFERED, Catalogue(), update)
 
     async def states(self) -> dict[RevisionKey, ModelState]:
         """Of all replicas that were ever queued, and not forgotten."""

@@ -16,6 +16,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
+from ...schemas.catalogue import Catalogue, RevisionKey
 from ...schemas.errors import ModelNotFound, StartupError
 from ...schemas.registry import AddedAdapter, AgentCard, ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
 from ..lanes import present_lanes
@@ -119,6 +120,11 @@ class Registry:
         if ended:
             self.ended |= ended
             self.workers = tuple(card for card in self.workers if card.id not in ended)
+
+    def was_offered(self, catalogue: Catalogue, key: RevisionKey) -> bool:
+        """Whether a revision has left the catalogue, rather than being served by workers of their own."""
+        card = self.models.get(key.name)
+        return catalogue.has_had(key) and (card is None or card.catalogued)
 
     async def lanes_changed(self) -> None:
         """Return when a refresh has found other lanes than the one before."""

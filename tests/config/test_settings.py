@@ -69,13 +69,23 @@ def _values(name: str) -> st.SearchStrategy[Any]:
     if name == "nats_url":
         servers = st.tuples(st.sampled_from(["", "nats://", "tls://"]), TOKENS, st.sampled_from(["", ":1"]))
         return st.lists(servers.map("".join), min_size=1, max_size=3).map(",".join)
-    if name in ("mcp_allowed_urls", "tool_functions", "tool_grants", "tools_without_approval", "allowed_backends"):
+    if name in (
+        "mcp_allowed_urls",
+        "tool_functions",
+        "tool_grants",
+        "tools_without_approval",
+        "allowed_backends",
+        "allowed_plug_ins",
+    ):
         return st.lists(TOKENS, max_size=3).map(tuple)
     if name == "lora_modules":
         return st.dictionaries(TOKENS, TOKENS, max_size=3).map(lambda pairs: tuple(map("=".join, pairs.items())))
     if name == "tenant_weights":
         weights = st.dictionaries(TOKENS, st.integers(1, 9).map(str), max_size=3)
         return weights.map(lambda pairs: tuple(map("=".join, pairs.items())))
+    if name in ("tenant_requests_per_minute", "tenant_tokens_per_minute"):
+        limits = st.dictionaries(TOKENS, st.integers(1, 9).map(str) | st.just("none"), max_size=3)
+        return limits.map(lambda pairs: tuple(map("=".join, pairs.items())))
     if name == "secret_key":
         return st.from_regex(r"[a-z]{16,20}", fullmatch=True)
     if get_origin(kind) is Literal:
@@ -108,6 +118,8 @@ def _faults(name: str) -> list[str]:
         return ["a", "a=", "=a", "a=b,a=c", "a=b,c"]
     if name == "tenant_weights":
         return ["a", "a=", "=1", "a=0", "a=-1", "a=1,a=2", "a=x", "a b=1", "a=inf"]
+    if name in ("tenant_requests_per_minute", "tenant_tokens_per_minute"):
+        return ["a", "a=", "=1", "a=0", "a=-1", "a=1,a=2", "a=x", "a b=1", "a=1.5"]
     if name == "nats_url":
         return ["", "http://a:1", "ws://a", "nats://", "nats://a:b", "a,,b", "nats://[::1", "a b"]
     if get_origin(kind) is Literal:
@@ -234,7 +246,8 @@ def test_command_line_beats_environment_beats_file(file: Path, given: Given) -> 
     assert shown.exit_code == 0, shown.output
     lines = {words[0]: line.rstrip() for line in shown.stdout.splitlines() if (words := line.split())}
     for name, (value, origin) in expected.items():
-        text = "" if value is None else _text(value)
+        empty = "auto" if name in ("max_batch_size", "kv_cache_memory") else ""
+        text = empty if value is None else _text(value)
         assert re.fullmatch(rf"{name} +{re.escape(text)} +{re.escape(origin)}", lines[name]), lines[name]
 
 
@@ -313,6 +326,15 @@ def test_file_named_by_the_environment_is_read(alone: Path, monkeypatch: pytest.
 
 def test_size_is_understood_with_its_unit(alone: Path) -> None:
     assert load({"kv_cache_memory": "2GiB"}).settings.kv_cache_memory == 2 << 30
+
+
+def test_the_word_auto_leaves_a_choice_to_the_engine(alone: Path) -> None:
+    (alone / "penstock.toml").write_text('max_batch_size = 3\nkv_cache_memory = "2GiB"')
+    settings = load({"max_batch_size": "auto", "kv_cache_memory": "auto"}).settings
+    assert settings.max_batch_size is settings.kv_cache_memory is None
+    shown = CliRunner().invoke(app, ["config", "--max-batch-size=auto"]).stdout
+    assert re.search(r"^max_batch_size +auto +--max-batch-size$", shown, re.MULTILINE), shown
+    assert re.search(r"^kv_cache_memory +2147483648 +penstock.toml$", shown, re.MULTILINE), shown
 
 
 def test_variables_that_are_no_settings_are_left_alone(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

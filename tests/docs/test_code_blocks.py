@@ -20,7 +20,12 @@ from penstock.__main__ import app
 
 PROGRAMS = (("README.md", "docs/library.md"), ("docs/http-api.md", "docs/tools.md"))  # one for the blocks of two pages
 # Excerpts of programs that tests of their own run; "": of none.
-ELSEWHERE = {"docs/nats.md": "deploy/examples/client.py", "docs/stages.md": "", "docs/plug-ins.md": ""}
+ELSEWHERE = {
+    "docs/grpc.md": "deploy/examples/grpc_client.py",
+    "docs/nats.md": "deploy/examples/client.py",
+    "docs/stages.md": "",
+    "docs/plug-ins.md": "",
+}
 URL, TOOLS_URL = "http://127.0.0.1:8000", "http://127.0.0.1:3001/mcp"
 READ_ONLY = re.compile(
     r"penstock (submit|models( list| +#|$)|schema|key|config agreed|config apply --queue-limit 500 +#|dead list)"

@@ -134,7 +134,7 @@ def test_a_broken_tokenizer(copy: Path, content: str) -> None:
     [
         ({"device": "cuda:97"}, r"device='cuda:97': not available, torch finds \d+ CUDA devices"),
         ({"device": "tpu"}, "device='tpu': must be auto, cpu, cuda, cuda:N or mps"),
-        ({"backend": "magic"}, "unknown backend 'magic'; use one of: echo, hf, paged"),
+        ({"backend": "magic"}, "unknown backend 'magic'; use one of: echo, hf, llama_cpp, paged"),
         (
             {"backend": "hf", "quantization": "int8"},
             "quantization='int8': the backend 'hf' does not support this setting",

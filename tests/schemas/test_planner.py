@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import isfunction
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from model_host import RETRIES, RULES, Host
+from walk_models import COMMANDS
 
 from penstock.schemas.catalogue import RevisionKey
 from penstock.schemas.jobs import Priority
@@ -149,6 +151,12 @@ class Models(RuleBasedStateMachine):
 
 Models.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
 TestModels = Models.TestCase
+
+
+def test_the_commands_are_those_that_real_processes_get() -> None:
+    """`deploy/walk_models.py` draws the same; there hosts and workers do the rest by themselves, and kills end them."""
+    drawn = {name for name, each in vars(Models).items() if isfunction(each) and not name.startswith("_")}
+    assert drawn - {"begin", "end_load", "dispatch", "end_work", "teardown"} == COMMANDS.keys() - {"kill"}
 
 
 def host_of(capacity: int, **given: dict[str, object]) -> Host:

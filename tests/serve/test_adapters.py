@@ -258,7 +258,7 @@ def test_those_of_the_catalogue_and_those_added_survive_a_restart_and_a_swap(
     assert change(served, "load", lora_name="c", lora_path=str(world.paths["c"])).status_code == 200
     mine = Path(shutil.copytree(world.paths["b"], tmp_path / "mine"))
     served = deployment.start(1, {"a": world.paths["a"], "mine": mine})
-    assert listed(served)["c"]["status"] == {"value": "unloaded"}
+    until(lambda: listed(served)["c"]["status"] == {"value": "unloaded"})
     shutil.rmtree(mine)
     for name in "ca":
         assert tokens_of(ask(served, name, PROMPTS[0]), name) == world.answer(name, PROMPTS[0])

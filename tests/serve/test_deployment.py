@@ -35,13 +35,15 @@ def test_parts_adopt_or_refuse_and_serve_changes_what_it_owns(serve: Serve, star
     assert "penstock config apply --tenant-limit 7" in other.output
     start("worker", *where).wait_for("worker ready")  # it used to reset both
     kept = {"tenant_limit": "5", "responses_ttl": "7776000", "queue_limit": "10000"}
+    kept |= {"tenant_tokens_per_minute": "none"}
     assert kept.items() <= agreed(start, served.state_dir).items()
     served.process.send(signal.SIGTERM)
     assert served.process.wait() == 0
 
-    served = serve("--backend", "echo", "--queue-limit", "9", environment={"PENSTOCK_STREAM_PARTITIONS": "4"})
+    limits = ("--queue-limit", "9", "--tenant-requests-per-minute", "ada=5,bob=none")
+    served = serve("--backend", "echo", *limits, environment={"PENSTOCK_STREAM_PARTITIONS": "4"})
     assert "deployment setting changed" in served.process.output
-    changed = kept | {"queue_limit": "9", "stream_partitions": "4"}
+    changed = kept | {"queue_limit": "9", "stream_partitions": "4", "tenant_requests_per_minute": "ada=5,bob=none"}
     assert changed.items() <= agreed(start, served.state_dir).items()
 
 

@@ -5,28 +5,17 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import psutil
-import pytest
 from serving import Process, Start
-
-from penstock.streams.nats.server import EmbeddedServer
 
 MASK = Path(__file__).parents[2] / "deploy" / "examples" / "mask.py"
 WORDS = ("the", "a", "and", "is", "of")
 PROMPTS = [f"{place} + 2 = {place + 2}. The" for place in range(6)]
 TOKENS = 400
-
-
-@pytest.fixture
-async def nats_url(tmp_path: Path) -> AsyncIterator[str]:
-    server = await EmbeddedServer.start(tmp_path / "nats")
-    yield server.url
-    await server.stop()
 
 
 class Answers:

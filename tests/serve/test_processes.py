@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,13 +15,6 @@ from penstock.streams.nats.server import EmbeddedServer
 STAGES = ("validate", "queue", "batch", "stream")
 REQUESTS = 20
 TOKENS = 150
-
-
-@pytest.fixture
-async def nats_url(tmp_path: Path) -> AsyncIterator[str]:
-    server = await EmbeddedServer.start(tmp_path / "nats")
-    yield server.url
-    await server.stop()
 
 
 PARTS = {
@@ -64,11 +56,13 @@ def test_ctrl_c_ends_the_waiting(start: Start, tmp_path: Path, arguments: tuple[
 
 
 @pytest.mark.parametrize("arguments", PARTS)
-def test_a_broker_that_refuses_is_told_at_once(start: Start, nats_url: str, arguments: tuple[str, ...]) -> None:
-    part = start(*arguments, environment={"PENSTOCK_NATS_URL": nats_url.replace("nats://", "nats://not")})
+async def test_a_broker_that_refuses_is_told_at_once(start: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    server = await EmbeddedServer.start(tmp_path / "nats")
+    part = start(*arguments, environment={"PENSTOCK_NATS_URL": server.url.replace("nats://", "nats://not")})
     assert part.wait() == 2
     assert "refuses the user or token of --nats-url: Authorization Violation; correct it" in part.output
     assert "waiting" not in part.output and "Traceback" not in part.output
+    await server.stop()
 
 
 class Parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,12 +11,15 @@ from hypothesis import strategies as st
 from in_process import BROKEN, MODEL, PATIENCE, TOKENS, Hosting
 
 from penstock.api.serve import swapping
-from penstock.schemas.catalogue import RevisionKey
+from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from penstock.schemas.errors import BrokerUnavailable, InvalidRequest
-from penstock.schemas.registry import LoadProgress
+from penstock.schemas.registry import Admission, LoadProgress, ModelLanes
+from penstock.stages import admission
+from penstock.streams.lanes import present_lanes, remove_lanes
 from penstock.streams.stores.catalogue import CatalogueStore
-from penstock.streams.topology import lanes_of
+from penstock.streams.topology import PRIORITIES, batch_stream, lanes_of
 
+UNKNOWN = 5.0  # seconds of Retry-After while nothing has left a lane
 ASK = st.just("ask")
 PAUSES = st.sampled_from(["moment", "settle"])  # from one step to the next
 
@@ -126,6 +130,33 @@ async def test_a_former_revision_goes_when_nothing_is_left_for_it(monkeypatch: p
     await hosting.stop()
 
 
+@pytest.mark.parametrize("noted", [False, True], ids=["whole", "half"])
+async def test_a_former_revision_goes_though_its_lanes_have_gone_before(
+    monkeypatch: pytest.MonkeyPatch, noted: bool
+) -> None:
+    """Another host has removed them for want of room, or died in the middle: this one serves on."""
+    monkeypatch.setattr(swapping, "LEFT", 0.2)
+    hosting = await Hosting.start()
+    assert await (await hosting.ask()).answer() == "a" * TOKENS
+    await hosting.stop_agent()
+    await hosting.change(partial(Catalogue.remove, name=MODEL))
+    broker, lanes = hosting.pipeline.pipe.broker, lanes_of(MODEL, 1)
+    if noted:
+        for priority in PRIORITIES:
+            await broker.remove(batch_stream(lanes, priority))
+    else:
+        await remove_lanes(broker, ModelLanes(model=MODEL, revision=1))
+    await hosting.change(lambda catalogue: catalogue.add(CatalogueEntry(name=MODEL, source="b", backend="echo")))
+    hosting.start_agent()
+
+    async def gone() -> bool:
+        return RevisionKey(MODEL, 1) not in await hosting.store.states() and lanes not in await present_lanes(broker)
+
+    await hosting.until(gone)
+    assert await (await hosting.ask()).answer() == "b" * TOKENS
+    await hosting.stop()
+
+
 async def test_requests_that_wait_for_a_former_revision_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swapping, "LEFT", 0.0)
     hosting = await Hosting.start()
@@ -135,6 +166,23 @@ async def test_requests_that_wait_for_a_former_revision_get_it(monkeypatch: pyte
     await hosting.change(lambda catalogue: catalogue.promote(RevisionKey(MODEL, 2)))
     hosting.start_agent()
     assert await waiting.answer() == "a" * TOKENS
+    await hosting.stop()
+
+
+async def test_requests_that_wait_for_a_model_that_is_removed_before_it_was_ever_loaded_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And its lanes go as those of any other model."""
+    monkeypatch.setattr(swapping, "LEFT", 0.2)
+    hosting = await Hosting.start()
+    await hosting.stop_agent()
+    waiting = await hosting.ask()
+    await hosting.change(lambda catalogue: catalogue.remove(MODEL))
+    assert await hosting.state(1) is None, "it was never loaded"
+    hosting.start_agent()
+    with pytest.raises(AssertionError, match="m was removed from the models that are served"):
+        await waiting.answer()
+    await hosting.until(lambda: lanes_of(MODEL, 1) not in hosting.pipeline.pipe.registry.lanes)
     await hosting.stop()
 
 
@@ -186,4 +234,27 @@ async def test_the_state_of_a_load_says_how_far_its_own_worker_is() -> None:
                 await pipe.broker.notify(pipe.subjects.loading(), load.model_dump_json().encode())
             await asyncio.sleep(0.01)
     assert (state.status, state.progress) == ("loading", 40)
+    await hosting.stop()
+
+
+async def test_the_time_for_which_a_model_is_unloaded_makes_no_later_request_wait_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it did a second when it was loaded counts, not that nothing goes while others have the memory."""
+    monkeypatch.setattr(admission, "_HALF_LIFE", 0.01)
+    hosting, looks = await Hosting.start(), list[Admission]()
+    pipe = hosting.pipeline.pipe
+    await pipe.broker.listen(
+        pipe.subjects.admission(), lambda message: looks.append(Admission.model_validate_json(message.data))
+    )
+    assert await (await hosting.ask()).answer() == "a" * TOKENS
+    await hosting.until(lambda: any(look.retry_after["normal"] != UNKNOWN for look in looks))
+    await hosting.stop_agent()
+    await hosting.until(lambda: not hosting.workers)
+    waiting = [await hosting.ask(), await hosting.ask()]
+    looks.clear()
+    await hosting.until(lambda: sum(look.depth["normal"] == 2 for look in looks) >= 3)
+    waiting.append(await hosting.ask())
+    hosting.start_agent()
+    assert [await asked.answer() for asked in waiting] == ["a" * TOKENS] * 3
     await hosting.stop()

@@ -13,15 +13,12 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from serving import Process, Start, answers
-
-from penstock.streams.nats.server import EmbeddedServer
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("validate", "queue", "batch", "stream")
@@ -91,13 +88,6 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Release:
 @pytest.fixture(scope="module")
 def now() -> Release:
     return Release.of({}, ROOT)
-
-
-@pytest.fixture
-async def nats_url(tmp_path: Path) -> AsyncIterator[str]:
-    server = await EmbeddedServer.start(tmp_path / "nats")
-    yield server.url
-    await server.stop()
 
 
 class Mixed:

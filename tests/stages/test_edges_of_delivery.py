@@ -139,13 +139,13 @@ async def test_a_worker_that_was_forgotten_and_comes_back_confuses_no_numbers() 
         workers.hear(Message("", room.model_dump_json().encode(), {}))
 
     hear()
-    ((_, seats),) = workers.living(MODEL, 1)
+    ((_, seats),) = workers.living(MODEL, 1).members.values()
     assert [seats.send(1, 0.0) for _ in range(3)] == [1, 2, 3]
     known, pipeline.pipe.registry.workers = pipeline.pipe.registry.workers, ()
     workers.living(MODEL, 1)  # nobody is there
     pipeline.pipe.registry.workers = known
     hear()
-    ((_, seats),) = workers.living(MODEL, 1)
+    ((_, seats),) = workers.living(MODEL, 1).members.values()
     seats.send(4, 0.0)
     hear()
     assert seats.on_the_way == 4

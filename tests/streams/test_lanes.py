@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.settings import Settings
+from penstock.schemas.catalogue import Catalogue, CatalogueEntry
 from penstock.schemas.errors import StartupError
-from penstock.schemas.registry import ModelCard, WorkerCard
-from penstock.streams.lanes import open_lanes, present_lanes
+from penstock.schemas.registry import ModelCard, ModelLanes, WorkerCard
+from penstock.streams.lanes import open_lanes, present_lanes, remove_lanes, waiting_in_lanes
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import Broker
+from penstock.streams.stores.catalogue import CatalogueStore
 from penstock.streams.stores.registry import Registry
-from penstock.streams.topology import Subjects, batch_stream, lanes_of, topology
+from penstock.streams.topology import PRIORITIES, Subjects, batch_stream, lanes_of, topology
 
 
 @pytest.fixture
@@ -52,3 +56,35 @@ async def test_lanes_of_a_model_that_may_be_asked_for_stay(broker: Broker, setti
     with pytest.raises(StartupError, match=r"2 models have lanes already, and max_models is 2: raise it with"):
         await open_lanes(broker, settings, "three")
     assert await names(broker) == {("one", 1), ("two", 1)}
+
+
+async def test_the_lanes_of_what_is_probed_stay(broker: Broker, settings: Settings) -> None:
+    store = await CatalogueStore.of(broker)
+    catalogue = Catalogue().add(CatalogueEntry(name="m", source="a", backend="echo"))
+    await store.change(lambda _: catalogue.swap("m", "b"))
+    await open_lanes(broker, settings, "m", 2)
+    await open_lanes(broker, settings, "gone")
+    await open_lanes(broker, settings, "new")
+    assert await names(broker) == {("m", 2), ("new", 1)}
+
+
+async def test_nothing_waits_in_lanes_that_were_removed(broker: Broker, settings: Settings) -> None:
+    lanes, subjects = lanes_of("m"), Subjects(settings.namespace)
+    await open_lanes(broker, settings, "m")
+    await broker.publish(subjects.batch(lanes, "high", "t"), b"", message_id="m")
+    assert await waiting_in_lanes(broker, lanes) == {"high": 1, "normal": 0, "low": 0}
+    await remove_lanes(broker, ModelLanes(model="m", revision=1))
+    assert await waiting_in_lanes(broker, lanes) == dict.fromkeys(PRIORITIES, 0)
+
+
+async def test_lanes_of_which_only_the_note_is_left_give_way(namespace: str, server: EmbeddedServer) -> None:
+    """A process that died left it: the next one finds nothing waiting there, and makes use of the room."""
+    broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=0.5)
+    await broker.ensure(*topology(namespace, ["queue"]))
+    settings = Settings(namespace=namespace, max_models=1, store_limit=64 << 20, events_limit=1 << 20)
+    await open_lanes(broker, settings, "m")
+    for priority in PRIORITIES:
+        await broker.remove(batch_stream(lanes_of("m"), priority))
+    await open_lanes(broker, settings, "new")
+    assert await names(broker) == {("new", 1)}
+    await broker.close()

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "examples" / "README.md", *DOCS]
+_DEPLOY = [ROOT / "deploy" / name / "README.md" for name in ("compose", "examples", "kubernetes", "systemd")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_DEPLOY, *DOCS]
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```\n?", re.MULTILINE | re.DOTALL)
 

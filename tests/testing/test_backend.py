@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from gguf_files import write_gguf
 
 from penstock.engine import EngineConfig
 from penstock.testing.backend import BackendConformance
@@ -26,3 +28,19 @@ class TestPaged(BackendConformance):
     @classmethod
     def _on_tiny_model(cls, tiny_model: Path) -> None:
         cls.config = EngineConfig(model=str(tiny_model), backend="paged", dtype="float32", device="cpu")
+
+
+class TestLlamaCpp(BackendConformance):
+    kind: ClassVar[str | None] = None  # of the matrices; F32
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _on_tiny_model(cls, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        pytest.importorskip("llama_cpp", reason="needs pip install 'penstock[llama-cpp]'")
+        path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+        write_gguf(tiny_model, path, "llama", lambda _, values: cls.kind if values.ndim == 2 else None)
+        cls.config = EngineConfig(model=str(path), backend="llama_cpp")
+
+
+class TestLlamaCppInLevels(TestLlamaCpp):
+    kind = "Q4_1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,12 @@ from ....schemas.model_state import ModelState
 from ....schemas.openai.chat import Body
 from ....schemas.sources import looks_like_path
 from ....streams.stores.catalogue import CatalogueStore
+from ....streams.topology import lanes_of
 from ..openapi import body_of, refusals
 from ..requests import Gateway, read_object, read_parsed
+
+ANNOUNCING = 2.0  # seconds in which an agent says that it can load a new model, or why it cannot
+LOOK = 0.05  # seconds between two looks for that
 
 
 class ModelRequest(Body):
@@ -83,8 +89,20 @@ class CatalogueRoutes:
                 )
             return catalogue.add(entry)
 
-        changed = await self._change(name, added)
-        return {"success": True, "revision": changed.find(name).revision}
+        entry = (await self._change(name, added)).find(name)
+        await self._announced(entry)
+        return {"success": True, "revision": entry.revision}
+
+    async def _announced(self, entry: CatalogueEntry) -> None:
+        """Return once requests may name a model: an agent says so in a moment, or why it cannot load it."""
+        registry, lanes = self._gateway.registry, lanes_of(entry.name, entry.revision)
+        with contextlib.suppress(TimeoutError):  # an agent has much to do; the model comes all the same
+            async with asyncio.timeout(ANNOUNCING):
+                while (card := registry.models.get(entry.name)) is None or card.revision < entry.revision:
+                    if lanes in registry.refusals:
+                        return
+                    await asyncio.sleep(LOOK)
+                    await registry.look()
 
     async def remove(self, request: Request) -> Any:
         """Offer a model no longer: what waits for it is refused with the reason, what runs is finished."""

@@ -6,6 +6,7 @@ A model that is "unloaded" can be asked for all the same: it is loaded for the f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from ....schemas.catalogue import Catalogue, RevisionKey
-from ....schemas.errors import Conflict
+from ....schemas.errors import Conflict, ModelNotFound
 from ....schemas.model_state import (
     IllegalTransition,
     ModelState,
@@ -27,10 +28,11 @@ from ....schemas.model_state import (
     unload,
 )
 from ....schemas.registry import ModelCard
+from ....streams.lanes import waiting_in_lanes
 from ....streams.outages import outage_logged
 from ....streams.stores.catalogue import CatalogueStore
 from ....streams.stores.registry import Registry
-from ....streams.topology import PRIORITIES, batch_stream, lanes_of
+from ....streams.topology import lanes_of
 from ..openapi import STREAMED, body_of, refusals
 from ..preparers import Preparers
 from ..requests import Gateway, read_parsed
@@ -120,12 +122,8 @@ class ModelRoutes:
         return {"state": _overall(reached), "models": models}
 
     async def _num_waiting(self, card: ModelCard) -> int:
-        token = lanes_of(card.name, card.revision)
-        if token not in self._registry.lanes:
-            return 0
-        broker = self._gateway.broker
-        lanes = await asyncio.gather(*(broker.held(batch_stream(token, priority)) for priority in PRIORITIES))
-        return sum(lane.messages for lane in lanes)
+        waiting = await waiting_in_lanes(self._gateway.broker, lanes_of(card.name, card.revision))
+        return sum(waiting.values())
 
     async def load(self, request: Request) -> Any:
         """Load a model before it is asked for."""
@@ -241,6 +239,9 @@ class ModelRoutes:
         """The model that an operator's request names. Raises `Forbidden`, and `InvalidRequest` or `ModelNotFound`."""
         check_admin(request)
         asked = await read_parsed(ModelRequest, request, self._gateway.settings)
+        with contextlib.suppress(ModelNotFound):  # what was just added may not have been announced
+            entry = (await (await self._store()).read()).find(asked.model)
+            return RevisionKey(entry.name, entry.revision)
         card = await self._preparers.card(asked.model)
         if not card.catalogued:
             raise not_catalogued(card.name)

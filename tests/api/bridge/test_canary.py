@@ -17,6 +17,7 @@ from memory_pipeline import FragileEcho, Pipeline
 from structlog.testing import capture_logs
 
 from penstock.api.bridge.canary import Canary
+from penstock.api.bridge.readiness import Readiness
 from penstock.api.http.app import create_app
 from penstock.config import metrics
 from penstock.schemas.events import Delta, ErrorBody
@@ -49,7 +50,8 @@ class Watched:
         self.pipeline, self.backend, self.ahead = pipeline, pipeline.backend, 0.0
         pipe = pipeline.pipe
         self.canary = Canary(pipeline.bridge, pipe.registry, INTERVAL, self.clock)
-        self.app = create_app(pipeline.bridge, pipe.broker, pipe.registry, pipe.settings, "0", canary=self.canary)
+        readiness = Readiness(pipeline.bridge, pipe.broker, pipe.registry, pipe.settings, self.canary)
+        self.app = create_app(pipeline.bridge, pipe.broker, pipe.registry, pipe.settings, "0", readiness=readiness)
         self.asked: list[Message] = []
 
     def clock(self) -> float:

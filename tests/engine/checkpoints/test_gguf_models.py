@@ -17,8 +17,10 @@ from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.gguf import read_gguf
 from penstock.engine.checkpoints.gguf_models import config_of, weights_of
 from penstock.engine.cpu import layouts
-from penstock.engine.cpu.library import _NEEDED, INT4, INT8, PLAIN, _cpu_flags
+from penstock.engine.cpu.library import INT4, INT8, PLAIN
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters, model_name, read_model_info, resolve_model
+from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 LENGTH = 24
@@ -177,7 +179,7 @@ def test_every_type_is_loaded_with_the_numbers_that_it_stands_for(
     assert generate(first, PROMPTS, backend="hf") == expected
 
 
-@pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
+@pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 @pytest.mark.parametrize("tied", [False, True])
 def test_levels_of_a_file_are_kept_in_bfloat16(tied: bool, make_model: Callable[[Case], Path], tmp_path: Path) -> None:
     """Each product has the numbers of the file; a request's tokens do not depend on what else runs."""
@@ -195,6 +197,8 @@ def test_levels_of_a_file_are_kept_in_bfloat16(tied: bool, make_model: Callable[
         backend: Any = engine._driver.backend
         *layers, head = [linear.product for linear in backend.runner._decoder.linears()]
         assert [product.kind for product in layers] == [INT8, INT8, INT8, PLAIN, INT4] * 2 and head.kind == INT8
+        kept = backend.weight_bytes + 2 * 512 * 64  # and the embedding, in bfloat16
+        assert footprint(config).weights == pytest.approx(kept, rel=0.1)
         found = layouts.numbers(layers[4], torch.bfloat16, 0, 1)
         assert torch.equal(found, torch.from_numpy(weights["model.layers.0.mlp.down_proj.weight"]))
         alone = [engine.generate([prompt], params)[0].token_ids for prompt in PROMPTS]

@@ -20,14 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.rounded import Rounded
 from penstock.engine.cpu.layouts import numbers
-from penstock.engine.cpu.library import _NEEDED, PLAIN, Kernels, NoKernels, Product, _cpu_flags, load_kernels
+from penstock.engine.cpu.library import PLAIN, Kernels, NoKernels, Product, load_kernels
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged.attention_hook import ATTENTION
-from penstock.engine.paged.linear import CompiledLinear, PackedLinear, PlainLinear, reorder
+from penstock.engine.paged.linear import CompiledLinear, PackedLinear, PlainLinear, packs_bfloat16, reorder
 from penstock.engine.paged.packing import Computed, Segment
 from penstock.engine.paged.quantize import ProductMaker, dequantized, linear_maker
 from penstock.engine.paged.runner import Runner
 
-pytestmark = pytest.mark.skipif(not set(_cpu_flags().split()) >= _NEEDED, reason="the kernels need AVX512-BF16")
+pytestmark = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of the result's norm
@@ -43,17 +44,30 @@ def small_machine() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@lru_cache
+OTHERS = {  # what they need, by gcc's names
+    "skylake-avx512": {"avx512bw", "avx512vl", "avx512dq", "avx512cd"},  # AVX-512 without VNNI and bfloat16
+    "alderlake": {"avx2", "avx_vnni", "gfni", "vaes"},  # VNNI without AVX-512
+    "haswell": {"avx2"},
+}
+compiled_for = lru_cache(lambda architecture: load_kernels(architecture=architecture))
+current = "native"  # set by `processor`
+
+
 def kernels() -> Kernels:
-    return load_kernels()
+    return compiled_for(current)
 
 
-@pytest.fixture(params=["as it is", "without tiles"])
+@pytest.fixture(params=["native", "without tiles", *OTHERS])
 def processor(request: pytest.FixtureRequest) -> Iterator[str]:
-    """This one, and one without AMX, which is the same where it has none."""
-    kernels().use_tiles(request.param == "as it is")
+    """This one, one without AMX, which is the same where it has none, and older ones."""
+    global current
+    if not set(cpu_flags().split()) >= OTHERS.get(request.param, set()):
+        pytest.skip(f"the processor lacks what {request.param} has")
+    current = request.param if request.param in OTHERS else "native"
+    kernels().use_tiles(request.param == "native")
     yield request.param
     kernels().use_tiles(True)
+    current = "native"
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -141,7 +155,22 @@ def test_a_layout_that_onednn_does_not_share_is_ours() -> None:
     shared = linear_maker(None, torch.device("cpu"), kernels())(torch.randn(64, 64), None)
     assert isinstance(shared, PackedLinear)
     in_bfloat16 = linear_maker(None, torch.device("cpu"), kernels())(torch.randn(64, 64).bfloat16(), None)
-    assert isinstance(in_bfloat16, CompiledLinear if kernels().has_tiles else PackedLinear)
+    assert isinstance(in_bfloat16, CompiledLinear if kernels().has_tiles or not packs_bfloat16() else PackedLinear)
+
+
+def test_onednn_is_not_asked_for_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AVX-512 it packs no bfloat16."""
+
+    def refuse(weight: Tensor) -> Tensor:
+        raise RuntimeError("bf16 path needs the cpu support")
+
+    monkeypatch.setattr("penstock.engine.paged.linear.packs_bfloat16", lambda: False)
+    monkeypatch.setattr("penstock.engine.paged.linear.reorder", refuse)
+    weight, x = torch.randn(70, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    for offered, kind in ((kernels(), CompiledLinear), (None, PlainLinear)):
+        linear = linear_maker(None, torch.device("cpu"), offered)(weight, None)
+        assert isinstance(linear, kind)
+        assert distance(linear(x), x.double() @ weight.double().T) < TOLERANCE[torch.bfloat16]
 
 
 def test_inputs_that_are_no_pairs_are_left_to_torch() -> None:

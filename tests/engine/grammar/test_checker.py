@@ -109,3 +109,15 @@ async def test_who_leaves_harms_nobody(checker: GrammarChecker, model: str) -> N
     assert "parenthesis" in await fault_of(checker, BAD, model)
     await checker.check(GOOD, model, "paged", param="p")
     assert len(children()) == 1
+
+
+async def test_it_starts_ahead_of_the_first_grammar(checker: GrammarChecker, model: str) -> None:
+    checker.prepare("/nowhere/at/all", "paged")  # which the first request is told
+    checker.prepare(model, "paged")
+    async with asyncio.timeout(60):
+        while not children():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (child,) = children()
+    checker.prepare(model, "paged")
+    await checker.check(GOOD, model, "paged", param="p")
+    assert children() == [child]

@@ -55,13 +55,14 @@ def test_a_key_tells_everything_before_its_block() -> None:
     assert keys_of([1, 2, 3, 4], 2)[1] != keys_of([0, 2, 3, 4], 2)[1]
 
 
-def test_unused_blocks_come_first_in_ascending_order_then_free_ones_then_cached_ones() -> None:
+def test_free_blocks_come_first_then_unused_ones_in_ascending_order_then_cached_ones() -> None:
+    """The memory of an unused block is not taken yet."""
     pool = BlockPool(4)
     cached = fill(pool, names(2))
     loose = pool.allocate()
     pool.release(loose)
     assert (cached, loose) == ([0, 1], 2)
-    assert [pool.allocate() for _ in range(4)] == [3, 2, 0, 1]
+    assert [pool.allocate() for _ in range(4)] == [2, 3, 0, 1]
     assert (pool.num_free, pool.num_cached, pool.evictions) == (0, 0, 2)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.engine import Tokenizer, load_tokenizer
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
+from penstock.engine.text.chat_templates import ChatTemplates
 from penstock.schemas.errors import InvalidRequest
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -33,7 +34,7 @@ def tokenizer(model_directory: Callable[[str], Path]) -> Tokenizer:
 
 
 def with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
-    tokenizer._tokenizer.chat_template = TEMPLATES[name]
+    tokenizer._templates = ChatTemplates(TEMPLATES[name], {})
     return tokenizer
 
 
@@ -55,10 +56,11 @@ def test_a_chat_in_tokens_has_no_token_but_the_templates(tokenizer: Tokenizer) -
 def test_the_beginning_is_not_marked_twice(tokenizer: Tokenizer) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+    assert tokenizer._fast is not None
+    tokenizer._fast.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
-    tokenizer._tokenizer.chat_template = "<|endoftext|>{{ messages[0].content }}"
+    tokenizer._templates = ChatTemplates("<|endoftext|>{{ messages[0].content }}", {})
     assert tokenizer.encode("hi")[0] == 0
     assert tokenizer.encode_chat(HELLO).count(0) == 1
 
@@ -82,12 +84,12 @@ def test_arguments_of_tool_calls_become_objects(tokenizer: Tokenizer) -> None:
     assert with_template(tokenizer, "calls").render_chat([message('{"city": "Bern"}')]) == "Bern"
     whole = "{% for call in messages[0].tool_calls %}{{ call.function.arguments }}{% endfor %}"
     tokenizer = with_template(tokenizer, "plain")
-    tokenizer._tokenizer.chat_template = whole
+    tokenizer._templates = ChatTemplates(whole, {})
     for empty in ("", " ", "{}"):
         assert tokenizer.render_chat([message(empty)]) == "{}"
     for text in ('{"city', "[1]", "null"):
         assert tokenizer.render_chat([message(text)]) == text
-    tokenizer._tokenizer.chat_template = whole.replace("arguments", "arguments | items | list")
+    tokenizer._templates = ChatTemplates(whole.replace("arguments", "arguments | items | list"), {})
     assert tokenizer.render_chat([message('{"city')]) == "[]"  # it takes objects alone
     assert tokenizer.render_chat([message('{"city": "Bern"}')]) == "[('city', 'Bern')]"
 
@@ -101,8 +103,7 @@ def test_tools_reach_the_template(tokenizer: Tokenizer) -> None:
 def test_thinking_is_switched_off_with_and_without_the_templates_help(tokenizer: Tokenizer) -> None:
     assert with_template(tokenizer, "switch").render_chat(HELLO, enable_thinking=False) == "quick"
     assert with_template(tokenizer, "plain").render_chat(HELLO, enable_thinking=False) == "user:hi;"
-    tokenizer._tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.vocabulary = tokenizer._tokenizer.get_vocab()
+    tokenizer.vocabulary = {**tokenizer.vocabulary, "<think>": 600, "</think>": 601}
     assert tokenizer.render_chat(HELLO, enable_thinking=False) == "user:hi;<think>\n\n</think>\n\n"
     assert tokenizer.render_chat(HELLO, enable_thinking=True) == "user:hi;"
     assert with_template(tokenizer, "open").render_chat(HELLO, enable_thinking=False) == "hi<think>\n\n</think>\n\n"
@@ -138,9 +139,9 @@ def test_added_special_tokens_leave_clean_text_too(
 ) -> None:
     from tokenizers import AddedToken
 
-    tokenizer._tokenizer.add_tokens([AddedToken("<|pause|>", special=True), AddedToken("<think>")])
+    tokenizer.huggingface.add_tokens([AddedToken("<|pause|>", special=True), AddedToken("<think>")])
     saved = model_directory("llama").parent / "added"
-    tokenizer._tokenizer.save_pretrained(saved)
+    tokenizer.huggingface.save_pretrained(saved)
     (saved / "config.json").write_text((model_directory("llama") / "config.json").read_text())
     again = Tokenizer(saved)
     assert {512} == again.special_token_ids - tokenizer.special_token_ids

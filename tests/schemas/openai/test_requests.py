@@ -53,6 +53,10 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "frequency_penalty": (BOTH, no_number),
     "presence_penalty": (BOTH, no_number),
     "stop_token_ids": (BOTH, words | st.integers() | objects),
+    **dict.fromkeys(
+        ("logits_processors", "stopping_criteria", "clean_ups"),
+        (BOTH, words | st.integers() | objects | st.lists(st.integers(), min_size=1) | st.just([""])),
+    ),
     "logit_bias": (BOTH, words | st.integers() | st.lists(st.integers())),
     "seed": (BOTH, no_integer),
     "n": (BOTH, no_integer),

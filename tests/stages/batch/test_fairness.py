@@ -11,6 +11,7 @@ from typing import Any
 
 from memory_pipeline import MODEL, Pipeline
 
+from penstock.config import metrics
 from penstock.schemas.codec import BATCH, decode_event, decode_model
 from penstock.schemas.events import FINAL, Done, Event
 from penstock.schemas.jobs import InferenceBatch, Job, Priority
@@ -19,6 +20,12 @@ from penstock.streams.port import Message
 from penstock.streams.topology import batch_stream, lanes_of
 
 PATIENCE = 30.0
+
+
+def redeliveries(reason: str) -> float:
+    """Of this process, to the stage batch."""
+    labels = {"stage": "batch", "reason": reason}
+    return metrics.REGISTRY.get_sample_value("penstock_redeliveries_total", labels) or 0.0
 
 
 class Narrow(Batch):
@@ -129,14 +136,35 @@ async def test_a_request_counts_as_its_choices() -> None:
 
 
 async def test_no_flood_hides_another_tenant_in_the_broker() -> None:
-    """A copy has 24 jobs in hand, and 300 are in front of the other tenant's; none is lost or served twice."""
+    """A copy has 24 jobs in hand, and 300 are in front of the other tenant's; none is lost or served twice.
+
+    Those that it gave back for that are no sign of trouble.
+    """
+    turns, failures = redeliveries("turn"), redeliveries("failure")
     async with Scene.of(batch=Narrow) as scene:
         await scene.send("many", 300)
         await scene.waiting(290)
-        await scene.send("few", 10)
+        await scene.send("few", 8)  # a third of the window: none of these is given back
         await scene.in_hand("few")
-        await scene.all_ended(310)
-        assert scene.before_the_last_of("few")["many"] <= 10 + 2 * 5
+        await scene.all_ended(308)
+        assert scene.before_the_last_of("few")["many"] <= 8 + 2 * 5
+    assert redeliveries("turn") > turns
+    assert redeliveries("failure") == failures
+
+
+async def test_a_flood_leaves_a_seat_to_whoever_needed_some() -> None:
+    """Of eight, one tenant holds three, and another one that could take the rest leaves one for the next."""
+    async with Scene.of(max_batch_size=8) as scene:
+        await scene.send("few", 3)
+        await scene.until(lambda: scene.sent == ["few"] * 3)
+        (batch,) = (runner._stage for runner in scene.pipeline._runners if isinstance(runner._stage, Batch))
+        await scene.until(lambda: any(lanes.shares._needs.get("few", 0) > 1 for lanes in batch._lanes.values()))
+        await scene.send("many", 50)
+        await scene.waiting(46)
+        await scene.send("few", 1)
+        await scene.until(lambda: len(scene.sent) == 8)
+        assert scene.sent == ["few"] * 3 + ["many"] * 4 + ["few"]
+        await scene.all_ended(54)
 
 
 async def test_copies_are_fair_together_and_one_that_leaves_loses_nothing() -> None:

@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listed_candidates import Listed
 from memory_pipeline import validated
 
 from penstock.config.settings import Settings
 from penstock.schemas import codec
 from penstock.schemas.events import Failed
-from penstock.schemas.jobs import InferenceBatch, Priority
+from penstock.schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import Admission, ModelCard, Room, WorkerCard
 from penstock.stages import Pipe, Runner, Stage
 from penstock.stages.batch.scheduling import Candidate, LeastLoaded, MemoryAware, RoundRobin
 from penstock.stages.batch.stage import Batch
+from penstock.stages.batch.strategies import STRATEGIES
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.degradation import slots
 from penstock.stages.queue import Queue
@@ -34,30 +36,44 @@ from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, lane_of, topology
 
 EXAMPLES = settings(max_examples=100, deadline=None)
+JOB = ValidatedJob(
+    id="r",
+    endpoint="/v1/completions",
+    bridge="test",
+    tenant="default",
+    priority="normal",
+    model="m",
+    prompts=((1,),),
+    params=GenerationParams(max_tokens=1),
+    created=0.0,
+    deadline=1.0,
+    body={},
+)
 workers = st.lists(
     st.builds(Candidate, st.uuids().map(str), st.integers(0, 50), st.integers(0, 10_000)),
     min_size=1,
     max_size=8,
     unique_by=lambda candidate: candidate.worker,
-)
+).map(Listed)
 
 
 @EXAMPLES
 @given(workers, st.integers(1, 10))
-def test_p16_least_loaded_picks_one_with_the_fewest(among: list[Candidate], rounds: int) -> None:
+def test_p16_least_loaded_picks_one_with_the_fewest(among: Listed, rounds: int) -> None:
     """P16: least-loaded picks a worker with the fewest active batches."""
     strategy = LeastLoaded()
     for _ in range(rounds):
-        picked = strategy.pick(among, 1)
+        picked = strategy.pick(among, JOB)
         assert picked in among
         assert picked.active == min(candidate.active for candidate in among)
 
 
 @EXAMPLES
-@given(workers, st.integers(1, 12_000))
-def test_p17_memory_aware_picks_one_with_room_or_refuses(among: list[Candidate], tokens: int) -> None:
+@given(workers, st.integers(2, 12_000))
+def test_p17_memory_aware_picks_one_with_room_or_refuses(among: Listed, tokens: int) -> None:
     """P17: memory-aware picks a worker with room for the batch, or refuses."""
-    picked = MemoryAware().pick(among, tokens)
+    job = JOB.model_copy(update={"params": GenerationParams(max_tokens=tokens - 1)})
+    picked = MemoryAware().pick(among, job)
     if picked is None:
         assert all(candidate.free_tokens < tokens for candidate in among)
     else:
@@ -66,9 +82,9 @@ def test_p17_memory_aware_picks_one_with_room_or_refuses(among: list[Candidate],
 
 @EXAMPLES
 @given(workers)
-def test_round_robin_gives_everyone_a_turn(among: list[Candidate]) -> None:
+def test_round_robin_gives_everyone_a_turn(among: Listed) -> None:
     strategy = RoundRobin()
-    picked = [strategy.pick(among, 1) for _ in range(2 * len(among))]
+    picked = [strategy.pick(among, JOB) for _ in range(2 * len(among))]
     assert all(picked.count(candidate) == 2 for candidate in among)
 
 
@@ -276,7 +292,7 @@ async def test_tenants_whose_jobs_wait_take_turns() -> None:
         assert order == ["a0", "b0", "a1", "b1", *(f"a{number}" for number in range(2, 8))]
 
 
-@pytest.mark.parametrize("scheduling", ["memory_aware", "least_loaded", "round_robin"])
+@pytest.mark.parametrize("scheduling", STRATEGIES)
 async def test_what_fits_no_worker_is_refused_at_once_and_holds_up_nobody(scheduling: str) -> None:
     """Before, `memory_aware` waited for room that no worker has, and so did everybody behind."""
     refused: list[Failed] = []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schemas.registry import Room
-from penstock.stages.batch.usage import SEAT, RecentTenants, TenantUsage
+from penstock.stages.batch.usage import SEAT, TenantUsage
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 LARGEST = 1_000  # weighted tokens of a job
@@ -80,14 +79,3 @@ def test_what_runs_and_what_is_on_its_way_counts_until_its_worker_reports_it_or_
     usage.hear(room({}, {"a": 1}, process="another"))  # of an older release, or nothing new
     usage.forget("w")
     assert usage.counter("a") == 30 / 2
-
-
-@pytest.mark.parametrize("seconds", [0.0, 59.0, 61.0])
-def test_who_came_lately(seconds: float) -> None:
-    tenants = RecentTenants(60.0)
-    tenants.came("a", 0.0)
-    assert not tenants.others("a", 0.0)
-    tenants.came("b", 1.0)
-    tenants.came("a", 1.0 + seconds)
-    assert tenants.others("a", 1.0 + seconds) == (seconds < 60.0)
-    assert tenants.others("b", 1.0 + seconds)

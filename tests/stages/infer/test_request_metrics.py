@@ -8,7 +8,7 @@ from memory_pipeline import Pipeline, validated
 
 from penstock.config import metrics
 from penstock.engine import CacheStats, EngineStats
-from penstock.engine.output import SpeculationStats
+from penstock.engine.output import SpeculationStats, SpillStats
 from penstock.schemas.events import Delta
 from penstock.schemas.jobs import ValidatedJob
 from penstock.stages.infer.request_metrics import EngineMetrics, RequestMetrics, WorkerMetrics
@@ -92,7 +92,8 @@ def test_who_continues_before_the_first_token_measures_it(pipeline: Pipeline) ->
 
 
 def test_the_engine_s_state_is_that_of_the_moment() -> None:
-    stats = EngineStats(2, 3, 5, 7, 11, 13, CacheStats(17, 19, 0.5, 23, 29, 31, 37, 41, 43, SpeculationStats(3, 9, 7)))
+    parts = SpeculationStats(3, 9, 7), SpillStats(4096, 47, 53, 59, 61)
+    stats = EngineStats(2, 3, 5, 7, 11, 13, CacheStats(17, 19, 0.5, 23, 29, 31, 37, 41, 43, *parts))
     found = {
         sample.name: sample.value
         for family in EngineMetrics(lambda: stats, "m", "w").collect()
@@ -107,6 +108,9 @@ def test_the_engine_s_state_is_that_of_the_moment() -> None:
     assert found["vllm:spec_decode_num_drafts_total"] == 3
     assert found["vllm:spec_decode_num_draft_tokens_total"] == 9
     assert found["vllm:spec_decode_num_accepted_tokens_total"] == 7
+    names = "written", "found", "dropped", "damaged"
+    assert [found[f"penstock_prefix_disk_{name}_blocks_total"] for name in names] == [47, 53, 59, 61]
+    assert found["penstock_prefix_disk_bytes"] == 4096
     assert found["penstock_engine_steps_total"] == 13
 
 

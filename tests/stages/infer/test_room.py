@@ -13,7 +13,7 @@ from memory_pipeline import MODEL, Pipeline
 from penstock.schemas.events import Done
 from penstock.schemas.jobs import Job
 from penstock.schemas.registry import InFlight, Room
-from penstock.stages.batch.workers import Seats
+from penstock.stages.batch.seats import Seats
 from penstock.stages.infer.arrivals import Arrivals
 from penstock.streams.port import Consumer, ConsumerSpec, Delivery
 

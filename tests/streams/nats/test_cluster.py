@@ -72,6 +72,26 @@ async def test_a_stopped_node_is_replaced_and_comes_back(own_cluster: LocalClust
     await broker.close()
 
 
+async def test_a_client_leaves_a_node_that_stands_still(own_cluster: LocalCluster) -> None:
+    """Its connection stays open without an answer; what is published meanwhile is stored before its timeout."""
+    ports = [urlsplit(node.url).port or 0 for node in own_cluster.nodes]
+    doors = [await Proxy.start(port) for port in ports]
+    urls = own_cluster.urls
+    for port, door in zip(ports, doors, strict=True):
+        urls = urls.replace(f":{port}", f":{door.port}")
+    broker = await JetStreamBroker.connect(urls, namespace="p", timeout=25.0, replicas=3)
+    await broker.ensure([LEDGER], [])
+    (used,) = [index for index, door in enumerate(doors) if door.connections]
+    own_cluster.stop(used)
+    assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    assert broker.outages == 1
+    own_cluster.cont(used)
+    await own_cluster.ready()
+    await broker.close()
+    for door in doors:
+        await door.close()
+
+
 async def test_all_come_back_under_their_addresses(own_cluster: LocalCluster) -> None:
     broker, urls = await connect(own_cluster), own_cluster.urls
     await broker.ensure([LEDGER], [])

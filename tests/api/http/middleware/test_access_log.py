@@ -28,7 +28,11 @@ def test_the_line_of_a_request_names_its_worker(applications: Applications, stre
 
 
 @pytest.mark.parametrize(
-    ("headers", "reason"), [({}, "none was sent"), ({"Authorization": "Bearer sk-wrong-key"}, "unknown")]
+    ("headers", "reason"),
+    [
+        ({}, "No API key: send one as `Authorization: Bearer KEY`."),
+        ({"Authorization": "Bearer sk-wrong-key"}, "Incorrect API key."),
+    ],
 )
 async def test_a_refused_key_is_a_line_without_the_key(headers: dict[str, str], reason: str) -> None:
     script = await Script.start(api_keys=("tenant=sk-right-key",))

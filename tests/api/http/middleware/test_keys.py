@@ -15,9 +15,8 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from penstock.__main__ import app
-from penstock.api.http.middleware.keys import Keys
 from penstock.api.serve.processes import child_environment
-from penstock.config.api_keys import ApiKey
+from penstock.config.api_keys import ApiKey, Keys
 from penstock.config.settings import Settings
 from penstock.config.sources import load
 from penstock.schemas.errors import ConfigurationError

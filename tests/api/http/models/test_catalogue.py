@@ -21,6 +21,8 @@ async def test_a_model_is_added_only_where_an_agent_could_load_it() -> None:
     await script.registry.announce_agent("host", AgentCard())
     assert (await ask(script.app, "POST", "/models/add", body)).status == 200
     assert [entry.name for entry in (await store.read()).entries] == ["small"]
+    for verb in ("load", "unload"):  # though the agent has said nothing of it yet
+        assert (await ask(script.app, "POST", f"/models/{verb}", {"model": "small"})).status == 200
 
 
 async def test_an_unknown_name_is_refused_with_the_names_that_are_served() -> None:

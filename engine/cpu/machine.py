@@ -1,0 +1,82 @@
+"""What this process may use: cores, memory and instructions, of the machine or of the container that it runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+KERNEL_FLAGS = frozenset({"avx2", "bmi2", "f16c", "fma"})
+"""The instructions that the compiled kernels need, by Linux's names."""
+
+
+class Memory(NamedTuple):
+    """The memory of the machine or the container, in bytes: all of it, and what is available."""
+
+    total: int
+    available: int
+
+
+def memory_of_machine(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Memory:
+    """The machine's memory within the limits of this process's control groups."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = total // 2  # where /proc/meminfo does not say
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+        total, available = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    for group, version in _groups("memory", proc, cgroups):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            limit, used = int((group / names[0]).read_text()), _used(group, names[1])
+            total, available = min(total, limit), min(available, limit - used)
+    return Memory(total, max(0, available))
+
+
+def available_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """The number of cores that this process may use: its CPU affinity, limited by the quotas of its control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group, version in _groups("cpu", proc, cgroups):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with contextlib.suppress(OSError, ValueError):  # without a limit the quota is "max", or -1
+            quota, period = (int(part) for name in names for part in (group / name).read_text().split())
+            cores = min(cores, ceil(quota / period)) if quota > 0 else cores
+    return max(1, cores)
+
+
+def cpu_flags() -> str:
+    """The instructions of the CPU, by Linux's names; empty where it does not say."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^flags\s*:(.*)", (_PROC / "cpuinfo").read_text(), re.MULTILINE):
+            return match[1]
+    return ""
+
+
+def _groups(kind: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
+    """The control groups of a kind, from this process's own to the outermost, each with its version, 2 or 1.
+
+    Inside a container the path may be the host's; then only the root exists.
+    """
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and kind not in kinds.split(","):
+                continue
+            root = cgroups / kind if kinds else cgroups
+            group = root / path.strip("/")
+            for level in (group, *group.parents):
+                if level.is_relative_to(root):
+                    yield level, 1 if kinds else 2
+
+
+def _used(group: Path, name: str) -> int:
+    """The memory in use, without cached file pages, which Linux reclaims when memory is short."""
+    used = int((group / name).read_text())
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= int(pages.get("total_inactive_file", pages["inactive_file"]))  # version 1 counts groups below apart
+    return max(0, used)

@@ -1,0 +1,1 @@
+"""Cached prefixes on disk, where they survive their process: files, threads, and what makes numbers comparable."""

@@ -1,0 +1,1 @@
+"""Plain decoders: their modules and how they are loaded, without transformers."""

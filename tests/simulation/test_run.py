@@ -1,0 +1,198 @@
+"""Whole runs: the laws hold of the real stages whatever happens, a broken stage is seen, and equal runs are equal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schemas.events import Event, Token
+from penstock.simulation.figures import document
+from penstock.simulation.plots import write_plots
+from penstock.simulation.run import STAGES, Found, simulate
+from penstock.simulation.scenario import parse_scenario
+from penstock.stages.batch.stage import Batch
+from penstock.stages.contract import Pipe
+from penstock.stages.stream import Stream
+
+SCENARIOS = Path(__file__).parents[2] / "deploy" / "scenarios"
+COSTS = {"prefill_us": 60.0, "decode_ms": {"1": 20.0, "16": 30.0}}
+WORKERS = {"count": 4, "seats": 4, "kv_tokens": 2048, "costs": COSTS}
+ADA = {"name": "ada", "rate": 20.0, "prompt": {"mean": 60, "spread": 0.5}, "answer": {"mean": 12, "spread": 0.5}}
+SCENARIO: dict[str, Any] = {"jobs": 60, "workers": [WORKERS], "tenants": [ADA]}
+kinds = st.one_of(
+    st.fixed_dictionaries({"kill": st.integers(1, 2), "back_after": st.floats(0.5, 4)}),
+    st.fixed_dictionaries({"cut": st.integers(1, 3), "lasts": st.floats(0.5, 12)}),
+    st.fixed_dictionaries({"slow": st.integers(1, 4), "factor": st.floats(1, 20)}),
+    st.fixed_dictionaries({"stop": st.integers(1, 1)}),
+    st.fixed_dictionaries({"start": st.integers(1, 2)}),
+    st.fixed_dictionaries({"burst": st.integers(1, 60), "of": st.just("bob")}),
+)
+happenings = st.lists(st.builds(lambda at, kind: {"at": at, **kind}, st.floats(0, 4), kinds), max_size=4).filter(
+    lambda events: sum("stop" in event for event in events) < 3  # or else nobody may be left to answer
+)
+
+
+def run(**change: Any) -> Found:
+    return simulate(parse_scenario(SCENARIO | change))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["round_robin", "least_loaded", "memory_aware", "prefix_aware"]),
+    happenings,
+    st.integers(0, 99),
+    st.sampled_from([0.01, 0.5]),
+)
+def test_every_request_ends_once_whatever_happens(
+    scheduling: str, events: list[dict[str, Any]], seed: int, relay: float
+) -> None:
+    bob = ADA | {"name": "bob", "rate": 10.0, "priority": "low", "prefixes": {"count": 3, "tokens": 40}}
+    found = run(
+        settings={"scheduling": scheduling, "relay_interval": relay}, tenants=[ADA, bob], events=events, seed=seed
+    )
+    assert found.ledger.broken == []
+    assert {code for tally in found.ledger.tallies.values() for code in tally.outcomes} == {"done"}
+
+
+def test_a_worker_that_is_cut_off_to_the_end_holds_nothing_up() -> None:
+    found = run(events=[{"at": 0.5, "cut": 1, "lasts": 100.0}])
+    assert found.ledger.broken == []
+    assert found.seconds < 100
+
+
+def test_a_killed_workers_requests_are_taken_over_in_the_time_of_a_lease() -> None:
+    found = run(jobs=200, events=[{"at": 2.0, "kill": 2, "back_after": 1.0}])
+    assert found.takeovers > 0
+    assert found.ledger.broken == []
+    quiet = run(jobs=200)
+    assert quiet.takeovers == 0
+    assert max(found.ledger.tallies[source].total[-1] for source in found.ledger.tallies) > 0
+    longest, usual = (max(each.ledger.tallies.popitem()[1].total) for each in (found, quiet))
+    assert longest > usual + 3  # the cards of dead workers live for so long
+
+
+class LossyPipe(Pipe):
+    """Loses some of a client's tokens."""
+
+    __slots__ = ()
+    _count = count()
+
+    async def emit(self, event: Event, **values: Any) -> bool:
+        if isinstance(event, Token) and next(self._count) % 7 == 3:
+            return False
+        return await super().emit(event, **values)
+
+
+class Forgetful(Stream):
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(
+            LossyPipe(pipe.broker, pipe.subjects, pipe.settings, pipe.registry, pipe.cancellations, pipe.now)
+        )
+
+
+def test_a_stage_that_loses_events_is_seen() -> None:
+    stages = tuple(Forgetful if kind is Stream else kind for kind in STAGES)
+    found = simulate(parse_scenario(SCENARIO), stages=stages)
+    assert any("a gap" in line or "it ended with" in line for line in found.ledger.broken)
+
+
+def test_who_floods_gets_no_more_than_his_share() -> None:
+    flood, steady = ADA | {"name": "flood", "rate": 150.0}, ADA | {"rate": 40.0}
+    laws = {"fair_window": 4.0, "fair_share": 0.7}
+    found = run(jobs=900, workers=[WORKERS | {"count": 2}], tenants=[flood, steady], laws=laws)
+    assert found.ledger.broken == []
+    assert found.ledger.lowest_share is not None
+
+
+class Partial(Batch):
+    """Knows weights of tenants that nobody has set."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(replace(pipe, settings=pipe.settings.model_copy(update={"tenant_weights": ("ada=6",)})))
+
+
+def test_a_stage_that_prefers_a_tenant_is_seen() -> None:
+    tenants = [ADA | {"name": name, "rate": 200.0} for name in ("ada", "bob")]
+    loaded = parse_scenario(SCENARIO | {"jobs": 700, "tenants": tenants, "laws": {"fair_window": 4.0}})
+    assert simulate(loaded).ledger.broken == []
+    found = simulate(loaded, stages=tuple(Partial if kind is Batch else kind for kind in STAGES))
+    assert any(line.startswith("bob got ") for line in found.ledger.broken)
+
+
+def test_refusals_are_counted_by_their_code() -> None:
+    found = run(jobs=400, settings={"queue_limit": 20}, tenants=[ADA | {"rate": 2000.0}])
+    (tally,) = found.ledger.tallies.values()
+    assert tally.outcomes["queue_full"] > 0
+    assert tally.outcomes.total() == 400
+    assert found.ledger.broken == []
+
+
+def test_small_caches_preempt_and_prefixes_are_found() -> None:
+    tenants = [ADA | {"prefixes": {"count": 2, "tokens": 48, "zipf": 1.0}, "answer": {"mean": 60}}]
+    found = run(workers=[WORKERS | {"count": 1, "kv_tokens": 288}], tenants=tenants)
+    assert found.preemptions > 0
+    assert 0 < found.cached < found.looked_up
+    assert found.ledger.broken == []
+
+
+def test_more_workers_answer_sooner() -> None:
+    few, many = (run(workers=[WORKERS | {"count": count}], tenants=[ADA | {"rate": 60.0}]) for count in (1, 8))
+    assert document(many)["sources"][0]["ttft"]["p90"] < document(few)["sources"][0]["ttft"]["p90"]
+
+
+@pytest.mark.parametrize("name", ["cluster.toml"])
+def test_the_example_runs_and_is_the_same_in_every_process(name: str, tmp_path: Path) -> None:
+    documents = []
+    for seed in ("1", "2"):
+        command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "simulate",
+            str(SCENARIOS / name),
+            "--json",
+            f"{seed}.json",
+            "--jobs",
+            "600",
+        ]
+        command += ["--plots", "plots"] if seed == "1" else []
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr + done.stdout
+        documents.append((tmp_path / f"{seed}.json").read_bytes())
+    assert documents[0] == documents[1]
+    figures = orjson.loads(documents[0])
+    assert figures["laws"]["broken"] == 0
+    assert sum(figures["outcomes"].values()) == figures["requests"] >= 600
+    assert {file.suffix for file in (tmp_path / "plots").iterdir()} == {".svg", ".html"}
+
+
+def test_plots_show_every_tenant(tmp_path: Path) -> None:
+    found = run(tenants=[ADA, ADA | {"name": "bob"}], events=[{"at": 1.0, "kill": 1, "back_after": 1.0}])
+    page = write_plots(found, tmp_path)[-1].read_text("utf-8")
+    plot = (tmp_path / "first-tokens.svg").read_text("utf-8")
+    assert "first-tokens.svg" in page
+    assert "ada normal m" in plot and "bob normal m" in plot and "kill: w-" in plot
+
+
+def test_a_broken_law_fails_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(
+        "jobs = 40\nlaws = { longest_wait = 0.5 }\nworkers = [{ count = 1, seats = 1, speed = 0.001 }]\n"
+        'tenants = [{ name = "ada", rate = 100 }]\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "simulate", str(file)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    assert "no token after" in done.stderr

@@ -1,0 +1,135 @@
+"""What a scenario may say, and that a faulty one is refused with all of its faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from penstock.schemas.errors import ConfigurationError
+from penstock.simulation.costs import StepClock
+from penstock.simulation.scenario import BUNDLED_COSTS, Lengths, Tenant, load_scenario, parse_scenario
+from penstock.simulation.traffic import Traffic
+
+SCENARIOS = Path(__file__).parents[2] / "deploy" / "scenarios"
+SMALL: dict[str, Any] = {"jobs": 3, "workers": [{"count": 1}], "tenants": [{"name": "ada", "rate": 1.0}]}
+FIVE_FAULTS = """
+jobs = 10
+seconds = 5
+[settings]
+scheduling = "fastest"
+[[workers]]
+count = 0
+[[tenants]]
+name = "ada"
+rate = 1
+model = "other"
+[[events]]
+at = 1
+kill = 1
+stop = 1
+"""
+
+
+def faults_of(values: dict[str, Any]) -> tuple[str, ...]:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_scenario(values)
+    return caught.value.faults
+
+
+def test_a_file_with_five_faults_is_refused_with_all_five(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(FIVE_FAULTS)
+    with pytest.raises(ConfigurationError) as caught:
+        load_scenario(file)
+    starts = (
+        "workers.0.count: ",
+        "events.0: name one of ",
+        "say how long ",
+        "tenants.0.model: ",
+        "settings.scheduling: ",
+    )
+    assert len(caught.value.faults) == 5
+    assert all(any(fault.startswith(start) for fault in caught.value.faults) for start in starts)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"workers": [{"count": 1, "costs_from": ["absent.json"]}]}, "absent.json"),
+        ({"workers": [{"count": 1, "speeds": 2}]}, "workers.0.speeds"),
+        ({"workers": [{"count": 1, "costs": {"prefill_us": 1.0, "decode_ms": {"many": 1.0}}}]}, "many"),
+        ({"workers": [{"count": 1}, {"count": 1}]}, "several groups"),
+        ({"tenants": [{"name": "ada lovelace", "rate": 1.0}]}, "tenants.0.name"),
+        ({"tenants": [{"name": "ada", "rate": 1.0, "prompt": {"mean": 9, "min": 10}}]}, "mean 9"),
+        ({"tenants": [{"name": "ada", "rate": 0.0}]}, "no tenant sends"),
+        ({"events": [{"at": 1, "burst": 5, "of": "bob"}]}, "'bob'"),
+        ({"events": [{"at": 1, "burst": 5}]}, "go together"),
+        ({"events": [{"at": 1, "kill": 1, "group": "x"}]}, "called 'x'"),
+        ({"settings": {"speed": 1}}, "settings.speed"),
+        ({"seed": "one"}, "seed"),
+    ],
+)
+def test_each_fault_names_its_place(change: dict[str, Any], part: str) -> None:
+    assert any(part in fault for fault in faults_of(SMALL | change))
+
+
+@pytest.mark.parametrize("file", sorted(SCENARIOS.iterdir()), ids=lambda file: file.name)
+def test_the_examples_have_no_fault(file: Path) -> None:
+    assert load_scenario(file).scenario.jobs
+
+
+def test_what_is_no_toml_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text("jobs = [")
+    for path in (file, tmp_path / "absent.toml"):
+        with pytest.raises(ConfigurationError, match=path.name):
+            load_scenario(path)
+
+
+def test_a_measurement_says_what_steps_take(tmp_path: Path) -> None:
+    """Costs read from a benchmark give the benchmark's own times again, at both of its contexts."""
+    each, pair, slope, decode = 20e-6, 5e-8, 3e-7, {1: 1e-3, 8: 2e-3}
+    names = []
+    for context in (64, 576):
+        medians = {f"prefill {n}": {"tokens_per_second": n / (each * n + pair * n * n / 2)} for n in (64, 512)}
+        for rows, seconds in decode.items():
+            whole = seconds + slope * rows * (context - 64)
+            medians[f"decode {rows}"] = {"tokens_per_second": rows / whole, "passes": 32}
+        names.append(f"{context}.json")
+        document = {"benchmark": "engine", "options": {"context": context}, "medians": medians}
+        (tmp_path / names[-1]).write_bytes(orjson.dumps(document))
+    scenario = SMALL | {"workers": [{"count": 1, "costs_from": names}]}
+    (costs,) = parse_scenario(scenario, tmp_path).costs
+    clock = StepClock(costs, speed=2.0)
+    for length in (64, 512):
+        assert 2 * clock.seconds(length, length**2 / 2, 0, 0) == pytest.approx(each * length + pair * length**2 / 2)
+    for context in (80, 592):
+        for rows, seconds in decode.items():
+            expected = seconds + slope * rows * (context - 80)
+            assert 2 * clock.seconds(0, 0, rows, rows * context) == pytest.approx(expected)
+    assert 2 * clock.seconds(0, 0, 4, 0) == pytest.approx(1e-3 + 3 * (1e-3 / 7))
+    assert clock.seconds(0, 0, 64, 0) > clock.seconds(0, 0, 8, 0)
+
+
+def test_without_measurements_the_costs_are_those_of_the_bundled_model() -> None:
+    assert parse_scenario(SMALL).costs == (BUNDLED_COSTS,)
+
+
+def test_equal_seeds_ask_the_same_and_others_do_not() -> None:
+    tenant = Tenant(name="ada", rate=2.0, prompt=Lengths(mean=50, spread=0.5), ends=60.0)
+    first, again, other = (list(Traffic(tenant, seed, 0).asks()) for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(0 < one.at < 60 and one.prompt and one.answer for one in first)
+    assert [one.at for one in first] == sorted(one.at for one in first)
+
+
+def test_popular_prefixes_come_more_often() -> None:
+    values = {"name": "ada", "rate": 1.0, "prompt": {"mean": 64}, "prefixes": {"count": 4, "tokens": 32, "zipf": 1.5}}
+    traffic = Traffic(Tenant.model_validate(values), 0, 0)
+    heads = [traffic.ask(0.0).prompt[:32] for _ in range(400)]
+    counts = sorted((heads.count(head) for head in set(heads)), reverse=True)
+    assert len(counts) == 4
+    assert counts[0] > 2 * counts[-1]
