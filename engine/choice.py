@@ -23,10 +23,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprob:
-    """The log-probability of a chosen token in the raw distribution, and the best tokens as (id, log-probability)."""
+    """The log-probability of a chosen token in the raw distribution, and the best tokens as (id, log-probability).
+
+    `rank` is one more than the number of tokens that are more likely; only tokens of prompts need it.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class Choice:
@@ -78,7 +82,7 @@ class Choice:
             tokenizer, request.prompt, params.visible_token_ids, spaces=params.spaces_between_special_tokens
         )
         self._scores: list[TokenLogprob] = []  # of the prompt's tokens; set by `score`
-        if params.prompt_logprobs:
+        if params.prompt_logprobs is not None:
             first = tokenizer.piece(self.prompt[0])
             self._scores.append(TokenLogprob(first.text, self.prompt[0], None, first.bytes))
         self._stops = StopMatcher(params.stop)
@@ -109,7 +113,8 @@ class Choice:
     @property
     def is_scored(self) -> bool:
         """Whether the log-probabilities of the prompt are complete, or not needed."""
-        return not self.request.params.prompt_logprobs or bool(self.tokens) or len(self._scores) == len(self.prompt)
+        is_asked = self.request.params.prompt_logprobs is not None
+        return not is_asked or bool(self.tokens) or len(self._scores) == len(self.prompt)
 
     def score(self, start: int, logprobs: Sequence[ChosenLogprob]) -> None:
         """Add the log-probabilities of the prompt from token `start` on: first 1, then where the last call ended."""
@@ -202,8 +207,6 @@ class Choice:
             kept = self._length - taken[-1][0]
             text, self._text = text[: len(text) - kept], text[len(text) - kept :]
         logprobs = [logprob for _, logprob in taken if logprob is not None]
-        if index == 0 and self._scores:
-            logprobs = self._scores + logprobs
         return Delta(
             request=self.request.id,
             epoch=self.request.epoch,
@@ -216,6 +219,7 @@ class Choice:
             stop_reason=self._stop_reason() if self.finish is not None else None,
             cached_tokens=self.cached_tokens if self.finish is not None else 0,
             error=error,
+            prompt_logprobs=tuple(self._scores) if index == 0 and self._scores else None,
         )
 
     def _stop_reason(self) -> str | int | None:
@@ -234,4 +238,4 @@ class Choice:
             for token_id, logprob in chosen.top
             for rival in [self._tokenizer.piece(token_id)]
         )
-        return TokenLogprob(piece.text, token, chosen.logprob, piece.bytes, top)
+        return TokenLogprob(piece.text, token, chosen.logprob, piece.bytes, top, chosen.rank)

@@ -29,6 +29,7 @@ def _join(parts: list[Delta]) -> Delta:
         token_ids=tuple(token for part in parts for token in part.token_ids),
         text="".join(part.text for part in parts),
         logprobs=None if last.logprobs is None else tuple(entry for part in parts for entry in part.logprobs or ()),
+        prompt_logprobs=first.prompt_logprobs,
     )
 
 

@@ -37,7 +37,8 @@ class GenerationStats:
 class ChoiceOutput:
     """One answer. `raw_text` decodes all of `token_ids`; `text` leaves out special tokens and stop strings.
 
-    `logprobs` has one entry a token if the request asked for them. `error` is set with finish reason "error".
+    `logprobs` has one entry a token, and `prompt_logprobs` one a token of the prompt, if the request asked for them.
+    `error` is set with finish reason "error".
     """
 
     token_ids: tuple[int, ...]
@@ -46,6 +47,7 @@ class ChoiceOutput:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None
     error: ErrorBody | None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ class GenerationOutput:
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         return self.choices[0].logprobs
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.choices[0].prompt_logprobs
 
     @property
     def error(self) -> ErrorBody | None:
@@ -206,4 +212,5 @@ def _choice(deltas: list[Delta], tokenizer: TokenizerLike) -> ChoiceOutput:
         finish_reason=last.finish_reason,
         logprobs=None if last.logprobs is None else tuple(x for delta in deltas for x in delta.logprobs or ()),
         error=last.error,
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

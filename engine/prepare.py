@@ -19,7 +19,7 @@ from ..schemas.openai.embeddings import MAX_INPUTS, MAX_TOKENS, EmbeddingRequest
 from ..schemas.params import MAX_CHOICES, GenerationParams, Grammar
 from .grammar.json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar, regex_grammar
 from .grammar.tool_grammar import answer_grammar
-from .request import check_ids, check_input
+from .request import check_ids, check_input, check_scores
 from .text.forms import choose_form, ends_in_thought, markers
 from .text.tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike, encode_within
@@ -32,7 +32,6 @@ _NOT_FOR_TEMPLATES = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
-MAX_SCORED = 20_000  # prompt tokens with log-probabilities in one request: each takes 300 bytes of an answer
 _THINKING = ("enable_thinking", "thinking")  # names of the switch in templates
 
 
@@ -104,7 +103,8 @@ class Preparer:
                     raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}; ask for fewer.", param="n")
                 adds = request.add_special_tokens is not False
                 prompts = [self._completion(prompt, context_length, adds) for prompt in request.prompts]
-                form = self._echo(request, prompts) if request.echo else None
+                echoed = tuple(map(self.tokenizer.decode, prompts)) if request.echo else ()
+                form = Form(echo=echoed, prompt_alone=request.max_tokens == 0) if request.echo else None
         longest = max(map(len, prompts))
         if longest >= context_length:
             raise InvalidRequest(
@@ -114,6 +114,7 @@ class Preparer:
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
             )
         params = generation_params(request, room=context_length - longest, seed=seed)
+        check_scores(params, sum(map(len, prompts)))
         check_ids(params.logit_bias, "logit_bias", self.tokenizer.vocabulary_size)
         check_ids(params.stop_token_ids, "stop_token_ids", self.tokenizer.vocabulary_size)
         if grammar is not None and not isinstance(self.tokenizer, Tokenizer):
@@ -200,16 +201,6 @@ class Preparer:
             )
         check_ids(prompt, "prompt", self.tokenizer.vocabulary_size)
         return prompt
-
-    def _echo(self, request: CompletionRequest, prompts: list[list[int]]) -> Form:
-        """The form of an answer that begins with the prompt, and its log-probabilities if asked for."""
-        if request.logprobs is not None and sum(map(len, prompts)) * (request.n or 1) > MAX_SCORED:
-            raise InvalidRequest(
-                f"With echo and logprobs the prompts may have {MAX_SCORED:,} tokens, all choices together; "
-                "send fewer, or leave out echo or logprobs.",
-                param="echo",
-            )
-        return Form(echo=tuple(map(self.tokenizer.decode, prompts)), prompt_alone=request.max_tokens == 0)
 
 
 def prepare_inputs(

@@ -10,6 +10,8 @@ from ..schemas.errors import InvalidRequest
 from ..schemas.params import GenerationParams
 from .models import ModelInfo
 
+MAX_SCORED = 100_000  # log-probabilities of prompts in one answer, alternatives included: each takes about 80 bytes
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
@@ -113,3 +115,16 @@ def check_input(ids: Sequence[int], path: str, *, context_length: int, vocabular
             param=path,
         )
     check_ids(ids, path, vocabulary_size)
+
+
+def check_scores(params: GenerationParams, prompt_tokens: int) -> None:
+    """Raises `InvalidRequest` where the log-probabilities of so many tokens of prompts are too many for an answer."""
+    if params.prompt_logprobs is None:
+        return
+    most = MAX_SCORED // (params.n * (1 + params.prompt_logprobs))
+    if prompt_tokens > most:
+        raise InvalidRequest(
+            f"With log-probabilities of the prompt and {params.prompt_logprobs} alternatives each, the prompts may "
+            f"have {most:,} tokens for n = {params.n}; send fewer tokens, or ask for fewer alternatives.",
+            param="prompt_logprobs",
+        )

@@ -142,13 +142,16 @@ def choose(
 
 
 def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[ChosenLogprob]:
-    """The log-probability of each of `tokens`, one for each row of the logits, and of the `count` best."""
+    """The log-probability and rank of each of `tokens`, one for each row of the logits, and the `count` best."""
     scores: list[ChosenLogprob] = []
     given = _put(tokens, logits)
     for first in range(0, len(tokens), _SCORED):
         rows = list(range(first, min(first + _SCORED, len(tokens))))
-        for own, ids, top in zip(*(column.tolist() for column in _logprobs(logits, given, rows)), strict=True):
-            scores.append(ChosenLogprob(own, tuple(zip(ids[:count], top[:count], strict=True))))
+        part = logits[first : rows[-1] + 1]
+        ranks = (part > part.gather(-1, given[rows][:, None])).sum(-1) + 1
+        columns = *_logprobs(logits, given, rows), ranks
+        for own, ids, top, rank in zip(*(column.tolist() for column in columns), strict=True):
+            scores.append(ChosenLogprob(own, tuple(zip(ids[:count], top[:count], strict=True)), rank))
     return scores
 
 

@@ -132,7 +132,7 @@ def _output(value: dict[str, Any]) -> Output:
     match value.get("type"):
         case "delta":
             value["token_ids"] = tuple(value["token_ids"])
-            value["logprobs"] = _logprobs(value.get("logprobs"))
+            _read_logprobs(value)
             if (error := value.get("error")) is not None:
                 value["error"] = build(ErrorBody, error)
             return build(Delta, value)
@@ -150,7 +150,7 @@ def decode_event(data: bytes) -> Event:
         match value.get("type"):
             case "token":
                 value["token_ids"] = tuple(value["token_ids"])
-                value["logprobs"] = _logprobs(value.get("logprobs"))
+                _read_logprobs(value)
                 value["tool_calls"] = tuple(build(ToolCallDelta, call) for call in value.get("tool_calls", ()))
                 return build(Token, value)
             case "accepted":
@@ -205,9 +205,13 @@ def _json(data: bytes) -> Any:
         raise DecodeError(f"not JSON: {error}") from None
 
 
-def _logprobs(value: list[dict[str, Any]] | None) -> tuple[TokenLogprob, ...] | None:
-    if value is None:
-        return None
+def _read_logprobs(value: dict[str, Any]) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if value.get(name) is not None:
+            value[name] = _logprobs(value[name])
+
+
+def _logprobs(value: list[dict[str, Any]]) -> tuple[TokenLogprob, ...]:
     return tuple(
         build(
             TokenLogprob,

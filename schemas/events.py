@@ -42,13 +42,14 @@ class TopLogprob:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The log-probability of a token under the model's raw distribution, and those of the most likely tokens; None for
-    the first token of a prompt."""
+    the first token of a prompt. `rank` counts from 1, and only prompts' tokens have one."""
 
     token: str
     token_id: int
     logprob: float | None
     bytes: tuple[int, ...]
     top: tuple[TopLogprob, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,8 @@ class Delta:
     The last delta of a choice carries `finish_reason`, perhaps no token, and in `cached_tokens` how much of the prompt
     was not computed again; `error` goes with finish reason "error". Token ids are all that the model chose, the end
     token and those of a stop string included: what the text leaves out is still counted. `stop_reason` is the stop
-    string or the id of the stop token that ended the choice, where the request had asked for it. The first `logprobs`
-    are the prompt's where these were asked for.
+    string or the id of the stop token that ended the choice, where the request had asked for it. The first delta of a
+    choice has `prompt_logprobs` where these were asked for.
     """
 
     request: str
@@ -114,6 +115,7 @@ class Delta:
     cached_tokens: int = 0
     error: ErrorBody | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     type: Literal["delta"] = "delta"
 
 
@@ -170,6 +172,7 @@ class Token:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     type: Literal["token"] = "token"
 
 

@@ -45,7 +45,7 @@ class GenerationParams(Strict):
 
     Defaults are the library's; over HTTP `max_tokens` defaults to what is left of the context instead.
     `temperature` 0 is greedy. `logprobs` is the number of alternatives to report beside each chosen token (0: the
-    chosen token alone), None to report nothing; with `prompt_logprobs` those of the prompt's tokens come before them.
+    chosen token alone), None to report nothing; `prompt_logprobs` is the same for the prompt's tokens.
     `logit_bias` maps token ids to an addend in logits. `grammar` constrains the answer.
     `visible_token_ids` are special tokens that appear in the text; without `spaces_between_special_tokens` no space
     separates two of them. `logits_processors`, `stopping_criteria` and `clean_ups` are generation plug-ins, in the
@@ -64,7 +64,7 @@ class GenerationParams(Strict):
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MAX_STOPS, strict=False)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1

@@ -134,13 +134,15 @@ class BackendConformance:
         if not {"prompt_logprobs", "logprobs"} <= engine.manifest.parameters:
             return
         for output, prompt in zip(
-            engine.generate(prompts, self.params(engine, logprobs=1, prompt_logprobs=True, max_tokens=2)),
+            engine.generate(prompts, self.params(engine, logprobs=1, prompt_logprobs=1, max_tokens=2)),
             prompts,
             strict=True,
         ):
-            assert output.logprobs is not None
-            assert [entry.token_id for entry in output.logprobs] == [*prompt, *output.token_ids]
-            assert [entry.logprob is None for entry in output.logprobs] == [True] + [False] * (len(prompt) + 1)
+            assert output.prompt_logprobs is not None and output.logprobs is not None
+            assert [entry.token_id for entry in output.prompt_logprobs] == [*prompt]
+            assert [entry.token_id for entry in output.logprobs] == [*output.token_ids]
+            first, *others = output.prompt_logprobs
+            assert first.logprob is None and all(one.logprob is not None and one.rank is not None for one in others)
 
     def test_a_grammar_is_kept(self, engine: InferenceEngine, prompts: list[list[int]]) -> None:
         if "grammar" not in engine.manifest.parameters:
@@ -159,7 +161,7 @@ class BackendConformance:
             "top_p": 0.5,
             "repetition_penalty": 1.5,
             "logprobs": 1,
-            "prompt_logprobs": True,
+            "prompt_logprobs": 0,
             "grammar": Grammar(kind="regex", text="a+"),
             "logit_bias": {1: 1.0},
             "logits_processors": (PlugInUse(name="any"),),

@@ -91,7 +91,13 @@ class Progress:
         old, new = _cut(token, characters)
         return (
             replace(old, token_ids=ids[:tokens], logprobs=logprobs and logprobs[:tokens], finish_reason=None),
-            replace(new, index=token.index + tokens, token_ids=ids[tokens:], logprobs=logprobs and logprobs[tokens:]),
+            replace(
+                new,
+                index=token.index + tokens,
+                token_ids=ids[tokens:],
+                logprobs=logprobs and logprobs[tokens:],
+                prompt_logprobs=None,
+            ),
         )
 
     def _progress(self, choice: int) -> ChoiceProgress:

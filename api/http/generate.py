@@ -49,6 +49,7 @@ class _Whole(Renderer):
                 "tool_calls": join_calls(own),
                 "token_ids": [id for token in own for id in token.token_ids],
                 "logprobs": None if all(token.logprobs is None for token in own) else entries,
+                "prompt_logprobs": own[0].prompt_logprobs if own else None,
                 "finish_reason": reason,
                 "stop_reason": next((token.stop_reason for token in reversed(own)), None),
             }

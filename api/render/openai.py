@@ -32,12 +32,14 @@ _REASONS: dict[FinishReason, str] = {
 
 
 class Extras(NamedTuple):
-    """What a client asks for beside its answer: the usage behind a stream or in each of its chunks, and token ids.
-    `n` is the number of choices of each prompt."""
+    """What a client asks for beside its answer: the usage behind a stream or in each of its chunks, token ids, and the
+    prompt's log-probabilities. `echo`: these are part of the answer's. `n` is the number of choices of each prompt."""
 
     usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
+    prompt_logprobs: bool = False
+    echo: bool = False
     n: int = 1
 
     @classmethod
@@ -50,6 +52,8 @@ class Extras(NamedTuple):
             usage=options.get("include_usage") is True,
             continuous_usage=options.get("continuous_usage_stats") is True,
             token_ids=body.get("return_token_ids") is True,
+            prompt_logprobs=body.get("prompt_logprobs") is not None,
+            echo=body.get("echo") is True,
             n=n if isinstance(n, int) and n > 0 else 1,
         )
 
@@ -88,7 +92,8 @@ class Renderer:
     def chunks(self, token: Token) -> Iterator[bytes]:
         """The SSE messages of a token event; none for one without content, as of an incomplete character."""
         reason = token.finish_reason and _REASONS[token.finish_reason]
-        is_news = token.text or token.reasoning or token.tool_calls or token.logprobs or reason is not None
+        scored = token.logprobs or token.prompt_logprobs
+        is_news = token.text or token.reasoning or token.tool_calls or scored or reason is not None
         self._told += len(token.token_ids)
         if not (is_news or self._extras.token_ids) and token.choice in self._begun:
             return
@@ -130,15 +135,17 @@ class Renderer:
         """Add vLLM's fields to a choice that renders `said`; returns those that belong beside the choices."""
         if (reason := said[-1].stop_reason if said else None) is not None:
             choice["stop_reason"] = reason
-        if not self._extras.token_ids:
-            return {}
-        choice["token_ids"] = [id for token in said for id in token.token_ids]
+        if self._extras.token_ids:
+            choice["token_ids"] = [id for token in said for id in token.token_ids]
+        more: dict[str, Any] = {}
         prompts = self._accepted.prompts if self._accepted else ()
-        if not first or not prompts:
-            return {}
+        if first and self._extras.token_ids and prompts:
+            more["prompt_token_ids"] = prompts[choice["index"] // self._extras.n]
+        if first and self._extras.prompt_logprobs and said:
+            more["prompt_logprobs"] = [_prompt_logprob(entry) for entry in said[0].prompt_logprobs or ()]
         if self._kind == "chat":
-            return {"prompt_token_ids": prompts[0]}
-        choice["prompt_token_ids"] = prompts[choice["index"] // self._extras.n]
+            return more  # beside the choices, which share the prompt
+        choice |= more
         return {}
 
     def _usage_so_far(self) -> dict[str, Any] | None:
@@ -167,9 +174,11 @@ class Renderer:
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
     def _logprobs(self, *tokens: Token) -> dict[str, Any] | None:
-        entries = [entry for token in tokens for entry in token.logprobs or ()]
         if all(token.logprobs is None for token in tokens):
             return None
+        entries = [entry for token in tokens for entry in token.logprobs or ()]
+        if self._extras.echo:
+            entries = [*(tokens[0].prompt_logprobs or ()), *entries]
         if self._kind == "chat":
             return {"content": [logprob_json(entry) for entry in entries], "refusal": None}
         return self._completion_logprobs(tokens[0].choice, entries)
@@ -257,6 +266,19 @@ def _message(said: list[Token], text: str) -> dict[str, Any]:
             for call in calls
         ]
     return message
+
+
+def _prompt_logprob(entry: TokenLogprob) -> dict[str, Any] | None:
+    """vLLM's form: the token of the prompt and its best alternatives, by id; null for the first one."""
+    if entry.logprob is None:
+        return None
+    best = {
+        str(rival.token_id): {"logprob": rival.logprob, "rank": rank, "decoded_token": rival.token}
+        for rank, rival in enumerate(entry.top, 1)
+        if rival.token_id != entry.token_id
+    }
+    own = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}
+    return {str(entry.token_id): own} | best
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..text.tokenizer import load_tokenizer
 _CONTEXT_LENGTH = 131_072
 _TICK = 0.001  # seconds; the shortest sleep
 _CERTAIN = ChosenLogprob(0.0)
+_READ = ChosenLogprob(0.0, rank=1)  # of a prompt
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ class EchoBackend(NoAdapters, NoPrefixes):
         while (choice := self._next_waiting()) is not None:
             del self._waiting[choice]
             if not choice.is_scored:
-                choice.score(1, [_CERTAIN] * (len(choice.prompt) - 1))
+                choice.score(1, [_READ] * (len(choice.prompt) - 1))
             cycle = tuple(token for token in choice.prompt if token not in self.tokenizer.special_token_ids)
             choice.is_waiting = False
             self._running[choice] = _Row(choice, cycle or choice.prompt, self._clock(), choice.index)

@@ -172,7 +172,7 @@ class LlamaCppBackend(NoAdapters, NoPrefixes):
         choice, start = row.choice, row.num_computed + 1
         if not choice.is_scored and (tokens := choice.prompt[start : start + len(logits)]):
             found = torch.from_numpy(logits[: len(tokens)])
-            choice.score(start, score(found, tokens, choice.request.params.logprobs or 0))
+            choice.score(start, score(found, tokens, choice.request.params.prompt_logprobs or 0))
         row.num_computed += len(piece.tokens)
         choice.num_computed += len(piece.tokens)
         if not row.num_lacking:

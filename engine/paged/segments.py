@@ -30,7 +30,7 @@ def split_scores(
         row, _, samples = scheduled[index]
         choice, start = row.choice, row.num_computed + 1
         if not choice.is_scored and (tokens := choice.prompt[start : start + 1 + len(others)]):
-            count = choice.request.params.logprobs or 0
+            count = choice.request.params.prompt_logprobs or 0
             choice.score(start, score(logits[first : first + len(tokens)], tokens, count))
         if samples:
             kept.append(others[-1] if others else first)

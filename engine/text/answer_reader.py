@@ -37,6 +37,7 @@ class AnswerReader:
             reasoning=said.reasoning,
             tool_calls=said.tool_calls,
             stop_reason=delta.stop_reason,
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
     def reason(self, choice: int, reason: FinishReason | None) -> FinishReason | None:
@@ -72,6 +73,6 @@ class AnswerReader:
 
 def _without_answer(delta: Delta) -> Delta:
     """The one token that was made has its place in the stream, and nothing else."""
-    logprobs = delta.logprobs and delta.logprobs[: len(delta.logprobs) - len(delta.token_ids)]
+    logprobs = delta.logprobs and ()
     reason: FinishReason | None = "length" if delta.finish_reason in ("stop", "stop_sequence") else delta.finish_reason
     return replace(delta, text="", logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -50,7 +50,6 @@ _UNSUPPORTED = {
     "store": Unsupported((None, False)),
     "suffix": Unsupported((None, "")),
     # Parameters of vLLM, SGLang and llama.cpp.
-    "prompt_logprobs": Unsupported(advice="ask /v1/completions with echo and logprobs"),
     "use_beam_search": Unsupported((None, False)),
     "include_stop_str_in_output": Unsupported((None, False)),
     "bad_words": Unsupported((None, []), "use logit_bias"),
@@ -146,6 +145,7 @@ class _Sampling(Body):
     guided_grammar: str | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     keep_alive: KeepAlive = None  # how long the model stays loaded after this, in one of Ollama's forms
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -230,6 +230,8 @@ def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | Embeddi
         return request
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is only allowed with stream: true.", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest("prompt_logprobs needs an answer that does not stream.", param="prompt_logprobs")
     return request
 
 
@@ -265,7 +267,9 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
     else:
         values["logprobs"] = request.logprobs
         if request.echo:
-            values["prompt_logprobs"] = request.logprobs is not None
+            if request.prompt_logprobs not in (None, request.logprobs):
+                raise InvalidRequest("With echo, prompt_logprobs must be logprobs.", param="prompt_logprobs")
+            values["prompt_logprobs"] = request.logprobs
             values["max_tokens"] = request.max_tokens or (1 if request.max_tokens == 0 else room)
         if request.best_of not in (None, request.n or 1):
             raise InvalidRequest("best_of above n is not supported.", code="unsupported_parameter", param="best_of")

@@ -201,14 +201,15 @@ def test_draws_with_a_seed_are_the_same_in_any_batch(engine: InferenceEngine) ->
 
 
 def test_log_probabilities_of_prompt_and_answer(world: World, engine: InferenceEngine) -> None:
-    params = GenerationParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=True)
+    params = GenerationParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=1)
     output = engine.generate(PROMPTS[1], params, "one")
-    assert output.logprobs is not None
+    assert output.prompt_logprobs is not None and output.logprobs is not None
     ids = [*PROMPTS[1], *output.token_ids]
     with torch.no_grad():
         scores = world.merged["one"](torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [float(scores[index, token]) for index, token in enumerate(ids[1:])]
-    assert [entry.logprob for entry in output.logprobs[1:]] == pytest.approx(expected, abs=1e-4)
+    told = output.prompt_logprobs + output.logprobs
+    assert [entry.logprob for entry in told[1:]] == pytest.approx(expected, abs=1e-4)
 
 
 def test_another_worker_resumes_with_the_same_tokens(world: World, engine: InferenceEngine) -> None:

@@ -138,7 +138,7 @@ def test_a_completion_may_begin_with_its_prompt(prepare: Prepare, tokenizers: di
 def test_an_echo_tells_the_prompts_logprobs_and_may_stand_alone(prepare: Prepare) -> None:
     prepared = prepare(prompt="the end", echo=True, logprobs=1, max_tokens=0)
     assert prepared.form is not None and prepared.form.prompt_alone
-    assert (prepared.params.prompt_logprobs, prepared.params.max_tokens) == (True, 1)
+    assert (prepared.params.prompt_logprobs, prepared.params.max_tokens) == (1, 1)
 
 
 def test_special_tokens_are_shown_to_who_asks(prepare: Prepare, tokenizers: dict[str, Tokenizer]) -> None:
@@ -218,9 +218,15 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "hermes",
-        {"prompt": [1] * 200, "n": 128, "echo": True, "logprobs": 0, "context_length": 20_000},
-        "echo",
-        "may have 20,000 tokens",
+        {"prompt": [1] * 1000, "n": 128, "echo": True, "logprobs": 0, "context_length": 20_000},
+        "prompt_logprobs",
+        "may have 781 tokens for n = 128",
+    ),
+    (
+        "hermes",
+        {"prompt": [1] * 5_000, "prompt_logprobs": 20, "context_length": 20_000},
+        "prompt_logprobs",
+        "may have 4,761 tokens",
     ),
     (
         "hermes",

@@ -138,7 +138,8 @@ def tellings(draw: st.DrawFn) -> tuple[list[Token], list[Token]]:
         tokens = []
         for place, (start, end) in enumerate(pairwise(places)):
             logprobs = tuple(TokenLogprob("x", token, -1.0, ()) for token in range(start, end))
-            token = Token("r", 0, start, tuple(range(start, end)), "", logprobs)
+            scores = None if start else (TokenLogprob("p", 1, None, ()),)
+            token = Token("r", 0, start, tuple(range(start, end)), "", logprobs, prompt_logprobs=scores)
             tokens.append(saying(token, told[place - 1] if place else 0, told[place]))
         if draw(st.booleans()) and tokens:
             *tokens, last = tokens
@@ -167,6 +168,9 @@ def test_a_place_is_exact_though_the_events_are_cut_elsewhere(told: tuple[list[T
         call.id for token in whole for call in token.tool_calls if call.id
     ]
     assert sum((token.logprobs or () for token in joined), ()) == sum((token.logprobs or () for token in whole), ())
+    assert [token.prompt_logprobs for token in joined if token.prompt_logprobs] == [
+        token.prompt_logprobs for token in whole if token.prompt_logprobs
+    ]
     assert [token.finish_reason for token in joined if token.finish_reason] == ["length"]
 
 

@@ -100,6 +100,20 @@ def test_an_echo_may_be_all(applications: Applications) -> None:
     assert (plain["text"], plain["logprobs"]) == ("hello", None)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_the_prompts_logprobs_are_told_as_vllm_tells_them(applications: Applications, path: str) -> None:
+    answer = whole(applications, path, prompt_logprobs=2, return_token_ids=True)
+    (choice,) = answer["choices"]
+    place = answer if path == "/v1/chat/completions" else choice
+    first, *others = place["prompt_logprobs"]
+    assert first is None and choice["logprobs"] is None
+    for token, entry in zip(place["prompt_token_ids"][1:], others, strict=True):
+        (told,) = entry.items()
+        assert told[0] == str(token) and told[1]["rank"] == 1 and told[1]["logprob"] == 0
+    assert [entry["111"]["decoded_token"] for entry in others if "111" in entry] == ["o"]
+    assert not any("prompt_logprobs" in part for part in (whole(applications, path), choice if place is answer else {}))
+
+
 def test_generate_needs_no_model_and_has_stop_sequences(applications: Applications) -> None:
     answer = orjson.loads(post(applications, "/generate", {"prompt": "hello", "stop_sequences": ["lo", "x"]}).body)
     (choice,) = answer["choices"]

@@ -197,16 +197,20 @@ def test_a_prompt_is_scored_as_the_oracle_has_it(
     engine = start(shape, **changes)
     prompts = [*PROMPTS, made_up(300)]
     answers(engine, prompts)
-    params = GREEDY.model_copy(update={"logprobs": 2, "prompt_logprobs": True, "max_tokens": 2})
+    params = GREEDY.model_copy(update={"logprobs": 2, "prompt_logprobs": 2, "max_tokens": 2})
     for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
-        told = output.logprobs
-        assert told is not None and [entry.token_id for entry in told] == [*prompt, *output.token_ids]
+        assert output.prompt_logprobs is not None and output.logprobs is not None
+        told = output.prompt_logprobs + output.logprobs
+        assert [entry.token_id for entry in told] == [*prompt, *output.token_ids]
         assert (told[0].logprob, told[0].top) == (None, ())
         raw = oracle.logprobs(shape, prompt[:1], [*prompt[1:], *output.token_ids])
         chosen = raw[range(len(raw)), [entry.token_id for entry in told[1:]]]
         assert [entry.logprob for entry in told[1:]] == pytest.approx(chosen.tolist(), abs=1e-4)
         best = [[rival.logprob for rival in entry.top] for entry in told[1:]]
         assert best == [pytest.approx(row, abs=1e-4) for row in raw.topk(2).values.tolist()]
+        highest, lowest = ((raw > chosen[:, None] + by).sum(-1).tolist() for by in (1e-4, -1e-4))
+        for entry, most, least in zip(output.prompt_logprobs[1:], highest, lowest, strict=False):
+            assert entry.rank is not None and most < entry.rank <= least
         assert output.stats.cached_tokens == 0
 
 

@@ -560,7 +560,7 @@ def test_a_lost_block_is_found_out() -> None:
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_scored_prompt_is_computed_in_pieces_whose_logits_fit(chunked: bool) -> None:
-    params = GenerationParams(max_tokens=1, ignore_eos=True, logprobs=0, prompt_logprobs=True)
+    params = GenerationParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     request = EngineRequest("r", tuple(bytes(600)), params, seed=0)
     scheduler = Scheduler(KVBlocks(SIZE, [GroupSpec(1_000, None)], INFO.context_length), 8, 1_024, chunked)
     scheduler.add(Choice(request, 0, TOKENIZER, INFO))

@@ -19,7 +19,7 @@ from penstock.schemas.events import TokenLogprob
 
 TOKENIZER = ByteTokenizer()
 INFO = ModelInfo("bytes", "Echo", context_length=100, vocabulary_size=259, eos_token_ids=TOKENIZER.eos_token_ids)
-SCORED: dict[str, Any] = {"prompt_logprobs": True, "logprobs": 2}
+SCORED: dict[str, Any] = {"prompt_logprobs": 2}
 
 
 def row(prompt: bytes, generated: bytes = b"", computed: int = 0, **params: Any) -> Row:
@@ -64,8 +64,8 @@ def test_all_logits_are_kept_of_a_prompt_that_is_to_be_scored_and_not_of_one_tha
 def scores_of(choice: Choice) -> list[TokenLogprob]:
     """What the first delta tells of the prompt."""
     delta = choice.append(0)
-    assert delta is not None and delta.logprobs is not None
-    return [*delta.logprobs]
+    assert delta is not None and delta.prompt_logprobs is not None
+    return [*delta.prompt_logprobs]
 
 
 def expected(logits: Tensor, token: int) -> tuple[Any, list[int]]:

@@ -47,6 +47,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "temperature": (BOTH, no_number | st.sampled_from([float("inf"), float("nan")])),
     "top_p": (BOTH, no_number),
     "top_k": (BOTH, no_integer),
+    "prompt_logprobs": (BOTH, no_integer),
     "min_p": (BOTH, no_number),
     "repetition_penalty": (BOTH, no_number),
     "repeat_penalty": (BOTH, no_number | st.sampled_from([0, 11])),
@@ -147,7 +148,6 @@ UNSUPPORTED: dict[str, tuple[list[Any], list[Any]]] = {
     "verbosity": ([None, "medium"], ["high"]),
     "store": ([None, False], [True]),
     "suffix": ([None, ""], ["}"]),
-    "prompt_logprobs": ([None], [0, 5]),
     "use_beam_search": ([None, False], [True]),
     "include_stop_str_in_output": ([None, False], [True]),
     "bad_words": ([None, []], [["a"]]),
@@ -394,8 +394,33 @@ def test_an_echo_may_stand_alone_and_tells_the_prompts_logprobs() -> None:
         return generation_params(_parsed(COMPLETION, _body(COMPLETION, **parameters)), room=ROOM, seed=0)
 
     assert params(echo=True, max_tokens=0).max_tokens == 1
-    assert params(echo=True, logprobs=1).prompt_logprobs and not params(logprobs=1).prompt_logprobs
-    assert params(echo=True).max_tokens == ROOM and not params(echo=True).prompt_logprobs
+    assert params(echo=True, logprobs=1).prompt_logprobs == 1 and params(logprobs=1).prompt_logprobs is None
+    assert params(echo=True).max_tokens == ROOM and params(echo=True).prompt_logprobs is None
+    assert params(echo=True, logprobs=3, prompt_logprobs=3).prompt_logprobs == 3
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    "parameters, words",
+    [
+        ({"prompt_logprobs": 5, "stream": True}, "does not stream"),
+        ({"prompt_logprobs": -1}, "greater than or equal to 0"),
+        ({"prompt_logprobs": 21}, "less than or equal to 20"),
+    ],
+)
+def test_the_prompts_logprobs_are_a_number_and_do_not_stream(
+    endpoint: Endpoint, parameters: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        generation_params(_parsed(endpoint, _body(endpoint, **parameters)), room=ROOM, seed=0)
+    assert caught.value.param == "prompt_logprobs"
+
+
+def test_an_echo_tells_the_prompts_logprobs_as_its_own() -> None:
+    with pytest.raises(InvalidRequest, match="must be logprobs") as caught:
+        body = _body(COMPLETION, echo=True, logprobs=1, prompt_logprobs=2)
+        generation_params(_parsed(COMPLETION, body), room=ROOM, seed=0)
+    assert caught.value.param == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
