@@ -26,6 +26,7 @@ logprobs = st.builds(
     st.none() | st.floats(-50, 0),
     bytes_,
     st.lists(st.builds(TopLogprob, st.text(max_size=3), numbers, st.floats(-50, 0), bytes_), max_size=2).map(tuple),
+    st.none() | st.integers(1, 1000),
 )
 tokens = st.builds(
     Token,
@@ -41,6 +42,7 @@ tokens = st.builds(
         tuple
     ),
     stop_reason=st.none() | st.text(max_size=5) | st.integers(0, 2**31),
+    prompt_logprobs=st.none() | st.lists(logprobs, max_size=2).map(tuple),
 )
 done = st.builds(
     Done,
@@ -71,7 +73,9 @@ def same(value: Any, message: Any) -> None:
         if field.name == "type":
             continue
         theirs = getattr(message, field.name)
-        if mine is None:
+        if mine is None and field.name == "prompt_logprobs":  # a list, which is empty or not
+            assert len(theirs) == 0
+        elif mine is None:
             assert not message.HasField(field.name)
         elif field.name == "bytes":
             assert theirs == bytes(mine)
