@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
@@ -220,13 +220,15 @@ class Simulation:
     async def _ended(self, sending: list[asyncio.Task[None]]) -> None:
         """Return when all requests have been sent and have ended, or never will."""
         loop = asyncio.get_running_loop()
-        enough, everything = asyncio.create_task(self._all_sent.wait()), asyncio.gather(*sending)
-        both: set[asyncio.Future[Any]] = {enough, everything}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        enough.cancel()
-        if everything.done():
-            everything.result()
-        everything.cancel()
+        enough = asyncio.create_task(self._all_sent.wait())
+        everything = asyncio.create_task(asyncio.wait(sending, return_when=asyncio.FIRST_EXCEPTION))
+        await asyncio.wait({enough, everything}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (enough, everything):
+            task.cancel()
+        for sender in sending:
+            if sender.done():
+                sender.result()
+            sender.cancel()
         while self._ledger.running and (left := self._last_deadline + SETTLING - loop.time()) > 0:
             self._idle.clear()
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -62,6 +63,13 @@ def test_every_request_ends_once_whatever_happens(
     )
     assert found.ledger.broken == []
     assert {code for tally in found.ledger.tallies.values() for code in tally.outcomes} == {"done"}
+
+
+def test_a_run_of_so_many_requests_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """What would have sent more is ended, and its end is read."""
+    assert run(tenants=[ADA, ADA | {"name": "bob"}]).ledger.broken == []
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_worker_that_is_cut_off_to_the_end_holds_nothing_up() -> None:
