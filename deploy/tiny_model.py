@@ -38,6 +38,16 @@ _SMALL: dict[str, object] = _GROUPED | {"hidden_size": 64, "intermediate_size": 
 _MIXED: dict[str, object] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 # Tied embeddings, which the family has, would make these models repeat one token for ever.
 _GEMMA: dict[str, object] = {"head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
+_EXPERTS: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_HYBRID: dict[str, object] = _SMALL | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 SHAPES: dict[str, dict[str, object]] = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
@@ -54,7 +64,10 @@ SHAPES: dict[str, dict[str, object]] = {
     "olmo2": _SMALL,
     "phi3": _SMALL | {"sliding_window": 16, "partial_rotary_factor": 0.5},
     "qwen3": _SMALL | {"head_dim": 32},
-    "qwen3_moe": _SMALL | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "qwen3_5_moe_text": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_moe": _SMALL | _EXPERTS | {"head_dim": 32},
+    "qwen3_next": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 64},
     "smollm3": _SMALL | {"no_rope_layers": [1, 0]},
     "stablelm": _SMALL | {"partial_rotary_factor": 0.25},
 }

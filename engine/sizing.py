@@ -37,6 +37,7 @@ _LEAST_CACHE = 64 << 20  # bytes; an operator may set less
 _PROCESS = 512 << 20  # bytes of a process besides weights, keys and values
 _CPU_SHARE, _CUDA_SHARE = 0.5, 0.8  # of the memory left by the weights: other processes, or activations, need the rest
 _LOADING = 1.5  # peak memory over the weights' size, while they are packed
+STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 _PREFIXES = 2  # times what a full batch needs, so that prefixes stay cached
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _WIDTHS = {"int8": 1.1, "int4": 0.6, "fine": 1.3}  # bytes of a packed weight, scales included
@@ -283,8 +284,30 @@ class _Files(NamedTuple):
             head = max(given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0), given.get("v_head_dim", 0))
         kinds, window = given.get("layer_types") or (), given.get("sliding_window")
         slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
-        seen = (layers - slides) * tokens + slides * min(tokens, (window or 0) + step)
+        stateful = self._stateful_layers()
+        seen = (layers - slides - stateful) * tokens + slides * min(tokens, (window or 0) + step)
         return int(2 * pairs * head * self.number * seen)
+
+    def states(self) -> int:
+        """Bytes of the running states that are kept for one sequence, in all layers; 0 if the model keeps none."""
+        given, count = self.settings, self._stateful_layers()
+        if not count:
+            return 0
+        keys = given.get("linear_num_key_heads", 0) * given.get("linear_key_head_dim", 0)
+        heads, width = given.get("linear_num_value_heads", 0), given.get("linear_value_head_dim", 0)
+        inputs = (given.get("linear_conv_kernel_dim", 1) - 1) * (2 * keys + heads * width) * self.number
+        return int(STATES * count * (inputs + heads * given.get("linear_key_head_dim", 0) * width * _BYTES["float32"]))
+
+    def _stateful_layers(self) -> int:
+        """How many layers keep a running state instead of keys and values."""
+        given = self.settings
+        if "linear_num_value_heads" not in given:
+            return 0
+        layers = given.get("num_hidden_layers") or 0
+        kinds = given.get("layer_types")
+        if not kinds:  # each so many-th layer attends
+            return int(layers - layers // given.get("full_attention_interval", 4))
+        return sum(kind == "linear_attention" for kind in kinds)
 
 
 class _Size(NamedTuple):
@@ -304,10 +327,11 @@ def _choose(config: EngineConfig, workers: int, device: str, found: Memory, file
     step = config.prefill_chunk_size or step
     free, weights = found.available // workers, files.weights(config, device).kept
     room = int(share * (free - weights - _PROCESS))
-    useful = _PREFIXES * (config.max_batch_size or rows) * files.cache(files.context, step)
-    least = min(useful, _LEAST_CACHE)
+    most, states = config.max_batch_size or rows, files.states()
+    useful = most * (_PREFIXES * files.cache(files.context, step) + states)
+    least = min(useful, max(_LEAST_CACHE, states))
     basis = Basis(free, weights, files.cache(1, step), files.context)
-    row = files.cache(min(files.context, _LEAST_ROW), step)
+    row = files.cache(min(files.context, _LEAST_ROW), step) + states
     return _Size(rows, max(least, min(useful, room)), row, basis)
 
 

@@ -43,15 +43,15 @@ from .rows import Row, Scheduled
 from .runner import Runner
 from .scheduler import Scheduler
 from .segments import split_scores, to_segment
-from .speculation import Speculation
+from .speculation import Speculation, row_cost
 from .spill.opening import open_spill
+from .state.planning import make_room
 
 _log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
 _CHUNK = {"cpu": 256}  # larger products are no faster there, and delay decoding
 _LARGE_CHUNK = 2048
-_ROW_COST, _QUANTIZED_ROW_COST = 0.06, 0.17  # of a step's row, in what its first one takes to read the weights
 _EVICT_FROM = 0.80  # usage from which unheld prefixes are evicted early, so that no step waits for eviction
 
 
@@ -104,8 +104,9 @@ class PagedBackend:
         chunked = config.enable_chunked_prefill is not False
         chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
         longest = min(chunk, info.context_length) if chunked else info.context_length
+        self.slots, memory = make_room(config, self.runner)
         groups = plan_blocks(
-            config.kv_cache_memory,
+            memory,
             self.runner.groups,
             self.runner.specs,
             token_block=self.runner.block_size,
@@ -115,7 +116,9 @@ class PagedBackend:
         )
         self.runner.allocate([group.num_blocks for group in groups])
         self.blocks = KVBlocks(self.runner.block_size, groups, longest)
-        self._scheduler = Scheduler(self.blocks, config.max_batch_size, chunk, chunked, config.reserved_batch_size)
+        self._scheduler = Scheduler(
+            self.blocks, config.max_batch_size, chunk, chunked, config.reserved_batch_size, slots=self.slots
+        )
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._unread: _Unread | None = None  # set by `step`
         self._most_rows = min(MOST_ROWS, longest)  # of a step that checks guesses
@@ -139,10 +142,11 @@ class PagedBackend:
         """What guesses tokens; None, and the reason, where that is unwanted or might change answers."""
         if config.speculation == "off":
             return None, "speculation is off"
+        if self.runner.states:
+            return None, "the model keeps running states, which cannot take back a wrong guess"
         if self._ahead or self._kernels is None or self.runner.uncompiled:
             return None, "decoding is not compiled: only compiled steps have the same bits at any number of rows"
-        cost = _QUANTIZED_ROW_COST if is_quantized else _ROW_COST
-        return Speculation(self.tokenizer, config.speculation_depth, cost), ""
+        return Speculation(self.tokenizer, config.speculation_depth, row_cost(is_quantized)), ""
 
     def _load_kernels(self, config: EngineConfig) -> Kernels | None:
         if config.compile_kernels:
@@ -205,7 +209,7 @@ class PagedBackend:
         """The floating-point operations of a step whose queries attend to `num_attended` keys in all."""
         runner = self.runner
         products = num_tokens * (runner.num_weights - runner.num_head_weights) + num_logits * runner.num_head_weights
-        return 2 * products + num_attended * runner.attention_flops
+        return 2 * products + num_tokens * runner.states.flops + num_attended * runner.attention_flops
 
     def add(self, choice: Choice) -> None:
         if not self._spill.hold(choice):
@@ -216,11 +220,11 @@ class PagedBackend:
         self._scheduler.remove(choice)
 
     def save_prefixes(self, path: Path) -> int:
-        return save_prefixes(path, self.blocks, self.runner, self.info.source)
+        return save_prefixes(path, self.blocks, self.slots, self.runner, self.info.source)
 
     @torch.inference_mode()
     def load_prefixes(self, path: Path) -> int:
-        return load_prefixes(path, self.blocks, self.runner, self.info.source)
+        return load_prefixes(path, self.blocks, self.slots, self.runner, self.info.source)
 
     def adapter_targets(self) -> Targets:
         return self.runner.adaptation.targets
@@ -242,7 +246,7 @@ class PagedBackend:
         gc.collect()
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless blocks, tables and rows account for each other."""
+        """Raise `AssertionError` unless blocks, tables, states and rows account for each other."""
         self._scheduler.check_integrity()
 
     @torch.inference_mode()

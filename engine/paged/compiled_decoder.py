@@ -175,7 +175,7 @@ class CompiledDecoder:
         if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
             order = sorted(order, key=lambda index: id(segments[index].adapter))
         for index in order:
-            ids, start, tables, samples, _, adapter = segments[index]
+            ids, start, tables, samples, _, adapter = segments[index][:6]
             address = ctypes.addressof(adapter.compiled) if adapter else 0
             numbers.extend((len(ids), start, samples, len(tables[0]), address))
             numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])

@@ -43,33 +43,33 @@ class Pool:
 
     def __init__(self, memory: Tensor, axis: int) -> None:
         self.memory = memory
-        self._axis = axis
+        self.axis = axis
 
     def blocks(self, indices: Sequence[int]) -> Tensor:
         """Copy whole blocks."""
-        return self.memory.index_select(self._axis, self._upload(indices))
+        return self.memory.index_select(self.axis, self._upload(indices))
 
     def restore(self, indices: Sequence[int], saved: Tensor) -> None:
         """Write back what `blocks` returned."""
-        self.memory.index_copy_(self._axis, self._upload(indices), saved.to(self.memory.device))
+        self.memory.index_copy_(self.axis, self._upload(indices), saved.to(self.memory.device))
 
     @property
     def block_numbers(self) -> int:
         """The numbers of one block."""
-        return self.memory.numel() // self.memory.shape[self._axis]
+        return self.memory.numel() // self.memory.shape[self.axis]
 
     def rows(self, indices: Sequence[int]) -> Tensor:
         """Copy whole blocks, each as one row: [N, numbers]."""
-        return self.blocks(indices).movedim(self._axis, 0).flatten(1)
+        return self.blocks(indices).movedim(self.axis, 0).flatten(1)
 
     def restore_rows(self, indices: Sequence[int], rows: Tensor) -> None:
         """Write back what `rows` returned."""
-        shape = [size for axis, size in enumerate(self.memory.shape) if axis != self._axis]
-        self.restore(indices, rows.reshape(len(indices), *shape).movedim(0, self._axis))
+        shape = [size for axis, size in enumerate(self.memory.shape) if axis != self.axis]
+        self.restore(indices, rows.reshape(len(indices), *shape).movedim(0, self.axis))
 
     def clear(self, indices: Sequence[int]) -> None:
         """Zero whole blocks."""
-        self.memory.index_fill_(self._axis, self._upload(indices), 0)
+        self.memory.index_fill_(self.axis, self._upload(indices), 0)
 
     def _upload(self, indices: Sequence[int]) -> Tensor:
         return torch.tensor(indices, dtype=torch.long, device=self.memory.device)

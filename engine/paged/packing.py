@@ -12,6 +12,8 @@ from torch import Tensor
 from ..adapters import Adapter
 from ..low_rank import Users, users
 from ..transfer import upload
+from .state.slots import StateUse
+from .state.step import StateStep, pack_states
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -21,7 +23,7 @@ class Segment(NamedTuple):
 
     A token that only the device knows yet is ~k: the k-th token of the last step. `tables` has the sequence's blocks
     for each group; blocks that a window has passed may be anything. `samples` asks for the logits of the last token,
-    `scores` for those of all tokens.
+    `scores` for those of all tokens. `state` has its slots, if the model keeps running states.
     """
 
     tokens: Sequence[int]
@@ -30,6 +32,7 @@ class Segment(NamedTuple):
     samples: bool
     scores: bool = False
     adapter: Adapter | None = None
+    state: StateUse | None = None
 
     @property
     def end(self) -> int:
@@ -47,7 +50,7 @@ class LayerGroup(NamedTuple):
 class PackedStep(NamedTuple):
     """The tensors of one step. `ids` and `positions` are [T]; `keep` [K] are the indices of the tokens whose logits are
     wanted, and `sampled` [K] the indices of their segments, repeated where one is scored. `groups` has what
-    `PackGroup` made for each group, `users` the adapters and their tokens."""
+    `PackGroup` made for each group, `users` the adapters and their tokens, `states` the slots of running states."""
 
     ids: Tensor
     positions: Tensor
@@ -55,6 +58,7 @@ class PackedStep(NamedTuple):
     sampled: Sequence[int]
     groups: Sequence[Any]
     users: Sequence[Users] = ()
+    states: StateStep | None = None
 
 
 class Computed(NamedTuple):
@@ -93,10 +97,12 @@ def pack(
     device: torch.device,
     pack_group: PackGroup,
     chosen: Tensor | None = None,
+    num_slots: int = 0,
 ) -> PackedStep:
     """Pack segments by `rank`, so that rows of similar length are adjacent.
 
-    `chosen`, on the device, holds the tokens written ~k; -1 where none could be chosen.
+    `chosen`, on the device, holds the tokens written ~k; -1 where none could be chosen. After the `num_slots` slots of
+    running states comes one that is always zero.
     """
     order = sorted(range(len(segments)), key=lambda i: rank(segments[i]))
     ordered = [segments[index] for index in order]
@@ -129,4 +135,5 @@ def pack(
         sampled=[order[index] for index in sampling],
         groups=steps,
         users=users([segment.adapter for segment in ordered], counts.tolist(), device),
+        states=pack_states([segment.state for segment in ordered], counts.tolist(), num_slots, device),
     )

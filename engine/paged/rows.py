@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..choice import Choice
 from .block_pool import chain, root
 from .blocks import Tables
+from .state.slots import RowState
 
 _PRIORITY = 1_000  # arrivals that one level of priority outranks
 _MAX_SCORED = 256  # the most tokens of a step whose logits are all kept
@@ -15,12 +16,13 @@ _MAX_SCORED = 256  # the most tokens of a step whose logits are all kept
 class Row:
     """One choice in the scheduler, which sets all attributes."""
 
-    __slots__ = ("__weakref__", "awaits", "choice", "num_computed", "order", "passed", "running", "tables")
+    __slots__ = ("__weakref__", "awaits", "choice", "num_computed", "order", "passed", "running", "state", "tables")
 
     def __init__(self, choice: Choice, arrival: int, tables: Tables) -> None:
         self.choice = choice
         self.order = arrival + _PRIORITY * choice.request.priority  # of the line, ascending
         self.tables = tables
+        self.state = RowState()
         self.num_computed = 0  # tokens whose keys and values are in the pools
         self.running = False
         self.awaits = b""  # the key of a block that another row is computing and this one will reuse

@@ -8,7 +8,6 @@ compute what the model computes.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,14 +26,17 @@ from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
 from ..low_rank import Adaptation, place
 from ..plain.model import PlainModel
-from .attention import MatmulAttention, Rules, attend_alone, widened, with_rules
+from .attention import MatmulAttention, Rules, widened, with_rules
 from .compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoder import Decoder
 from .kv_cache import LayerSpec, Pool
+from .layers import observe
 from .linear import Adaptable, Applied, Linear, Views, release
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .precision import in_float32
 from .proof import Setting, differences, distance
+from .state import probes
+from .state.memory import States
 
 if TYPE_CHECKING:  # some need Triton
     from transformers import PreTrainedModel
@@ -44,8 +46,6 @@ if TYPE_CHECKING:  # some need Triton
 
 _log = logging.getLogger(__name__)
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
 MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
 """Makes a product of modules that share their input; the first's name, and whether that is the output head."""
 
@@ -53,7 +53,7 @@ MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
 class Runner:
     """A loaded model, checked and repacked. `specs` says what each layer caches, `groups` which layers share tables.
 
-    Call `allocate` before `forward`.
+    Call `allocate` before `forward`, and `states.allocate` if it keeps states.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class Runner:
         self._compiled: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []
         self._graphs: DecodeGraphs | None = None  # set by `record_graphs`
-        self._rules: list[Rules] = []  # by layer; set by the first pass
+        self._rules: list[Rules] = []  # by attending layer; this and the next two are set by the first pass
+        self._numbers: dict[int, int] = {}  # of attending layers, by their indices in the model
+        self.states = States()
         self.adaptation = Adaptation(model)
         self.num_weights = 0  # numbers in all products; this and the next two are set by `_fuse`
         self.num_head_weights = 0  # those of the output head, which only sampled tokens pass
@@ -91,6 +93,7 @@ class Runner:
             self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
             self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
             self.allocate([_PROBE_BLOCKS] * len(self.groups))
+            self.states.allocate(probes.NUM_SLOTS, 2, torch.float32)
             self._check_packing()
             is_plain = self._is_plain()
         self._attention = self._choose_attention(block_size, self.dtype)
@@ -166,18 +169,21 @@ class Runner:
         """Decode with CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
         from .graphs import DecodeGraphs
 
+        if self.states:
+            raise RuntimeError(f"{self._name} keeps running states")
         arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self.device
         self._graphs = DecodeGraphs(self._forward, *arguments)
 
     def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> PackedStep:
         make = self._attention.pack_group
-        return pack(segments, self._packed_groups, self.block_size, self.device, make, chosen)
+        return pack(segments, self._packed_groups, self.block_size, self.device, make, chosen, self.states.num_slots)
 
     def _forward(self, step: PackedStep) -> Tensor:
         with self.adaptation.using(step.users, len(step.ids)):
             if self._decoder is not None:
                 return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
-            return self._run(step.ids, step.positions, step.keep, partial(self._attend_apart, step.groups))
+            attend = partial(self._attend_apart, step.groups)
+            return self._run(step.ids, step.positions, step.keep, attend, states=step.states)
 
     def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """Attend with the rules that the layer used in the first pass."""
@@ -189,6 +195,7 @@ class Runner:
         self, groups: Sequence[Any], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
     ) -> Tensor:
         """Like `_attend`, for separate keys and values, which may differ in size."""
+        index = self._numbers[index]
         spec = self.specs[index]
         query, key, value = (widened(tensor, spec.size) for tensor in (query, key, value))
         mixed = self._attend(groups, index, query, torch.cat((key, value)))
@@ -203,55 +210,29 @@ class Runner:
 
         return PagedAttention(block_size, max(spec.size for spec in self.specs), dtype, self.device)
 
-    def _run(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+    def _run(
+        self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor], states: Any = None
+    ) -> Tensor:
         """The model's own forward, [T] → [len(keep), V]."""
         if isinstance(self._model, PlainModel):
             result: Tensor = self._model(ids, positions, keep, partial(with_rules, attention))
             return result
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
+        inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
+        inputs |= {} if states is None else {"penstock_states": states}
         logits: Tensor = self._model(**inputs, use_cache=False, penstock=attention).logits[0]
         return logits
 
     @torch.inference_mode()
     def _observe(self) -> list[LayerSpec]:
-        """Run a few tokens and record how each layer calls the attention function."""
-        name, config = self._name, self._model.config.get_text_config()
-        if not self._model._supports_attention_backend:
-            raise ModelLoadError(f"{name} does not support another attention function; use --backend hf")
-        if self._model._is_stateful or "logits_to_keep" not in inspect.signature(self._model.forward).parameters:
-            raise ModelLoadError(f"{name} keeps a recurrent state besides keys and values; use --backend hf")
-        types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-        if types:
-            raise ModelLoadError(f"{name} has layers of an unknown kind ({', '.join(sorted(types))}); use --backend hf")
-        seen: dict[int, LayerSpec] = {}
-        rules_of: dict[int, Rules] = {}
-
-        def note(index: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules, window: int | None) -> Tensor:
-            if index in seen:
-                raise ModelLoadError(f"{name} attends twice in layer {index}; use --backend hf")
-            seen[index] = LayerSpec(window, key.shape[0], key.shape[2], value.shape[2])
-            rules_of[index] = rules
-            self.attention_flops += 2 * query.shape[0] * (key.shape[2] + value.shape[2])
-            return attend_alone(query, key, value, rules)
-
+        """Run a few tokens and record what each layer does."""
         ids = self._probe()[_PROBE_SPLIT:]
         positions = torch.arange(len(ids), device=self.device) * _PROBE_STRIDE
-        try:
-            with self.adaptation.observe(len(ids)):
-                self._alone = self._run(ids, positions, torch.tensor([len(ids) - 1], device=self.device), note)
-        except ModelLoadError:
-            raise
-        except Exception as error:
-            raise ModelLoadError(f"the backend 'paged' cannot run {name} ({error}); use --backend hf") from error
-        if sorted(seen) != list(range(config.num_hidden_layers)):
-            raise ModelLoadError(
-                f"{name} has {config.num_hidden_layers} layers, and only {len(seen)} of them attend; use --backend hf"
-            )
-        sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
-        if sliding and sliding != [seen[index].window is not None for index in range(len(sliding))]:
-            raise ModelLoadError(f"{name} does not pass its windows to the attention function; use --backend hf")
-        self._rules = [rules_of[index] for index in range(len(seen))]
-        return [seen[index] for index in range(len(seen))]
+        keep = torch.tensor([len(ids) - 1], device=self.device)
+        with self.adaptation.observe(len(ids)):
+            found = observe(self._model, self._name, partial(self._run, ids, positions, keep))
+        self._rules, self._numbers, self.states = found.rules, found.numbers, States(found.stateful)
+        self.attention_flops, self._alone = found.attention_flops, found.logits
+        return found.specs
 
     def _probe(self) -> Tensor:
         vocabulary: int = self._model.config.get_text_config().vocab_size
@@ -261,7 +242,8 @@ class Runner:
         """Two requests; the logits of the second are wanted."""
         ids = self._probe().tolist()
         first, second = [[block] * len(self.groups) for block in ([0], [1])]
-        return [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
+        both = [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
+        return probes.with_slots(both) if self.states else both
 
     def _probes_apart(self) -> list[Segment]:
         """One more request, token by token at distant positions, in the blocks after those of `_probes`."""
@@ -269,9 +251,9 @@ class Runner:
         ids = self._probe()[:_PROBE_ALONE].tolist()
         return [Segment([id], index * _PROBE_STRIDE, tables, True) for index, id in enumerate(ids)]
 
-    def _probe_step(self) -> PackedStep:
-        """`_probes` packed into one row, at distant positions, so that wrong rotations show."""
-        step = self._pack(self._probes())
+    def _probe_step(self, segments: Sequence[Segment] | None = None) -> PackedStep:
+        """`_probes` or others packed into one row, at distant positions, so that wrong rotations show."""
+        step = self._pack(segments or self._probes())
         return step._replace(positions=step.positions * _PROBE_STRIDE)
 
     @torch.inference_mode()
@@ -280,6 +262,10 @@ class Runner:
         if distance(self._alone, self._together) > _TOLERANCE:
             name = self._name
             raise ModelLoadError(f"{name} mixes requests that share a step; use --backend hf")
+        if self.states:
+            *_, last = [self._forward(self._probe_step(segments)) for segments in probes.in_steps(self._probes())]
+            if not distance(self._alone, last) <= _TOLERANCE:
+                raise ModelLoadError(f"{self._name} loses its state between steps; choose another model")
 
     @torch.inference_mode()
     def _is_plain(self) -> bool:

@@ -28,6 +28,7 @@ from ..choice import Choice
 from ..request import Preemption
 from .blocks import KVBlocks, Tables
 from .rows import Row, Scheduled
+from .state.slots import NoSlots, Slots
 
 _MAX_OVERTAKES = 32  # rows admitted past one that waits for blocks; then the rows behind it wait as well
 _MAX_BLOCKED = 8  # rows waiting for blocks that one step considers; each costs a match of its whole prompt
@@ -49,9 +50,10 @@ class Scheduler:
         chunked: bool = True,
         reserved: int = 0,
         now: Callable[[], float] = time.time,
+        slots: Slots | None = None,
     ) -> None:
         """`reserved` rows of a batch are only for priority 0; one request gets at most `most_together` rows.
-        `now` tells when a choice is preempted, in Unix seconds.
+        `now` tells when a choice is preempted, in Unix seconds; `slots` keeps the running states, if there are any.
 
         Raises `ValueError` if a step has fewer tokens than a full batch needs.
         """
@@ -60,6 +62,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._now = now
         self._blocks = blocks
+        self._slots = slots or NoSlots()
         self._max_batch_size = max_batch_size
         self._reserved = min(reserved, max_batch_size - 1)
         self._most_of_one = most_together(max_batch_size)  # rows of one request
@@ -109,6 +112,7 @@ class Scheduler:
         row = self._rows[choice]
         blocks = [list(table) for table in row.tables.blocks]
         self._blocks.forget(row.tables)
+        self._slots.forget(row.tables.keys)
         self.remove(choice)
         pools = self._blocks.pools
         return [[b for b in table if not pool.is_held(b)] for table, pool in zip(blocks, pools, strict=True)]
@@ -118,6 +122,11 @@ class Scheduler:
 
         Raises `RuntimeError` if one choice alone has outgrown the pools.
         """
+        scheduled = self._schedule()
+        self._slots.begin((row.state, row.num_computed, row.num_computed + count) for row, count, _ in scheduled)
+        return scheduled
+
+    def _schedule(self) -> list[Scheduled]:
         preemptions = self.num_preemptions
         scheduled: list[Scheduled] = []
         prefills: list[Row] = []
@@ -190,6 +199,7 @@ class Scheduler:
                 published = tables.num_published
                 self._blocks.publish(tables, min(row.num_computed, row.num_known) // block_size)
                 self._unclaim(row, tables.keys[published : tables.num_published])
+            self._slots.finish(row.state, row.num_computed, tables.keys)
             self._blocks.slide(tables, row.num_computed)
 
     def check_integrity(self) -> None:
@@ -213,6 +223,8 @@ class Scheduler:
         for key, row in self._claims.items():
             assert row.running and key in row.tables.keys[row.tables.num_published :], "a claim without a running row"
         self._blocks.check_integrity(row.tables for row in self._running)
+        running = ((row.state, row.num_computed) for row in self._running)
+        self._slots.check_integrity(running, (row.state for row in self._waiting))
 
     def _count(self, lacking: int, left: int, first: bool) -> int:
         """How many of its `lacking` tokens a prompt gets at first, with `left` tokens of the step's budget."""
@@ -238,11 +250,9 @@ class Scheduler:
         if not row.choice.is_scored:
             return 0
         keys = row.tables.keys[: (row.num_tokens - 1) // self._blocks.block_size]  # the last token is always computed
-        matched = self._blocks.match(keys)
-        if matched < len(keys) and keys[matched] in self._claims:
-            row.awaits = keys[matched]
-            return None
-        return matched
+        matched = self._slots.match(row.state, keys, self._blocks.match)
+        row.awaits = next((key for key in self._slots.awaitable(keys, matched) if key in self._claims), b"")
+        return None if row.awaits else matched
 
     def _admit(self, row: Row, matched: int, count: int, shares: dict[Row, int], blocked: list[Row]) -> bool:
         """Admit a waiting row, with blocks for `count` tokens, if all of it fits beside the prompts in `shares`."""
@@ -314,13 +324,14 @@ class Scheduler:
         row.num_computed = matched * self._blocks.block_size
         if not row.choice.num_computed:  # for the first time
             row.choice.cached_tokens = min(row.num_computed, len(row.choice.prompt))
-        for key in row.tables.keys[matched:]:
+        for key in self._slots.enter(row.state, row.tables.keys, matched):
             self._claims.setdefault(key, row)
 
     def _leave(self, row: Row) -> None:
         """Stop a row and release its blocks and claims."""
         self._unclaim(row, row.tables.keys[row.tables.num_published :])
         self._blocks.release(row.tables)
+        self._slots.leave(row.state)
         request = id(row.choice.request)
         self._rows_of[request] -= 1
         if not self._rows_of[request]:

@@ -16,8 +16,8 @@ def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:
     """The segment of a row; `pending` is the index of its token in the last step, if the host has not read that."""
     row, count, samples = scheduled
     tokens = _tokens(row, count) if pending is None else [~pending]
-    choice = row.choice
-    return Segment(tokens, row.num_computed, row.tables.blocks, samples, not choice.is_scored, choice.adapter)
+    choice, state = row.choice, row.state.use(row.num_computed)
+    return Segment(tokens, row.num_computed, row.tables.blocks, samples, not choice.is_scored, choice.adapter, state)
 
 
 def split_scores(

@@ -44,6 +44,12 @@ _OWN, _ALL = 0.15, 0.01  # the weight of a guess in the rates of its choice, and
 _SURE = 0.98  # no rate is taken to be higher
 _MARGIN = 1.25  # a further row must be worth so much more than it costs
 _MOST_FORCED = 256  # characters
+_ROW_COST, _QUANTIZED_ROW_COST = 0.06, 0.17  # of a step's row, in what its first one takes to read the weights
+
+
+def row_cost(is_quantized: bool) -> float:
+    """What a further row of a step costs, in what all of them share."""
+    return _QUANTIZED_ROW_COST if is_quantized else _ROW_COST
 
 
 class Guesser:

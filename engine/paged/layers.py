@@ -1,0 +1,79 @@
+"""What a model's layers do, as its own code shows in a first pass: which attend, with which rules, and which keep a
+running state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ...schemas.errors import ModelLoadError
+from ..plain.model import PlainModel
+from .attention import Rules, attend_alone
+from .kv_cache import LayerSpec
+
+if TYPE_CHECKING:  # it imports transformers
+    from .state.delta_net import DeltaNet
+
+
+class Layers(NamedTuple):
+    """`specs` and `rules` are those of the layers that attend, whose indices in the model `numbers` maps to theirs.
+
+    `attention_flops` are for each key that a query attends to, in all layers; `logits` are what the pass returned.
+    """
+
+    specs: list[LayerSpec]
+    rules: list[Rules]
+    numbers: dict[int, int]
+    stateful: list[DeltaNet]
+    attention_flops: int
+    logits: Tensor
+
+
+def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor]) -> Layers:
+    """Let `run` compute a few tokens, with an attention function that notes each call.
+
+    Puts this backend's layers with a running state in the place of the model's. Raises `ModelLoadError`.
+    """
+    config = model.config.get_text_config()
+    stateful: dict[int, Any] = {}
+    if not isinstance(model, PlainModel):
+        from .state.layers import find_states, replace_states  # they import transformers, which takes seconds
+
+        stateful = find_states(model, name)
+    if not (stateful or model._supports_attention_backend):
+        raise ModelLoadError(f"{name} does not support another attention function; use --backend hf")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelLoadError(f"{name} always computes the logits of all tokens; use --backend hf")
+    seen: dict[int, LayerSpec] = {}
+    rules_of: dict[int, Rules] = {}
+    flops = 0
+
+    def note(index: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules, window: int | None) -> Tensor:
+        nonlocal flops
+        if index in seen:
+            raise ModelLoadError(f"{name} attends twice in layer {index}; use --backend hf")
+        seen[index] = LayerSpec(window, key.shape[0], key.shape[2], value.shape[2])
+        rules_of[index] = rules
+        flops += 2 * query.shape[0] * (key.shape[2] + value.shape[2])
+        return attend_alone(query, key, value, rules)
+
+    try:
+        logits = run(note)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"the backend 'paged' cannot run {name} ({error}); use --backend hf") from error
+    if sorted([*seen, *stateful]) != list(range(config.num_hidden_layers)) or not seen:
+        raise ModelLoadError(
+            f"{name} has {config.num_hidden_layers} layers, and only {len(seen)} of them attend; use --backend hf"
+        )
+    sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+    windows = {index for index, spec in seen.items() if spec.window is not None}
+    if sliding and windows != {index for index, slides in enumerate(sliding) if slides}:
+        raise ModelLoadError(f"{name} does not pass its windows to the attention function; use --backend hf")
+    numbers = {index: number for number, index in enumerate(sorted(seen))}
+    own = replace_states(model) if stateful else []
+    return Layers([seen[i] for i in numbers], [rules_of[i] for i in numbers], numbers, own, flops, logits)

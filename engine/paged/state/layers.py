@@ -1,0 +1,43 @@
+"""Which layers of a model keep a running state, and whether this backend knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ....schemas.errors import ModelLoadError
+from .delta_net import DeltaNet, NextDeltaNet, SplitDeltaNet
+
+_KINDS: dict[str, type[DeltaNet]] = {
+    "Qwen3NextGatedDeltaNet": NextDeltaNet,
+    "Qwen3_5GatedDeltaNet": SplitDeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": SplitDeltaNet,
+}
+_ATTENDING = {"full_attention", "sliding_attention"}
+
+
+def find_states(model: Any, name: str) -> dict[int, nn.Module]:
+    """The layers of transformers' model that keep a state, by index. Raises `ModelLoadError` for an unknown kind."""
+    config = model.config.get_text_config()
+    kinds = list(getattr(config, "layer_types", None) or ())
+    found: dict[int, nn.Module] = {
+        module.layer_idx: module for module in model.modules() if type(module).__name__ in _KINDS
+    }
+    unknown = sorted({kind for index, kind in enumerate(kinds) if index not in found and kind not in _ATTENDING})
+    if unknown:
+        raise ModelLoadError(f"{name} has layers of an unknown kind ({', '.join(unknown)}); choose another model")
+    if model._is_stateful and not found:
+        raise ModelLoadError(f"{name} keeps a recurrent state of an unknown kind; choose another model")
+    return found
+
+
+def replace_states(model: nn.Module) -> list[DeltaNet]:
+    """Put this backend's layers in the place of those that `find_states` found; returns them."""
+    own: list[DeltaNet] = []
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if (kind := _KINDS.get(type(module).__name__)) is not None:
+                own.append(kind(module))
+                setattr(parent, name, own[-1])
+    return own

@@ -1,0 +1,50 @@
+"""The memory of running states: a room for each slot in every layer that keeps one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kv_cache import Pool, zeros
+
+if TYPE_CHECKING:  # it imports transformers
+    from .delta_net import DeltaNet
+
+
+class States:
+    """Of one model; without `layers` it keeps none. `num_slots` slots are numbered from 0, and one more stays zero."""
+
+    def __init__(self, layers: Sequence[DeltaNet] = ()) -> None:
+        self._layers = layers
+        self.num_slots = 0  # set by `allocate`
+
+    def __bool__(self) -> bool:
+        """Whether the model keeps running states, so that each segment needs slots."""
+        return bool(self._layers)
+
+    @torch.inference_mode()
+    def allocate(self, num_slots: int, max_batch_size: int, dtype: torch.dtype) -> None:
+        """Make room for `num_slots` states; earlier ones are lost. A step may have `max_batch_size` rows."""
+        self.num_slots = num_slots
+        if self._layers:
+            shape = max((layer.state_shape for layer in self._layers), key=prod)
+            buffer = zeros((max_batch_size, *shape), torch.float32, self._layers[0].device)
+        for layer in self._layers:
+            layer.allocate(num_slots, dtype, buffer)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The memory of all layers, whose blocks are the slots."""
+        return [Pool(memory, axis=0) for layer in self._layers for memory in layer.memory]
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """The size of one state, in all layers."""
+        return sum(layer.state_bytes(dtype) for layer in self._layers)
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations for a token in the states of all layers."""
+        return sum(layer.flops for layer in self._layers)

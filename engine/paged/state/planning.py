@@ -1,0 +1,48 @@
+"""How many running states a cache has room for, beside keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ....schemas.errors import ConfigurationError
+from ...sizing import LEAST_STATES, STATES, SizedConfig
+from ..runner import Runner
+from .slots import StateSlots
+
+
+class Room(NamedTuple):
+    """The slots, None if the model keeps no states, and the bytes that are left for keys and values."""
+
+    slots: StateSlots | None
+    left: int
+
+
+def make_room(config: SizedConfig, runner: Runner) -> Room:
+    """Give the running states their part of `kv_cache_memory`: `STATES` for each row, in at most half of it.
+
+    Raises `ConfigurationError` if not even those that a full batch needs fit, and for settings that need blocks alone.
+    """
+    memory, rows = config.kv_cache_memory, config.max_batch_size
+    if not runner.states:
+        return Room(None, memory)
+    if config.prefix_cache_dir is not None:
+        raise ConfigurationError(
+            [
+                f"prefix_cache_dir={str(config.prefix_cache_dir)!r}: {config.model} keeps running states, which the "
+                "prefix cache on disk does not hold; leave it out"
+            ]
+        )
+    size = runner.states.nbytes(runner.dtype)
+    least = LEAST_STATES * rows
+    if memory < least * size:
+        fitting = memory // (LEAST_STATES * size)
+        hint = f"or max_batch_size to at most {fitting}" if fitting else "which one request needs at least"
+        raise ConfigurationError(
+            [
+                f"kv_cache_memory={memory}: the running states of max_batch_size={rows} requests take {least * size} "
+                f"bytes; set it above {least * size if fitting else LEAST_STATES * size}, {hint}"
+            ]
+        )
+    num_slots = max(least, min(STATES * rows, memory // 2 // size))
+    runner.states.allocate(num_slots, rows, runner.dtype)
+    return Room(StateSlots(num_slots, runner.block_size), memory - num_slots * size)
