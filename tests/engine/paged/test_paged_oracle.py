@@ -37,8 +37,10 @@ DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cpu")
 
 BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
-SOME = ["llama", "mistral", "gemma2", "qwen3_moe", "gpt_oss"]
+SOME = ["llama", "mistral", "gemma2", "qwen3_moe", "qwen3_next", "gpt_oss"]
 MORE = ["cohere", "gemma3_text", "glm4", "gpt2", "granite", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"]
+MORE += ["qwen3_5_text"]
+STATEFUL = {"qwen3_next", "qwen3_5_text"}
 all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE])
 some_shapes = pytest.mark.parametrize("shape", SOME)
 
@@ -96,13 +98,21 @@ class Oracle:
         result: torch.Tensor = logits[len(prompt) - 1 : -1].log_softmax(-1)
         return result
 
-    def bytes_per_block(self, shape: str) -> int:
-        """Keys and values of one block of tokens in all layers, in float32."""
+    def memory(self, shape: str, blocks: int, rows: int) -> int:
+        """Keys and values of so many blocks in all layers, and the states that so many rows need, in float32."""
         config = self.model(shape).config
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers: int = config.num_hidden_layers
-        return BLOCK * layers * 2 * heads * head_dim * 4
+        states = 0
+        if shape in STATEFUL:
+            stateful = config.layer_types.count("linear_attention")
+            layers -= stateful
+            keys = config.linear_num_key_heads * config.linear_key_head_dim
+            values = config.linear_num_value_heads * config.linear_value_head_dim
+            inputs = (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
+            states = 2 * rows * stateful * 4 * (inputs + config.linear_key_head_dim * values)
+        return blocks * BLOCK * layers * 2 * heads * head_dim * 4 + states
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,7 +192,10 @@ def test_prefix_hits_change_nothing(shape: str, start: StartEngine, oracle: Orac
     for prompt in prompts:
         output = engine.generate(prompt, GREEDY)
         assert output.token_ids == oracle.tokens(shape, prompt)
-        assert 0 < output.stats.cached_tokens < len(prompt)
+        # A state after 16 tokens is only kept once it was missed.
+        has_state = shape not in STATEFUL or prompt is not prompts[-1]
+        assert has_state <= output.stats.cached_tokens < len(prompt)
+    assert engine.generate(prompts[-1], GREEDY).stats.cached_tokens == 16
     assert answers(engine, prompts) == [oracle.tokens(shape, prompt) for prompt in prompts]
     assert first.token_ids == oracle.tokens(shape, base)
     assert first.stats.cached_tokens == 0
@@ -224,7 +237,7 @@ def test_equal_prompts_arriving_together_change_nothing(shape: str, start: Start
 @all_shapes
 def test_preemption_changes_nothing(shape: str, start: StartEngine, oracle: Oracle) -> None:
     """Five requests begin with 3 blocks and end with 5, or hold 2 or 3 where all layers slide; there is room for 6."""
-    memory = 6 * oracle.bytes_per_block(shape)
+    memory = oracle.memory(shape, 6, 5)
     engine = start(
         shape, kv_cache_memory=memory, max_sequence_length=6 * BLOCK, prefill_chunk_size=16, max_batch_size=5
     )
@@ -242,7 +255,7 @@ def test_seeded_draws_depend_on_nothing_else(shape: str, start: StartEngine, ora
     company = start(shape)
     assert answers(company, PROMPTS, SAMPLED) == expected
     assert answers(company, PROMPTS, SAMPLED) == expected  # this time the prompts are cached
-    memory = 6 * oracle.bytes_per_block(shape)
+    memory = oracle.memory(shape, 6, 6)
     short = start(shape, kv_cache_memory=memory, max_sequence_length=96, prefill_chunk_size=7, max_batch_size=6)
     assert answers(short, PROMPTS, SAMPLED) == expected
 
@@ -262,9 +275,10 @@ def test_logprobs_are_the_oracles(shape: str, start: StartEngine, oracle: Oracle
         raw = oracle.logprobs(shape, prompt, output.token_ids)
         assert output.logprobs is not None and len(output.logprobs) == COUNT
         chosen = [row[token].item() for row, token in zip(raw, output.token_ids, strict=True)]
-        assert [entry.logprob for entry in output.logprobs] == pytest.approx(chosen, abs=1e-4)
+        far = 1e-4 if shape not in STATEFUL else 5e-4  # what transformers computes in one pass, and token by token
+        assert [entry.logprob for entry in output.logprobs] == pytest.approx(chosen, abs=far)
         top = [value for entry in output.logprobs for value in (best.logprob for best in entry.top)]
-        assert top == pytest.approx(raw.topk(2).values.flatten().tolist(), abs=1e-4)
+        assert top == pytest.approx(raw.topk(2).values.flatten().tolist(), abs=far)
 
 
 def test_a_model_without_pluggable_attention_is_refused(config_of: Callable[..., EngineConfig]) -> None:
@@ -377,7 +391,7 @@ def cramped(config_of: Callable[..., EngineConfig], oracle: Oracle) -> Iterator[
         def load(shape: str, ahead: bool) -> Backend:
             if (shape, ahead) not in loaded:
                 changes: dict[str, Any] = {"max_batch_size": 3}
-                changes |= {"kv_cache_memory": 6 * oracle.bytes_per_block(shape), "max_sequence_length": 64}
+                changes |= {"kv_cache_memory": oracle.memory(shape, 6, 3), "max_sequence_length": 64}
                 changes |= {"enable_chunked_prefill": True, "prefill_chunk_size": 5}
                 backend = loaded[shape, ahead] = PagedBackend(config_of(shape, **changes), ahead=ahead)
                 stack.callback(backend.close)
