@@ -43,6 +43,8 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         from .state.layers import find_states, replace_states  # they import transformers, which takes seconds
 
         stateful = find_states(model, name)
+    for layer in stateful.values():
+        layer.conv1d.float()  # what it passes to a function of its own would not be widened with the rest
     if not (stateful or model._supports_attention_backend):
         raise ModelLoadError(f"{name} does not support another attention function; use --backend hf")
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:

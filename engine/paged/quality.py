@@ -19,6 +19,7 @@ from ..backend import ProgressCallback
 from ..config import EngineConfig
 from .backend import PagedBackend
 from .packing import Segment
+from .state.slots import NO_STATE, StateUse
 
 ROWS = 16
 """Texts that are read side by side."""
@@ -48,6 +49,7 @@ class Reader:
         self._runner = self._backend.runner
         self._blocks = -(-length // self._runner.block_size)  # of one text
         self._runner.allocate([ROWS * self._blocks] * len(self._runner.groups))
+        self._runner.states.allocate(2 * ROWS, ROWS, self._runner.dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -68,9 +70,19 @@ class Reader:
         of_row = [range(row * self._blocks, (row + 1) * self._blocks) for row in range(len(texts))]
         tables = [[blocks] * len(self._runner.groups) for blocks in of_row]
         for position in range(len(texts[0]) - 1):
-            step = [Segment([text[position]], position, table, True) for text, table in zip(texts, tables, strict=True)]
+            step = [
+                Segment([text[position]], position, table, True, state=self._state(row, position))
+                for row, (text, table) in enumerate(zip(texts, tables, strict=True))
+            ]
             logits, sampled, _ = self._runner.forward(step)
             yield logits.float()[torch.tensor(sampled, device=logits.device).argsort()].log_softmax(-1)
+
+    def _state(self, row: int, position: int) -> StateUse | None:
+        """The slots of a row's token: it has two, which take turns."""
+        if not self._runner.states:
+            return None
+        own, other = (row + ROWS * (number % 2) for number in (position, position + 1))
+        return StateUse(other if position else NO_STATE, own)
 
     def close(self) -> None:
         self._backend.close()

@@ -24,11 +24,14 @@ def find_states(model: Any, name: str) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {
         module.layer_idx: module for module in model.modules() if type(module).__name__ in _KINDS
     }
-    unknown = sorted({kind for index, kind in enumerate(kinds) if index not in found and kind not in _ATTENDING})
-    if unknown:
-        raise ModelLoadError(f"{name} has layers of an unknown kind ({', '.join(unknown)}); choose another model")
-    if model._is_stateful and not found:
-        raise ModelLoadError(f"{name} keeps a recurrent state of an unknown kind; choose another model")
+    unknown = {index: kind for index, kind in enumerate(kinds) if index not in found and kind not in _ATTENDING}
+    if unknown or (model._is_stateful and not found):
+        classes = {type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) in unknown}
+        what = ", ".join(sorted(classes or {*unknown.values()})) or "a recurrent state"
+        raise ModelLoadError(
+            f"{name} has layers of a kind that the backend 'paged' does not know ({what}); choose another model, "
+            "or a GGUF file of it with --backend llama_cpp"
+        )
     return found
 
 

@@ -1,0 +1,235 @@
+"""Models that mix attention with layers of a running state. Their tokens in all schedules: `test_paged_oracle.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+
+from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
+from penstock.engine.backends.registry import load_backend
+from penstock.engine.choice import Choice
+from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.paged.quality import Reader, compare
+from penstock.engine.paged.state.delta_rule import Tokens, in_chunks, one_each
+from penstock.engine.sizing import footprint, sized
+from penstock.schemas.errors import ConfigurationError, ModelLoadError
+
+SHAPES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+COUNT = 20
+GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+PROMPT = [3 + (7 * index * index + 5) % 500 for index in range(40)]
+OTHER = [3 + (11 * index * index + 2) % 500 for index in range(37)]
+
+Directory = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_machine() -> Iterator[None]:
+    """Tiny matrices are fastest on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(directory: Path, **values: Any) -> EngineConfig:
+    fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": ByteSize(16 << 20)}
+    return EngineConfig(model=str(directory), **fields | values)
+
+
+def expected(reference_of: Callable[[str], Any], shape: str, prompt: list[int]) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    model = reference_of(shape)
+    model.generation_config.eos_token_id = None
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+def add(backend: PagedBackend, prompt: list[int], generated: tuple[int, ...] = ()) -> Choice:
+    request = EngineRequest("r", tuple(prompt), GREEDY, seed=1, generated=(generated,))
+    choice = Choice(request, 0, backend.tokenizer, backend.info)
+    backend.add(choice)
+    return choice
+
+
+def finish(backend: PagedBackend) -> None:
+    while backend.num_running or backend.num_waiting:
+        backend.step()
+        backend.check_integrity()
+
+
+@contextmanager
+def loaded(directory: Path, **values: Any) -> Iterator[PagedBackend]:
+    backend = PagedBackend(config(directory, **values))
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("num_keys", [2, 4])
+@pytest.mark.parametrize("length", [1, 5, 64, 65, 200])
+def test_the_delta_rule_is_that_of_transformers(length: int, num_keys: int) -> None:
+    """In chunks after some state, whole or cut in two, and token by token."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    generator = torch.Generator().manual_seed(length)
+    query, key = (torch.randn(length, num_keys, 16, generator=generator) for _ in range(2))
+    value = torch.randn(length, 4, 24, generator=generator)
+    decay, rate = -torch.rand(length, 4, generator=generator), torch.rand(length, 4, generator=generator)
+    before = torch.randn(4, 16, 24, generator=generator)
+    reference: Any = torch_recurrent_gated_delta_rule
+    arguments = [each[None] for each in (query, key, value, decay, rate)]
+    wanted, after = reference(
+        *arguments, initial_state=before[None], output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    query, key = (
+        torch.nn.functional.normalize(each, dim=-1).repeat_interleave(4 // num_keys, dim=1) for each in (query, key)
+    )
+    tokens = Tokens(query * 16**-0.5, key, value, decay, rate)
+    found, state = in_chunks(tokens, before)
+    torch.testing.assert_close(found, wanted[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(state, after[0], atol=1e-4, rtol=1e-4)
+    if length > 1:
+        half = length // 2
+        _, middle = in_chunks(tokens.part(0, half), before)
+        rest, state = in_chunks(tokens.part(half, length), middle)
+        torch.testing.assert_close(rest, wanted[0, half:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(state, after[0], atol=1e-4, rtol=1e-4)
+    states = before.clone()[None]
+    singles = torch.cat([one_each(tokens.part(index, index + 1), states) for index in range(length)])
+    torch.testing.assert_close(singles, wanted[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states, after, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_successor_gives_the_same_tokens(
+    shape: str, model_directory: Directory, reference_of: Callable[[str], Any]
+) -> None:
+    whole = expected(reference_of, shape, PROMPT)
+    with loaded(model_directory(shape)) as backend:
+        for count in (1, 9, COUNT - 1):
+            first = add(backend, PROMPT, whole[:count])
+            second = add(backend, OTHER)
+            finish(backend)
+            assert tuple(first.tokens) == whole
+            assert tuple(second.tokens) == expected(reference_of, shape, OTHER)
+
+
+def test_a_step_that_fails_has_changed_no_state(
+    model_directory: Directory, reference_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes after all layers have run; each row of the step is then computed by itself."""
+    with loaded(model_directory("qwen3_5_text")) as backend:
+        forward, failures = backend.runner.forward, []
+
+        def fails(segments: Any, chosen: Any = None) -> Any:
+            result = forward(segments, chosen)
+            if len(segments) > 1 and len(failures) < 8:
+                failures.append(len(segments))
+                raise RuntimeError("after the fact")
+            return result
+
+        monkeypatch.setattr(backend.runner, "forward", fails)
+        choices = [add(backend, prompt) for prompt in (PROMPT, OTHER)]
+        finish(backend)
+        assert len(failures) == 8
+        assert [tuple(choice.tokens) for choice in choices] == [
+            expected(reference_of, "qwen3_5_text", prompt) for prompt in (PROMPT, OTHER)
+        ]
+
+
+def test_states_survive_a_restart(model_directory: Directory, tmp_path: Path) -> None:
+    with InferenceEngine(config(model_directory("qwen3_next"))) as engine:
+        before = engine.generate(PROMPT, GREEDY)
+        saved = engine.save_prefixes(tmp_path / "file")
+    with InferenceEngine(config(model_directory("qwen3_next"))) as engine:
+        assert engine.load_prefixes(tmp_path / "file") == saved == 3 + 2  # blocks, and states after 32 and 48 tokens
+        again = engine.generate(PROMPT, GREEDY)
+        assert (again.token_ids, again.stats.cached_tokens) == (before.token_ids, 32)
+
+
+def test_the_prefix_cache_on_disk_is_refused(model_directory: Directory, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"prefix_cache_dir=.*keeps running states.*leave it out"):
+        load_backend(config(model_directory("qwen3_next"), prefix_cache_dir=tmp_path))
+
+
+def test_a_cache_without_room_for_the_states_is_refused(model_directory: Directory) -> None:
+    directory = model_directory("qwen3_next")
+    size = 2 * ((2 * 2 * 16 + 4 * 24) * 3 + 4 * 16 * 24) * 4  # of a state in two layers
+    with pytest.raises(ConfigurationError, match=rf"requests take {2 * 8 * size} bytes.*max_batch_size to at most 3"):
+        load_backend(config(directory, kv_cache_memory=ByteSize(7 * size), max_batch_size=8))
+    with pytest.raises(ConfigurationError, match="one block of 16 tokens takes"):
+        load_backend(config(directory, kv_cache_memory=ByteSize(6 * size), max_batch_size=3))
+    with loaded(directory, kv_cache_memory=ByteSize(100 * size), max_batch_size=8) as backend:
+        assert backend.slots is not None and backend.slots.num_slots == 32
+        held = backend.cache_stats().num_blocks * backend.kv_bytes_per_token * 16
+        assert 68 * size - 16 * backend.kv_bytes_per_token < held <= 68 * size
+
+
+def test_the_choice_of_a_cache_counts_states(model_directory: Directory) -> None:
+    """What a worker will take is known from its files, and covers a full batch's states."""
+    own = config(model_directory("qwen3_next"), kv_cache_memory=None, max_batch_size=None)
+    chosen = sized(own)
+    assert footprint(own).cache == chosen.kv_cache_memory
+    with loaded(model_directory("qwen3_next"), **{"kv_cache_memory": None}) as backend:
+        assert backend.slots is not None and backend.slots.num_slots == 4 * chosen.max_batch_size
+
+
+def test_nothing_is_guessed(model_directory: Directory) -> None:
+    with loaded(model_directory("qwen3_next"), speculation="auto") as backend:
+        assert "cannot take back a wrong guess" in backend.speculation_stats().off
+
+
+def test_texts_are_read_like_answers(model_directory: Directory) -> None:
+    """The comparison of quantised weights reads token by token."""
+    readers = [Reader(config(model_directory("qwen3_next")), 24) for _ in range(2)]
+    try:
+        found = compare(*readers, [PROMPT[:24], OTHER[:24]], lambda _: None)
+    finally:
+        for reader in readers:
+            reader.close()
+    assert found.divergence == pytest.approx(0, abs=1e-6) and found.same_best == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_other_weights_run(model_directory: Directory, dtype: str, quantization: str | None) -> None:
+    with loaded(model_directory("qwen3_next"), dtype=dtype, quantization=quantization) as backend:
+        choices = [add(backend, PROMPT), add(backend, PROMPT)]
+        finish(backend)
+        assert choices[0].tokens == choices[1].tokens and len(choices[0].tokens) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [("mamba2", "Mamba2Mixer"), ("lfm2", "Lfm2ShortConv"), ("falcon_h1", "FalconH1Mixer"), ("granitemoehybrid", "")],
+)
+def test_states_of_another_kind_are_refused_by_name(
+    shape: str, what: str, model_directory: Directory, tmp_path: Path
+) -> None:
+    import transformers
+
+    library: Any = transformers
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    if shape == "mamba2":
+        sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 1, "max_position_embeddings": 512}
+    elif shape == "lfm2":
+        sizes |= {"layer_types": ["conv", "full_attention"]}
+    else:
+        sizes |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_d_ssm": 128}
+        sizes |= {"layer_types": ["mamba", "attention"]} if shape == "granitemoehybrid" else {}
+    settings = library.AutoConfig.for_model(shape, **sizes)
+    model = library.AutoModelForCausalLM.from_config(settings)
+    model.save_pretrained(tmp_path)
+    for file in model_directory("llama").glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelLoadError, match=rf"does not know \(.*{what}.*\); choose another model, or a GGUF file"):
+        load_backend(config(tmp_path))
