@@ -29,6 +29,7 @@ from ..plain.model import PlainModel
 from .attention import MatmulAttention, Rules, widened, with_rules
 from .compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoder import Decoder
+from .experts import pack_experts
 from .kv_cache import LayerSpec, Pool
 from .layers import observe
 from .linear import Adaptable, Applied, Linear, Views, release
@@ -101,6 +102,10 @@ class Runner:
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
         self._take_over(partial(self._fuse, make_product), is_plain)
         if self.device.type == "cpu":
+            for experts in pack_experts(model, make_product):
+                self.num_weights += experts.num_active_weights
+                self.weight_bytes += experts.active_bytes
+                self._spans += experts.spans
             use_large_pages(self._spans)
         self.uncompiled = self._compile(kernels, context_length)
 
