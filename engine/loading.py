@@ -22,7 +22,7 @@ from .checkpoints.gguf_weights import lazy_weights, read_levels
 from .checkpoints.packed_weights import lazy_packed_weights
 from .checkpoints.rounded import attach, lazy_rounded_weights, read_rounded
 from .config import EngineConfig
-from .models import packed_files, read_quantized
+from .models import packed_files, read_config, read_quantized
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -50,7 +50,7 @@ def load_causal_lm(
     `keep_levels`: in bfloat16, modules also keep the levels that a GGUF file has for their weights, as `rounded`.
     Call `count_parameters` first: it checks the files. Raises `ModelLoadError` and `ConfigurationError`.
     """
-    if architecture != "unknown" and architecture not in _causal_architectures():
+    if _read_as_text(path, architecture) not in {"unknown", *_causal_architectures()}:
         raise ModelLoadError(
             f"{config.model} is a {architecture}, which transformers does not know as a causal language model; "
             "serve an embedding model with --backend sentence_transformers"
@@ -122,6 +122,12 @@ def counting_weights(progress: ProgressCallback | None) -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_tqdm_hook(previous)
+
+
+def _read_as_text(path: Path, architecture: str) -> str:
+    """The architecture of the language model in one that also sees, where transformers has it by itself."""
+    text = architecture.replace("ForConditionalGeneration", "ForCausalLM")
+    return text if "text_config" in read_config(path) and text in _causal_architectures() else architecture
 
 
 def _causal_architectures() -> frozenset[str]:

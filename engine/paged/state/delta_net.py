@@ -34,14 +34,16 @@ class DeltaNet(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.num_keys, self.num_values = layer.num_k_heads, layer.num_v_heads
-        self.key_size, self.value_size = layer.head_k_dim, layer.head_v_dim
+        self.num_keys: int = layer.num_k_heads
+        self.num_values: int = layer.num_v_heads
+        self.key_size: int = layer.head_k_dim
+        self.value_size: int = layer.head_v_dim
         self.norm, self.out_proj = layer.norm, layer.out_proj
         self._activation = ACT2FN[layer.activation]
-        self._taps = layer.conv1d.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
-        self._bias = None if layer.conv1d.bias is None else layer.conv1d.bias.detach().float()
-        self._decay = -layer.A_log.detach().float().exp()  # [H]
-        self._dt_bias = layer.dt_bias.detach().float()
+        self._taps: Tensor = layer.conv1d.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
+        self._bias: Tensor | None = None if layer.conv1d.bias is None else layer.conv1d.bias.detach().float()
+        self._decay: Tensor = -layer.A_log.detach().float().exp()  # [H]
+        self._dt_bias: Tensor = layer.dt_bias.detach().float()
         self._inputs = self._states = self._buffer = torch.empty(0)  # set by `allocate`
 
     @property
@@ -125,7 +127,8 @@ class DeltaNet(nn.Module):
 
     def _tokens(self, convolved: Tensor, b: Tensor, a: Tensor) -> Tokens:
         width = self.num_keys * self.key_size
-        query, key, value = convolved.split((width, width, self.num_values * self.value_size), dim=-1)
+        sizes = width, width, self.num_values * self.value_size
+        query, key, value = torch.split(convolved, sizes, dim=-1)  # type: ignore[no-untyped-call]
         query, key = (_unit(each.view(len(each), -1, self.key_size)) for each in (query, key))
         shared = self.num_values // self.num_keys
         if shared > 1:  # consecutive value heads share a query and a key

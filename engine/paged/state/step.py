@@ -57,4 +57,5 @@ def pack_states(
                 pieces.append(Piece(begin, start + num_tokens, source, slot))
                 begin, source = start + num_tokens, slot
         start += count
-    return StateStep(*(upload(torch.tensor(slots, dtype=torch.long), device) for slots in (sources, targets)), pieces)
+    read, written = (upload(torch.tensor(slots, dtype=torch.long), device) for slots in (sources, targets))
+    return StateStep(read, written, pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_a_step_that_fails_has_changed_no_state(
 ) -> None:
     """The error comes after all layers have run; each row of the step is then computed by itself."""
     with loaded(model_directory("qwen3_5_text")) as backend:
-        forward, failures = backend.runner.forward, []
+        forward, failures = backend.runner.forward, list[int]()
 
         def fails(segments: Any, chosen: Any = None) -> Any:
             result = forward(segments, chosen)
@@ -191,7 +192,7 @@ def test_texts_are_read_like_answers(model_directory: Directory) -> None:
     """The comparison of quantised weights reads token by token."""
     readers = [Reader(config(model_directory("qwen3_next")), 24) for _ in range(2)]
     try:
-        found = compare(*readers, [PROMPT[:24], OTHER[:24]], lambda _: None)
+        found = compare(readers[0], readers[1], [PROMPT[:24], OTHER[:24]], lambda _: None)
     finally:
         for reader in readers:
             reader.close()
@@ -233,3 +234,30 @@ def test_states_of_another_kind_are_refused_by_name(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ModelLoadError, match=rf"does not know \(.*{what}.*\); choose another model, or a GGUF file"):
         load_backend(config(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_model_that_also_sees_is_served_for_text(family: str, model_directory: Directory, tmp_path: Path) -> None:
+    """As Qwen3.5 is published: one checkpoint, whose language model has a configuration of its own."""
+    import transformers
+
+    library: Any = transformers
+    text = json.loads((model_directory(f"{family}_text") / "config.json").read_text())
+    sections = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    text["rope_parameters"] = sections | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    settings = library.AutoConfig.for_model(
+        family, text_config=text, vision_config=sight | {"num_position_embeddings": 16}
+    )
+    torch.manual_seed(0)
+    model = library.AutoModelForImageTextToText.from_config(settings, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    for file in model_directory("llama").glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
+    with loaded(tmp_path) as backend:
+        choice = add(backend, PROMPT)
+        finish(backend)
+        assert choice.tokens == output[0, len(PROMPT) :].tolist()
