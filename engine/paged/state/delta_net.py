@@ -127,8 +127,8 @@ class DeltaNet(nn.Module):
 
     def _tokens(self, convolved: Tensor, b: Tensor, a: Tensor) -> Tokens:
         width = self.num_keys * self.key_size
-        sizes = width, width, self.num_values * self.value_size
-        query, key, value = torch.split(convolved, sizes, dim=-1)  # type: ignore[no-untyped-call]
+        sizes = [width, width, self.num_values * self.value_size]
+        query, key, value = torch.split(convolved, sizes, dim=-1)
         query, key = (_unit(each.view(len(each), -1, self.key_size)) for each in (query, key))
         shared = self.num_values // self.num_keys
         if shared > 1:  # consecutive value heads share a query and a key
