@@ -209,8 +209,10 @@ def test_where_prompts_part_a_state_is_kept_for_the_third() -> None:
     assert machine.run(LETTERS[:14] + b"six and all") == 12
 
 
-def test_the_next_turn_starts_within_the_last_answer() -> None:
-    machine = Machine()
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_next_turn_starts_within_the_last_answer(ahead: bool) -> None:
+    """Also where a token is not known yet when its state is computed."""
+    machine = Machine(ahead=ahead)
     prompt = LETTERS[:10]
     machine.run(prompt, 13)
     assert machine.run(prompt + bytes(naive(prompt, 13)) + b"go on") == 20
