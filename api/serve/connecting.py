@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 
 from ...config.settings import Settings
-from ...schemas.errors import BrokerAway, StartupError
+from ...schemas.errors import BrokerAway, BrokerUnavailable, StartupError
 from ...streams.nats.access import Access
 from ...streams.nats.broker import JetStreamBroker
 from .processes import LEAST_DELAY
@@ -26,7 +26,7 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
     """Connect to the broker at `broker_url(settings)` under the client name `penstock-<name>`.
 
     Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt. Raises `StartupError`
-    if the server refuses us, also when it does so later.
+    if the server refuses us, also when it does so later, and without `patient` if it does not answer a call.
     """
     access = Access.of(settings)
     delay = LEAST_DELAY
@@ -50,6 +50,10 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
     try:
         async with _until_refused(broker):
             yield broker
+    except BrokerUnavailable as error:
+        if patient:
+            raise
+        raise StartupError(f"{error}; try again when it does") from error
     finally:
         await broker.close()
 

@@ -103,6 +103,13 @@ class Access:
         """What the subjects begin with on which keys are written."""
         return "" if self.domain is None else self.api  # a leaf node has a `$KV` of its own
 
+    def mapped(self, subject: str) -> str:
+        """What a server of the domain calls a subject of ours, also when it denies it."""
+        if self.domain is None or not subject.startswith(self.api):
+            return subject
+        call = subject.removeprefix(self.api)
+        return call if call.startswith("$KV.") else f"$JS.API.{call}"
+
     def options(self) -> dict[str, Any]:
         """For nats-py's `connect`. Raises `AccessError` if a file is not what it should be."""
         options: dict[str, Any] = {"inbox_prefix": self.inbox_prefix, "tls_handshake_first": self.tls_first}

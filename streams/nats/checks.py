@@ -35,7 +35,7 @@ async def check_jetstream(link: Link) -> None:
             raise StartupError(
                 f"{where} offers no JetStream to this account: {error}; enable it for the account there"
             ) from error
-        if not link.offers_jetstream:
+        if not link.has("jetstream"):
             raise StartupError(f"{where} offers no JetStream; start it with -js") from error
         raise BrokerAway(f"{where} offers no JetStream: {error}; start it with -js") from error
 

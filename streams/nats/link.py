@@ -119,10 +119,9 @@ class Link:
     def server_version(self) -> str:
         return str(self._client._server_info.get("version", ""))
 
-    @property
-    def offers_jetstream(self) -> bool:
-        """Whether the server that we are connected to does; in a cluster others may."""
-        return bool(self._client._server_info.get("jetstream"))
+    def has(self, what: str) -> bool:
+        """Whether the server that we are connected to has a `cluster`, or `jetstream`, which others of it may."""
+        return bool(self._client._server_info.get(what))
 
     @property
     def max_payload(self) -> int:
@@ -337,7 +336,8 @@ class Link:
         self._denied.add(denied)
         self._is_deaf = is_inbox = self._is_deaf or denied == Denial("subscribe to", f"{self._inbox}*".lower())
         for exchange in self._open.values():
-            is_it = is_inbox or denied == Denial("publish to", exchange.subject.lower())
+            names = (exchange.subject, self.access.mapped(exchange.subject))
+            is_it = is_inbox or denied in [Denial("publish to", name.lower()) for name in names]
             if is_it and not exchange.answer.done():
                 subject = f"{self._inbox}*" if is_inbox else exchange.subject
                 exchange.answer.set_exception(BrokerDenied(denied.text(self.address, subject)))
