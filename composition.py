@@ -23,8 +23,9 @@ import typer
 
 from .api.grpc import beside_http, check_grpc
 from .api.serve.adapters import check_adapters
-from .api.serve.backends import check_backends, report_refused
+from .api.serve.backends import report_refused
 from .api.serve.connecting import connected
+from .api.serve.declaring import with_model
 from .api.serve.supervisor import Supervisor, announce, base_url, listen
 from .api.terminal.options import with_settings
 from .config import metrics
@@ -35,11 +36,9 @@ from .config.process import end_quietly, host, keep_loaded, stop_signal
 from .config.settings import Settings
 from .config.sources import Loaded
 from .config.tracing import tracing
-from .engine import EngineConfig, InferenceEngine, find_backend, resolve_model
+from .engine import EngineConfig, InferenceEngine, find_backend
 from .engine.backend import ProgressCallback
 from .engine.cpu.process import lower_priority, prepare_process, worker_threads
-from .engine.models import BUNDLED, model_name, read_model_info
-from .engine.text.forms import choose_form
 from .schemas.errors import StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
 from .schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
@@ -77,7 +76,7 @@ def serve(
     report_refused(loaded.settings)
     settings, entries = loaded.settings, offered_models(loaded)
     if entries is None:
-        settings = _with_model(settings)
+        settings = with_model(settings)
     check_adapters(settings, entries)
     sealed = {"secret_key": settings.secret_key or secrets.token_hex(32)}
     _run(Supervisor(replace(loaded, settings=settings.model_copy(update=sealed)), entries).run())
@@ -94,7 +93,7 @@ def worker(
     if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
         raise StartupError(f"--id {id!r}: use only letters, digits, '_' and '-', at most 64")
     configure_logging(loaded.settings, process="worker")
-    whole = replace(loaded, settings=_with_model(loaded.settings))
+    whole = replace(loaded, settings=with_model(loaded.settings))
     _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}", revision))
     end_quietly()
 
@@ -128,7 +127,7 @@ def bridge(loaded: Loaded) -> None:
 
     async def run() -> None:
         log.info("listening, the stages may not be running yet", url=base_url(listener))
-        announcing = asyncio.create_task(announce(base_url(listener)))
+        announcing = asyncio.create_task(announce(base_url(listener), 0))
         try:
             await _parts(loaded, lambda _: [], listener)
         finally:
@@ -320,19 +319,6 @@ def _check(settings: Settings) -> None:
     Keys(settings.api_keys or (), settings.api_keys_file)
     if settings.mcp_config or settings.mcp_allowed_urls or settings.tool_functions:
         _toolbox(settings)
-
-
-def _with_model(settings: Settings) -> Settings:
-    """The settings with the model's path, downloaded if necessary, and its name. Raises `Fatal` errors early."""
-    check_backends(settings)
-    choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
-    if settings.model is None and settings.backend == "echo":
-        return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
-    source = settings.model or BUNDLED
-    path = resolve_model(source)
-    read_model_info(path, source, settings.max_sequence_length)
-    name = settings.served_model_name or (model_name(path) if Path(source).expanduser().exists() else source)
-    return settings.model_copy(update={"model": str(path), "served_model_name": name})
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

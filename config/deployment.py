@@ -38,7 +38,7 @@ def check_layout(layout: int) -> None:
         raise StartupError(
             f"this deployment has layout {layout}, but this Penstock uses layout {LAYOUT}: run the same release "
             "everywhere, or choose another --namespace"
-            + ("; `penstock config apply` upgrades it once all parts have stopped" if layout < LAYOUT else "")
+            + ("; `penstock nats setup --apply` upgrades it once all parts have stopped" if layout < LAYOUT else "")
         )
 
 

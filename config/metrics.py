@@ -117,6 +117,11 @@ RETRIES = _counter("penstock_retries", "Messages that a stage gave back after a 
 QUEUE_DEPTH = _gauge(
     "penstock_queue_depth", "Requests in the lane of a model, by priority.", ("model_name", "priority")
 )
+RETURNED = _gauge(
+    "penstock_requests_returned",
+    "Requests that a worker left when it ended, and that wait for another one, by the copy of the batch stage.",
+    ("model_name",),
+)
 OLDEST_WAITING = _gauge(
     "penstock_oldest_waiting_seconds",
     "How long the first request in the lane of a model has waited; 0 if none waits.",

@@ -170,7 +170,8 @@ class Queue(JobStage):
         """Whether the model has no worker until its turn comes: how it drains until then tells nothing of its speed."""
         registry, lanes = self.pipe.registry, gate.lanes
         card = registry.models.get(lanes.model)
-        return card is not None and card.catalogued and not registry.workers_for(lanes.model, lanes.revision)
+        comes_on_demand = card is not None and (card.catalogued or card.name in registry.declared)
+        return comes_on_demand and not registry.workers_for(lanes.model, lanes.revision)
 
     def _gate(self, lanes: ModelLanes) -> _ModelGate:
         key = lanes_of(lanes.model, lanes.revision)

@@ -12,11 +12,11 @@ import structlog
 
 from ..config.settings import Settings
 from ..schemas.catalogue import Catalogue
-from ..schemas.errors import StartupError, StreamMissing
+from ..schemas.errors import BrokerDenied, StartupError, StreamMissing
 from ..schemas.jobs import Priority
 from ..schemas.registry import ModelCard, ModelLanes
 from .port import Broker, StreamSpec
-from .topology import CATALOGUE, MODELS, OFFERED, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes
+from .topology import CATALOGUE, DECLARED, MODELS, OFFERED, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,6 @@ async def open_lanes(broker: Broker, settings: Settings, model: str, revision: i
     """
     key = lanes_of(model, revision)
     if await are_open(broker, key):
-        await broker.ensure(streams_of(settings, key), [])  # what a process began that died in the middle
         return
     known = await present_lanes(broker)
     for other in list(known):
@@ -46,7 +45,13 @@ async def open_lanes(broker: Broker, settings: Settings, model: str, revision: i
             f"{len(known)} models have lanes already, and max_models is {settings.max_models}: raise it with "
             "`penstock config apply --max-models`, or stop the workers of another model and wait ten minutes"
         )
-    await broker.ensure(streams_of(settings, key), [])
+    try:
+        await broker.ensure(streams_of(settings, key), [])
+    except BrokerDenied as error:
+        raise StartupError(
+            f"the model {model!r} is not declared, and this part's user may not create its lanes: declare it with "
+            "`penstock nats setup MODEL --apply`, as a user who may create streams, such as admin"
+        ) from error
     state = await broker.bucket(STATE)
     await state.create(PREFIX + key, ModelLanes(model=model, revision=revision).model_dump_json().encode())
 
@@ -94,10 +99,12 @@ def streams_of(settings: Settings, lanes: str) -> list[StreamSpec]:
 
 async def _is_left(broker: Broker, lanes: ModelLanes) -> bool:
     """Whether nothing waits there, and nobody can ask for the model, nor probes it."""
-    cards = [ModelCard.model_validate_json(entry.value) for entry in await (await broker.bucket(MODELS)).entries()]
+    catalogue = await broker.bucket(CATALOGUE)
+    known = [*await (await broker.bucket(MODELS)).entries(), *await catalogue.entries(DECLARED)]
+    cards = [ModelCard.model_validate_json(entry.value) for entry in known]
     if any((card.name, card.revision) == (lanes.model, lanes.revision) for card in cards):
         return False
-    offered = await (await broker.bucket(CATALOGUE)).get(OFFERED)
+    offered = await catalogue.get(OFFERED)
     entries = Catalogue.model_validate_json(offered.value).entries if offered else ()
     if any((entry.name, entry.candidate) == (lanes.model, lanes.revision) for entry in entries):
         return False

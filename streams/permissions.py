@@ -59,6 +59,17 @@ class Grants:
         publish = (f"{self._root}.>", "$JS.API.>", "$JS.ACK.>", *keys, f"{inbox}.>")
         return Permissions(publish, (f"{self._root}.>", f"{inbox}.>"))
 
+    def agent(self, inbox: str) -> Permissions:
+        """Keeps the catalogue, creates and removes lanes of models, tries new revisions, and runs workers as itself.
+
+        Names of lanes share no token, so whoever may create and remove them may do so with any stream.
+        """
+        worker = self.worker(inbox)
+        root, subjects = self._root, self._subjects
+        publish = [f"{root}.batch.>", *(f"{API}STREAM.{call}.*" for call in ("CREATE", "DELETE"))]
+        publish += [subjects.cancel("x", "x").removesuffix("x.x") + "*.*", *worker.publish]
+        return Permissions(tuple(dict.fromkeys(publish)), worker.subscribe)
+
     def bridge(self, inbox: str) -> Permissions:
         """Publishes jobs, steps of tools and batches; reads events, outputs and all that is kept for clients."""
         root = self._root
@@ -120,16 +131,19 @@ class Grants:
     def _part(
         self, inbox: str, publish: Sequence[str], subscribe: Sequence[str], *, charges: bool = False
     ) -> Permissions:
-        """What all parts do besides: they announce themselves, open what is missing and read and write the buckets.
+        """What all parts do besides: they announce themselves, see whether the streams are there, and read and write
+        the buckets. Buckets in memory they create again, as a server that restarts has lost them.
 
         That of the rates is for those that charge tenants alone.
         """
+        in_memory = [f"KV_{self._root}_{spec.name}" for spec in self._layout.buckets if spec.storage == "memory"]
         buckets = [f"{self._root}_{spec.name}" for spec in self._layout.buckets if charges or spec.name != RATES]
         common = [
             *(f"$KV.{bucket}.>" for bucket in buckets),
             *(each for bucket in buckets for each in _reading(f"KV_{bucket}")),
             *(f"{API}STREAM.PURGE.KV_{bucket}" for bucket in buckets),
-            *(f"{API}{call}" for call in ("INFO", "STREAM.NAMES", "STREAM.INFO.*", "STREAM.CREATE.*")),
+            *(f"{API}STREAM.CREATE.{bucket}" for bucket in in_memory),
+            *(f"{API}{call}" for call in ("INFO", "STREAM.NAMES", "STREAM.INFO.*")),
             f"{self._root}.control.>",
             f"{inbox}.>",
         ]

@@ -34,6 +34,7 @@ WORKERS = "workers"
 MODELS = "models"
 CATALOGUE = "catalogue"
 OFFERED = "models"  # the key of all models on offer there
+DECLARED = "declared."  # begins the keys there of models that are known though nobody announces them
 RESPONSES = "responses"
 STATE = "state"
 IDEMPOTENCY = "idempotency"

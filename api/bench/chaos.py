@@ -23,6 +23,7 @@ from ...config.settings import Settings
 from ...config.sources import SECRET, Loaded
 from ...engine import find_backend
 from ...schemas.errors import StartupError
+from ...streams.nats.deployment import owned
 from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
 from ..serve.connecting import connected
@@ -155,6 +156,7 @@ class Chaos:
             await stack.enter_async_context(self._brokers.started(settings, state, asked.brokers))
             direct = settings.model_copy(update={"nats_url": self._brokers.urls})
             broker = await stack.enter_async_context(connected(direct, "chaos"))
+            await owned(broker, Loaded(direct, dict.fromkeys(Settings.model_fields, "default")))
             ledger = state / "ledger"
             parts = {
                 part: child_environment(settings, await self._url(part)) | {bench_agents.LEDGER: str(ledger)}

@@ -23,6 +23,7 @@ from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Broker, Message
 from ...streams.topology import Subjects
 from .early_refusal import EarlyRefusal
+from .loads import HeardLoads
 from .rates import HeardRates
 from .reading import Reading
 from .spans import trace_of
@@ -44,6 +45,7 @@ class Bridge:
         self.broker = broker
         self.subjects = subjects
         self.rates = HeardRates()
+        self.loads = HeardLoads()
         self._early_refusal = EarlyRefusal()
         self._open: set[Reading] = set()
         self._heard: dict[str, Reading] = {}  # by subject: those that live on our own wildcard
@@ -51,10 +53,11 @@ class Bridge:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Subscribe to the events of this bridge, to the queue's admission state and to what tenants have left."""
+        """Subscribe to the events of this bridge, the queue's admission state, what tenants have left, and loads."""
         await self.broker.listen(self.subjects.events_of(self.name), self._hear)
         await self._early_refusal.start(self.broker, self.subjects)
         await self.rates.start(self.broker, self.subjects)
+        await self.loads.start(self.broker, self.subjects)
 
     def admit(self, job: Job, priority: Priority, tenant: str) -> None:
         """Check, without asking the broker, that the queue takes the tenant's jobs of this priority for the

@@ -23,11 +23,11 @@ from ...schemas.errors import ConfigurationError, Fatal
 from ...schemas.placement import Device, Need
 from ...schemas.registry import ModelCard
 from .backends import check_backends
+from .declaring import ECHO_CONTEXT
 
 SHARE = 0.9  # of the memory that is free at the start: models may take that together
 AGAIN = 10.0  # seconds until the files of a model with a fault are read again
 TOGETHER = 4  # models of open size that are to fit beside each other
-_ECHO_CONTEXT = 131_072  # tokens; the echo backend without a model's files has this many
 
 
 class Host:
@@ -116,7 +116,7 @@ class Host:
             raise ConfigurationError([f"device={entry.device!r}: this host has {here}; choose of these, or auto"])
         own = {name: getattr(entry, name) for name in _OWN}
         settings = self._settings.model_copy(update=own | {"model": source, "workers": 1})
-        context = entry.max_sequence_length or _ECHO_CONTEXT
+        context = entry.max_sequence_length or ECHO_CONTEXT
         if entry.backend != "echo" or Path(source).expanduser().exists():
             path = resolve_model(source)
             context = read_model_info(path, source, entry.max_sequence_length).context_length

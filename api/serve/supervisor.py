@@ -28,8 +28,8 @@ from ...config.settings import Settings
 from ...config.sources import Loaded, variable
 from ...schemas.catalogue import CatalogueEntry
 from ...schemas.deployment import SHARED
-from ...schemas.errors import StartupError
-from ...streams.nats.deployment import owned
+from ...schemas.errors import BrokerAway, StartupError
+from ...streams.nats.deployment import joined, owned
 from ...streams.nats.server import EmbeddedServer
 from .connecting import URL_FILE, connected
 from .hosting import gpus
@@ -86,6 +86,8 @@ class Supervisor:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             url = settings.nats_url or await self._embedded(stack)
+            if settings.nats_url:
+                await self._check_set_up()
             # Children take what was not given from the deployment; on our own broker, that is agreed by now.
             given = explicit(self._loaded) if settings.nats_url else {}
             environment = child_environment(settings, url, without=[name for name in SHARED if name not in given])
@@ -138,6 +140,12 @@ class Supervisor:
             file.write(server.url)
         stack.callback(path.unlink, missing_ok=True)
         return server.url
+
+    async def _check_set_up(self) -> None:
+        """Raise `StartupError` here, once for all children, if the user's own server has yet to be set up."""
+        with contextlib.suppress(BrokerAway):  # they wait for it
+            async with connected(self._settings, "serve") as broker:
+                await joined(broker, self._loaded)
 
     async def _set_up(self, url: str) -> None:
         """Agree on our own settings: the flags of the broker's owner change the deployment."""

@@ -9,13 +9,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...config.deployment import changes, explicit, shared_settings, shown
+from ...config.deployment import adopt, changes, explicit, shared_settings, shown
 from ...config.settings import Settings
 from ...config.sources import SECRET, Loaded, flag, variable
 from ...schemas.deployment import SHARED, Configuration
 from ...schemas.errors import StartupError
+from ...schemas.registry import ModelCard
+from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.deployment import Deployment
+from ...streams.stores.declared import DeclaredChange, declaration, declare
 from ..serve.connecting import connected
+from ..serve.declaring import named_models
 from .options import with_settings
 
 _CHOSEN = ("max_batch_size", "kv_cache_memory")  # by the engine as it loads, unless they are given
@@ -60,29 +64,57 @@ async def _agreed(loaded: Loaded) -> None:
     async with connected(loaded.settings, "config") as broker:
         configuration, revision = await Deployment(broker, loaded).agreed()
     if not revision:
-        raise StartupError("nothing is agreed yet; start a process of the deployment, or use `penstock config apply`")
+        raise StartupError("nothing is agreed yet; set the deployment up with `penstock nats setup --apply`")
     for name in SHARED:
         typer.echo(f"{name:<18}  {shown(getattr(configuration, name))}")
 
 
-async def apply(loaded: Loaded, defaults: list[str], yes: bool, *, way: str = "--apply") -> None:
-    """Print what would change in the deployment and its streams, and with `yes` change it; `way` is the flag for it."""
+async def apply(
+    loaded: Loaded, defaults: list[str], yes: bool, *, way: str = "--apply", declares: bool = False
+) -> None:
+    """Print what would change in the deployment and its streams, and with `yes` change it; `way` is the flag for it.
+
+    With `declares` also which models would be declared, if the settings name some.
+    """
+    cards = named_models(loaded) if declares else None
     async with connected(loaded.settings, "config") as broker:
         deployment = Deployment(broker, loaded)
         before, revision = await deployment.agreed()
         wanted = before.model_copy(update=_defaults(defaults) | explicit(loaded))
         await deployment.check_safe(before, wanted)
         _print_plan(before if revision else None, wanted)
-        differences = await deployment.differences(wanted)
-        for stream, limit, present, value in differences:
+        missing, changed = await deployment.differences(wanted)
+        for stream in missing if revision else ():
+            typer.echo(f"  {stream}: missing → created")
+        for stream, limit, present, value in changed:
             typer.echo(f"  {stream}: {limit} {present} → {value}")
-        if revision and before == wanted and not differences:
+        is_new = await _print_models(broker, cards, not revision)
+        if revision and before == wanted and not (missing or changed or is_new):
             typer.echo("nothing to change")
         elif yes:
-            await deployment.change(wanted)
+            if before != wanted or missing or changed:
+                await deployment.change(wanted)
+            if cards is not None:
+                await declare(broker, adopt(loaded.settings, wanted), cards)
             typer.echo("changed")
         else:
             typer.echo(f"nothing was changed; add {way} to make the changes")
+
+
+async def _print_models(broker: JetStreamBroker, cards: list[ModelCard] | None, is_first: bool) -> bool:
+    """Print which models would be declared; returns whether that changes anything."""
+    if cards is None:
+        return False
+    names = [card.name for card in cards]
+    change = DeclaredChange(tuple(names), (), ()) if is_first else await declaration(broker, cards)
+    for verb, models in (
+        ("declared", change.added),
+        ("declared anew", change.changed),
+        ("not declared any more", change.removed),
+    ):
+        for name in models:
+            typer.echo(f"  model {name}: {verb}")
+    return any(change)
 
 
 def _print_plan(before: Configuration | None, wanted: Configuration) -> None:

@@ -28,10 +28,16 @@ nats = typer.Typer(no_args_is_help=True, help="Create and change streams, and wr
 @with_settings
 def setup(
     loaded: Loaded,
+    model: Annotated[str | None, typer.Argument(help="Also declare this model, as `penstock worker` names it.")] = None,
     apply_: Annotated[bool, typer.Option("--apply", help="Make the changes.")] = False,
 ) -> None:
-    """Print what would be created and changed in the streams of the deployment; with --apply, do it."""
-    asyncio.run(apply(loaded, [], apply_))
+    """Print what would be created and changed in the streams of the deployment; with --apply, do it.
+
+    No other command does that on a NATS server of your own. A declared model, MODEL or those of --models and
+    --model-dir, is known though no worker runs: its requests wait until one has started. Where models are named, they
+    are all that are declared from then on.
+    """
+    asyncio.run(apply(loaded, [], apply_, declares=True))
 
 
 @nats.command()
@@ -75,7 +81,7 @@ def inbox(user: str) -> str:
 
 def role_permissions(grants: Grants, pipeline: tuple[str, ...], tenants: list[str]) -> dict[str, Permissions]:
     """The users of a deployment by name. Raises `ValueError` for a tenant whose name fits no subject."""
-    users = {name: getattr(grants, name)(inbox(name)) for name in ("admin", "bridge", "worker", "tools")}
+    users = {name: getattr(grants, name)(inbox(name)) for name in ("admin", "agent", "bridge", "worker", "tools")}
     stages = [name for name in pipeline[: pipeline.index("infer")]] + ["stream"]
     users |= {f"stage-{name}": grants.stage(name, inbox(f"stage-{name}")) for name in stages}
     return users | {f"tenant-{name}": grants.tenant(name, inbox(f"tenant-{name}")) for name in tenants}

@@ -154,7 +154,8 @@ class Batch(JobStage):
         job = waiting.job
         try:
             if not (await self.pipe.transcript(job.tenant, job.id)).finished and not await self.is_over(job):
-                await self._wait(waiting)
+                with metrics.RETURNED.labels(job.model).track_inprogress():
+                    await self._wait(waiting)
         except Refusal as refusal:
             event = endings.ending(job.id, refusal)
             await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)

@@ -72,7 +72,7 @@ class JetStreamBroker:
         self._again = again
         self._aside: list[Link] = []  # connections for what may come faster than it is read; set by refuse
         self._namespace = namespace
-        self._configs: dict[str, Json] = {}  # as `ensure` requested them, by stream name
+        self._configs: dict[str, Json] = {}  # of streams in memory, as `ensure` requested them, by name
         self._consumers: list[PullConsumer] = []
         link.on_recover(self._restore)
 
@@ -103,6 +103,14 @@ class JetStreamBroker:
         return cls(link, again, namespace=namespace, replicas=replicas)
 
     @property
+    def address(self) -> str:
+        return self._link.address
+
+    @property
+    def in_cluster(self) -> bool:
+        return self._link.has("cluster")
+
+    @property
     def max_payload(self) -> int:
         return self._link.max_payload
 
@@ -121,7 +129,7 @@ class JetStreamBroker:
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         for config in self.configs(streams, buckets):
             await self._ensure(config)
-            self._configs[config["name"]] = config
+            self._keep(config)
 
     async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         pairs = [(config, await self.present(config["name"])) for config in self.configs(streams, buckets)]
@@ -141,7 +149,7 @@ class JetStreamBroker:
                     await call(self._link, f"STREAM.UPDATE.{config['name']}", present | config)
                 except ApiError as error:
                     raise refused(config, error) from error
-            self._configs[config["name"]] = config
+            self._keep(config)
 
     def configs(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> list[Json]:
         """The configurations that the server is asked for, in its own format."""
@@ -307,6 +315,10 @@ class JetStreamBroker:
             if not is_there or (present := await self.present(config["name"])) is None:
                 raise refused(config, error) from error
             check_fixed(config, present)
+
+    def _keep(self, config: Json) -> None:
+        if config["storage"] == "memory":
+            self._configs[config["name"]] = config
 
     async def _restore(self) -> None:
         """Create the streams that a restarted server has lost; existing ones may be newer than our copy, and stay."""

@@ -1,12 +1,14 @@
-"""One configuration per deployment, stored in the broker: the first part writes it, explicit commands change it.
+"""One configuration per deployment, stored in the broker: `penstock nats setup` writes it, and creates and changes the
+streams; a `penstock serve` does the same for a broker of its own.
 
-Every part reads it, refuses to start if it was given another value, and runs with the agreed values. Parts create
-missing streams and change no existing one: otherwise the last part to start would impose its limits on all, and delete
-messages that the others want kept.
+Every part reads it, refuses to start if it was given another value or streams are missing, and runs with the agreed
+values. Parts create and change no stream: otherwise the last part to start would impose its limits on all, and delete
+messages that the others want kept. What a server had in memory alone they create again (see `verification`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,11 +44,13 @@ from ..topology import (
     topology,
 )
 from .broker import JetStreamBroker
-from .migration import move_into_lanes, move_into_lanes_of_models
+from .migration import former_streams, move_into_lanes, move_into_lanes_of_models
+from .verification import Differences, NotSetUp, differences, not_set_up, verify
 
 log = structlog.get_logger(__name__)
 
 KEY = "configuration"  # in the bucket `state`
+_LOOK = 0.25  # seconds between two looks at streams that a server of a cluster does not know yet
 _RUNNING = ("worker.", "stage.", "agent.")  # begin the keys of parts that run, in the bucket `workers`
 _STOPPED = ("pipeline", "stream_partitions", "heartbeat_interval")  # may change only while no part runs
 
@@ -56,15 +60,6 @@ class Agreed(NamedTuple):
 
     configuration: Configuration
     revision: int
-
-
-class LimitChange(NamedTuple):
-    """A limit of a stream that would change; both names are the server's."""
-
-    stream: str
-    limit: str
-    present: Any
-    wanted: Any
 
 
 def layout(settings: Settings) -> Topology:
@@ -91,12 +86,12 @@ def layout(settings: Settings) -> Topology:
 
 
 async def joined(broker: JetStreamBroker, loaded: Loaded) -> Settings:
-    """Join the deployment, create its missing streams, and return the part's settings with the agreed ones.
+    """Join the deployment, and return the part's settings with the agreed ones.
 
-    Raises `ConfigurationError` if the part was given another value.
+    Raises `ConfigurationError` if the part was given another value, and `StartupError` if streams are missing or
+    cannot be used as they are, with the command that mends it.
     """
     configuration = await Deployment(broker, loaded).join()
-    check(loaded, configuration)
     return adopt(loaded.settings, configuration)
 
 
@@ -128,18 +123,27 @@ class Deployment:
         return Agreed(shared_settings(self._settings.model_copy(update=await self._found())), 0)
 
     async def join(self) -> Configuration:
-        """Create the missing streams of the agreed configuration and return it; the first part agrees on `agreed()`."""
-        agreed = await self.agreed()
-        if not agreed.revision:
-            check(self._loaded, agreed.configuration)  # against streams older than any agreement
-            if await self._replace(agreed, agreed.configuration):
-                return agreed.configuration
-            agreed = await self.agreed()
-        check_layout(agreed.configuration.layout)
-        self._broker.replicas = agreed.configuration.nats_replicas
-        await self._migrate(agreed.configuration)  # the process that began it may have died
-        await self._broker.ensure(*await self._with_lanes(agreed.configuration))
-        return agreed.configuration
+        """The agreed configuration, with whose streams a part can run. Raises as `joined` does."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + (self._settings.nats_timeout if self._broker.in_cluster else 0.0)
+        while True:
+            try:
+                return await self._joined()
+            except NotSetUp:  # or a server of a cluster that has yet to catch up says so
+                if clock() >= end:
+                    raise
+            await asyncio.sleep(_LOOK)
+
+    async def _joined(self) -> Configuration:
+        configuration, revision = await self.agreed()
+        if not revision:
+            raise not_set_up(self._broker.address, self._loaded)
+        check_layout(configuration.layout)
+        check(self._loaded, configuration)
+        self._broker.replicas = configuration.nats_replicas
+        former = [self._broker.server_name(name) for name in former_streams(job_stages(configuration.pipeline))]
+        await verify(self._broker, self._layout(configuration), former, self._loaded)
+        return configuration
 
     async def change(self, wanted: Configuration) -> None:
         """Agree on `wanted`, in the layout of this release, and change the streams.
@@ -188,18 +192,10 @@ class Deployment:
         await move_into_lanes(self._broker, subjects, stages, layout.streams)
         await move_into_lanes_of_models(self._broker, subjects, adopt(self._settings, configuration), layout)
 
-    async def differences(self, configuration: Configuration) -> list[LimitChange]:
-        """What `shape` would change in existing streams."""
+    async def differences(self, configuration: Configuration) -> Differences:
+        """What `shape` would create, and change in existing streams."""
         self._broker.replicas = configuration.nats_replicas
-        found = []
-        for wanted in self._broker.configs(*await self._with_lanes(configuration)):
-            if (present := await self._broker.present(wanted["name"])) is not None:
-                found += [
-                    LimitChange(wanted["name"], name, present.get(name), value)
-                    for name, value in wanted.items()
-                    if present.get(name, value) != value
-                ]
-        return found
+        return await differences(self._broker, await self._with_lanes(configuration))
 
     async def check_safe(self, before: Configuration, after: Configuration) -> None:
         """Raises `StartupError` if `after` would strand requests or confuse running parts."""

@@ -21,6 +21,11 @@ from .management import STREAM_MISSING, allowed
 log = structlog.get_logger(__name__)
 
 
+def former_streams(stages: Sequence[str]) -> list[str]:
+    """The streams that the functions below move into others, in a pipeline whose work-queue stages are `stages`."""
+    return [JOBS, TOOLS, *map(stage_stream, stages), *(lane_stream(BATCH, priority) for priority in PRIORITIES)]
+
+
 async def move_into_lanes(
     broker: JetStreamBroker, subjects: Subjects, stages: Sequence[str], lanes: Sequence[StreamSpec]
 ) -> None:

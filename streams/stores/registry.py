@@ -23,6 +23,7 @@ from ..lanes import present_lanes
 from ..outages import outage_logged
 from ..port import Broker, Entry
 from ..topology import CATALOGUE, lanes_of
+from .declared import declared_models, follow, forget
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +40,7 @@ class Registry:
         self._broker = broker
         self._interval = interval
         self.models: dict[str, ModelCard] = {}  # by name; set by refresh
+        self.declared: dict[str, ModelCard] = {}  # those that stay known without a worker, by name; set by refresh
         self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
         self.ended: dict[str, WorkerCard] = {}  # workers whose process has ended, by id; set by drop_ended
         self.leaving: frozenset[str] = frozenset()  # ids of workers that have withdrawn their cards; set by refresh
@@ -55,7 +57,8 @@ class Registry:
         while True:
             with outage_logged("registry is stale"):
                 await self.refresh()
-            is_served = self.workers or self.agents  # the batch stage looks for workers that report themselves
+            # The batch stage looks for workers that report themselves.
+            is_served = self.workers or self.agents or self.declared
             await asyncio.sleep(self._interval if is_served else min(0.1, self._interval))
 
     async def find(self, model: str) -> ModelCard | None:
@@ -98,7 +101,9 @@ class Registry:
         self.ended = {}
         self.drop_ended()
         self.stages = tuple(_cards(StageCard, live, "stage."))
-        cards = sorted(_cards(ModelCard, known), key=lambda card: (card.created, card.name))
+        self.declared = {card.name: card for card in await declared_models(self._broker)}
+        announced = {card.name: card for card in _cards(ModelCard, known)}
+        cards = sorted((self.declared | announced).values(), key=lambda card: (card.created, card.name))
         self.models = {card.name: card for card in _with_added(cards, await self.added_adapters())}
         state = await self._broker.bucket("state")
         refused = await state.entries(REFUSED)
@@ -134,8 +139,12 @@ class Registry:
         return [worker for worker in self.workers if (worker.model.name, worker.model.revision) == (model, revision)]
 
     def missing(self, stages: Sequence[str]) -> list[str]:
-        """The stages without a live copy; a worker is a copy of infer, and an agent starts one when it is asked for."""
-        live = {card.stage for card in self.stages} | ({"infer"} if self.workers or self.agents else set())
+        """The stages without a live copy; a worker is a copy of infer, and an agent starts one when it is asked for.
+
+        Requests for declared models may come before a worker.
+        """
+        is_served = self.workers or self.agents or self.declared
+        live = {card.stage for card in self.stages} | ({"infer"} if is_served else set())
         return [stage for stage in stages if stage not in live]
 
     async def claim(self, card: WorkerCard) -> None:
@@ -178,9 +187,13 @@ class Registry:
 
     async def announce_model(self, card: ModelCard) -> None:
         await (await self._broker.bucket("models")).put(_key(card), _encoded(card))
+        if card.catalogued and (declared := self.declared.get(card.name)) is not None:
+            await follow(self._broker, declared, card)
 
     async def withdraw_model(self, card: ModelCard) -> None:
         await (await self._broker.bucket("models")).delete(_key(card))
+        if card.catalogued and card.name in self.declared:
+            await forget(self._broker, card.name)
 
     async def announce_worker(self, card: WorkerCard) -> None:
         if not card.model.catalogued:

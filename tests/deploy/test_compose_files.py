@@ -42,6 +42,11 @@ def test_each_command_and_setting_is_penstocks() -> None:
         assert settings_fault(service["environment"]) == "", name
 
 
+def test_the_model_of_the_workers_is_declared() -> None:
+    """Their users may create no lanes."""
+    assert OWN["setup"]["environment"]["PENSTOCK_MODEL"] == OWN["worker"]["environment"]["PENSTOCK_MODEL"]
+
+
 def test_each_part_has_its_own_user_and_nothing_else() -> None:
     for name, service in OWN.items():
         user = service["environment"]["PENSTOCK_NATS_INBOX_PREFIX"].removeprefix("_in_")

@@ -173,12 +173,14 @@ def test_scaling_asks_for_metrics_that_there_are() -> None:
     asked = re.findall(r"(\w+)\{([^}]*)\}", trigger["metadata"]["query"])
     assert [name for name, _ in asked] == [
         "penstock_queue_depth",
+        "penstock_requests_returned",
         "penstock_requests_active",
         "penstock_model_state",
     ]
     for name, matchers in asked:
         assert set(re.findall(r"(\w+)=", matchers)) <= set(re.findall("`([^`]+)`", documented[name])), name
     model = settings_of(PODS["penstock-worker"])["PENSTOCK_MODEL"]
+    assert scaled["spec"]["minReplicaCount"] == 0 and settings_of(PODS["penstock-setup"])["PENSTOCK_MODEL"] == model
     assert all(f'model_name="{model}"' in matchers for _, matchers in asked)
     startup = container(PODS["penstock-worker"])["startupProbe"]
     behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]

@@ -26,9 +26,10 @@ def values(unit: Path, key: str, instance: str) -> list[str]:
 
 
 def test_there_is_one_for_each_kind_of_part() -> None:
-    assert len(UNITS) == 4
+    assert len(UNITS) == 5
     commands = [values(unit, "ExecStart", name)[0].split()[1:3] for unit in UNITS for name in instances(unit)]
-    assert [words[0] for words in commands] == ["bridge", *["stage"] * 5, "worker"]
+    assert [words[0] for words in commands] == ["bridge", "nats", *["stage"] * 5, "worker"]
+    assert ["nats", "setup"] in commands
     assert {words[1] for words in commands if words[0] == "stage"} == {*STAGES, "tools"}
 
 

@@ -7,12 +7,13 @@ generates, over TLS, and a part that is denied anything fails its test.
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from guarded import DENIED, GuardedServer
 from serving import Process, Start
+from setting_up import set_up_now
 
 from penstock.streams.nats.server import EmbeddedServer
 
@@ -42,22 +43,40 @@ async def nats_url(guarded: GuardedServer | None, tmp_path: Path) -> AsyncIterat
 
 
 @pytest.fixture
-def start(start: Start, guarded: GuardedServer | None) -> Iterator[Start]:
-    """Start a `penstock` command, with its role's user if it is for the guarded server."""
-    if guarded is None:
+def start(request: pytest.FixtureRequest, start: Start, guarded: GuardedServer | None) -> Iterator[Start]:
+    """Start a `penstock` command. Before the first one that uses the server of `nats_url`, its streams are created with
+    the settings of this one; if the server is guarded, each has its role's user."""
+    if "nats_url" not in request.fixturenames:
         yield start
         return
+    url: str = request.getfixturevalue("nats_url")
     started: list[Process] = []
+    prepared: set[tuple[str, ...]] = set()  # namespaces, and arguments of workers
+
+    def once(*what: str) -> bool:
+        is_new = what not in prepared
+        prepared.add(what)
+        return is_new
 
     def run(*arguments: str, environment: dict[str, str] | None = None) -> Process:
-        if (environment or {}).get("PENSTOCK_NATS_URL") == guarded.url:
-            environment = environment or {}
-            if not started:  # as `admin`, who alone may change streams
-                setup = start("nats", "setup", "--apply", environment=environment | guarded.environment("admin"))
-                assert setup.wait() == 0, setup.output
+        environment = environment or {}
+        if environment.get("PENSTOCK_NATS_URL") != url:
+            return start(*arguments, environment=environment)
+        setting_up = environment | (guarded.environment("admin") if guarded else {})
+        if once("namespace", environment.get("PENSTOCK_NAMESPACE", "")):
+            set_up_now(setting_up)
+        if guarded is not None:
+            if arguments[0] == "worker" and once(*(model := without_id(arguments[1:]))):  # which may create no lanes
+                declaring = start("nats", "setup", *model, "--apply", environment=setting_up)
+                assert declaring.wait() == 0, declaring.output
             environment |= guarded.of_command(*arguments)
         started.append(start(*arguments, environment=environment))
         return started[-1]
 
     yield run
-    assert not [line for part in started for line in part.lines if DENIED.search(line)]
+    assert guarded is None or not [line for part in started for line in part.lines if DENIED.search(line)]
+
+
+def without_id(arguments: Sequence[str]) -> list[str]:
+    at = arguments.index("--id") if "--id" in arguments else len(arguments)
+    return [*arguments[:at], *arguments[at + 2 :]]

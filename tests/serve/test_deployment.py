@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -71,16 +73,25 @@ def test_requests_run_while_the_store_is_full_of_what_is_kept(serve: Serve) -> N
 
 async def test_serve_refuses_on_a_server_that_others_use(start: Start, own_nats: str) -> None:
     environment = {"PENSTOCK_NATS_URL": own_nats}
+    first = start("stage", "validate", "--lease", "3", environment=environment)
+    assert first.wait() == 2
+    typed = re.search("create the streams with `penstock (.*?)`", first.output)
+    assert typed is not None and typed[1] == "nats setup --apply --lease 3", first.output
+    assert start(*shlex.split(typed[1]), environment=environment).wait() == 0
     start("stage", "validate", "--lease", "3", environment=environment).wait_for("running")
     refused = start("serve", "--backend", "echo", "--port", "0", "--lease", "4", environment=environment)
     assert refused.wait() == 2
-    assert "lease is 4 (PENSTOCK_LEASE), but this deployment" in refused.output and "agreed on 3" in refused.output
+    assert "lease is 4 (--lease), but this deployment" in refused.output and "agreed on 3" in refused.output
     served = start("serve", "--backend", "echo", "--port", "0", environment=environment)
     served.wait_for("penstock ready")
 
 
 def test_two_serves_share_a_server(start: Start, own_nats: str) -> None:
     served, urls = [], []
+    first = start("serve", "--backend", "echo", "--port", "0", f"--nats-url={own_nats}")
+    assert first.wait() == 2
+    assert first.output.count("is not set up for Penstock") == 1, "one message, and not one for each child"
+    assert start("nats", "setup", "--apply", f"--nats-url={own_nats}").wait() == 0
     for _ in range(2):
         served.append(start("serve", "--backend", "echo", "--port", "0", f"--nats-url={own_nats}"))
         served[-1].wait_for("worker ready")

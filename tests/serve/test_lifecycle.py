@@ -19,6 +19,7 @@ import httpx2
 import psutil
 import pytest
 from serving import START_TIMEOUT, Serve, Start, until
+from setting_up import set_up
 
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
 from penstock.api.serve.supervisor import say
@@ -186,6 +187,7 @@ async def test_a_part_that_finds_no_broker_while_it_restarts_waits_for_it(tmp_pa
                 await asyncio.sleep(0.01)
 
     server = await EmbeddedServer.start(tmp_path / "state")
+    await set_up({"PENSTOCK_NATS_URL": server.url})
     os.kill(server.pid, signal.SIGKILL)
     await server.wait()
     with (tmp_path / "output").open("w+b") as output:

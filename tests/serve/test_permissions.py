@@ -25,14 +25,23 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 async def test_a_chat_with_least_permissions(start: Start, server: GuardedServer) -> None:
     user = server.environment
-    if server.domain is None:
-        refused = start("nats", "setup", "--apply", environment=user("worker"))
-        assert refused.wait() == 2
-        assert "does not allow us to publish to $JS.API." in refused.output and "role" in refused.output
+    refused = start("nats", "setup", "--apply", environment=user("worker"))
+    assert refused.wait() == 2
+    domain = f"{server.domain}." if server.domain else ""
+    assert f"does not allow us to publish to $JS.{domain}API.STREAM." in refused.output and "role" in refused.output
+    assert "Traceback" not in refused.output
+    early = start("stage", "validate", environment=user("stage-validate"))
+    assert early.wait() == 2
+    assert "`penstock nats setup --apply`, as a user who may create streams, such as admin" in early.output
     plan = start("nats", "setup", environment=user("admin"))
     assert plan.wait() == 0 and "nothing was changed; add --apply" in plan.output
     done = start("nats", "setup", "--apply", environment=user("admin"))
     assert done.wait() == 0, done.output
+    undeclared = start("worker", "--backend", "echo", environment=user("worker"))
+    assert undeclared.wait() == 2
+    assert "the model 'echo' is not declared" in undeclared.output and "penstock nats setup MODEL" in undeclared.output
+    declared = start("nats", "setup", "--backend", "echo", "--apply", environment=user("admin"))
+    assert declared.wait() == 0 and "model echo: declared" in declared.output, declared.output
 
     parts = [start("stage", name, environment=user(f"stage-{name}")) for name in STAGES]
     parts.append(start("worker", "--backend", "echo", environment=user("worker")))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from serving import Process, Start, answers
+from setting_up import set_up
 
 from penstock.streams.nats.server import EmbeddedServer
 
@@ -27,6 +28,8 @@ PARTS = {
 
 async def test_a_broker_that_comes_late_is_waited_for(start: Start, tmp_path: Path) -> None:
     server = await EmbeddedServer.start(tmp_path / "nats")
+    for name in range(len(PARTS)):
+        await set_up({"PENSTOCK_NATS_URL": server.url, "PENSTOCK_NAMESPACE": f"n{name}"})
     os.kill(server.pid, signal.SIGKILL)
     await server.wait()
     parts = {}

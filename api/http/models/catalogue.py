@@ -66,7 +66,7 @@ class CatalogueRoutes:
         if not registry.agents:
             raise InvalidRequest(
                 "Nothing here loads models on demand: start the server with --models or --model-dir, or run `penstock "
-                "agent` beside it.",
+                "agent` beside it. For workers that you start yourself, declare models with `penstock nats setup`.",
                 code="no_agent",
             )
         values = await read_object(request, self._gateway.settings)

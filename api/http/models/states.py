@@ -233,7 +233,11 @@ class ModelRoutes:
         """A model that no agent places is what its workers say of it."""
         if card.catalogued:
             return state.status if state else "unloaded"
-        return "ready" if self._registry.workers_for(card.name, card.revision) else "loading"
+        if self._registry.workers_for(card.name, card.revision):
+            return "ready"
+        if card.name in self._registry.declared and not self._gateway.bridge.loads.is_loading(card.name, card.revision):
+            return "unloaded"  # nobody starts a worker before it is asked for
+        return "loading"
 
     async def _key(self, request: Request) -> RevisionKey:
         """The model that an operator's request names. Raises `Forbidden`, and `InvalidRequest` or `ModelNotFound`."""

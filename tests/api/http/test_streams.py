@@ -12,6 +12,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from serving import Serve, Served, Start
+from setting_up import set_up_now
 
 BODY = {"model": "echo", "prompt": "abc " * 100, "max_tokens": 400, "ignore_eos": True}
 
@@ -67,7 +68,9 @@ def test_a_silent_stream_is_kept_alive(serve: Serve) -> None:
 
 def test_readiness_says_what_is_missing(start: Start, serve: Serve) -> None:
     served = serve("--backend", "echo")
-    lonely = start("bridge", "--port", "0", "--namespace", "other", environment={"PENSTOCK_NATS_URL": served.nats_url})
+    environment = {"PENSTOCK_NATS_URL": served.nats_url, "PENSTOCK_NAMESPACE": "other"}
+    set_up_now(environment)
+    lonely = start("bridge", "--port", "0", environment=environment)
     url = lonely.wait_for(r"listening.*(http://\S+)")[1].rstrip("'\"")
     response = httpx2.get(f"{url}/health/ready")
     assert response.status_code == 503

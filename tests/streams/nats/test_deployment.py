@@ -57,7 +57,7 @@ async def limits(broker: JetStreamBroker, name: str) -> dict[str, Any]:
 
 async def test_a_part_without_flags_adopts_what_the_first_agreed_on(jetstream: JetStreamBroker, part: Part) -> None:
     """It used to write its defaults over the limits of all, and so to delete what they had kept."""
-    await joined(jetstream, part(**LONG))
+    await owned(jetstream, part(**LONG))
     await (await jetstream.bucket(RESPONSES)).put("key", b"kept")
     before = await limits(jetstream, "JOBS_LOW"), await limits(jetstream, RESPONSES)
     settings = await joined(jetstream, part())
@@ -68,7 +68,7 @@ async def test_a_part_without_flags_adopts_what_the_first_agreed_on(jetstream: J
 
 
 async def test_a_part_that_was_given_other_values_refuses(jetstream: JetStreamBroker, part: Part) -> None:
-    await joined(jetstream, part(**LONG))
+    await owned(jetstream, part(**LONG))
     with pytest.raises(ConfigurationError) as refused:
         await joined(jetstream, part(tenant_limit=5, stream_partitions=16, jobs_limit=1_000))
     partitions, tenant = sorted(refused.value.faults)
@@ -79,16 +79,18 @@ async def test_a_part_that_was_given_other_values_refuses(jetstream: JetStreamBr
 
 
 async def test_of_many_that_come_at_once_one_agrees(server: EmbeddedServer, part: Part, namespace: str) -> None:
-    async def join(number: int) -> int:
+    async def set_up(number: int) -> int:
         broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=30.0)
         try:
             loaded = part(queue_limit=number)
-            return (await joined(broker, replace(loaded, origins=part().origins))).queue_limit
+            return (await owned(broker, replace(loaded, origins=part().origins))).queue_limit
         finally:
             await broker.close()
 
-    agreed = set(await asyncio.gather(*map(join, range(1, 9))))
-    assert len(agreed) == 1
+    ended = await asyncio.gather(*map(set_up, range(1, 9)), return_exceptions=True)
+    agreed = {end for end in ended if isinstance(end, int)}
+    refusals = [str(end) for end in ended if not isinstance(end, int)]
+    assert len(agreed) == 1 and all("another process has just changed" in refusal for refusal in refusals)
     broker = await JetStreamBroker.connect(server.url, namespace=namespace)
     assert (await limits(broker, "STAGE_QUEUE_LOW"))["max_msgs"] == agreed.pop()
     await broker.close()
@@ -112,10 +114,10 @@ async def test_streams_of_0_1_0_are_adopted_without_loss(jetstream: JetStreamBro
     await (await jetstream.bucket(RESPONSES)).put("key", b"kept")
     spec = ConsumerSpec("STREAM", "stream-11", subjects.stream_all(11), takeover=True)
     await (await jetstream.consume(spec, prefetch=1)).close()
-    with pytest.raises(ConfigurationError, match=r"tenant_limit is 5 .* has agreed on 7"):
+    with pytest.raises(StartupError, match=r"is not set up .*`penstock nats setup --apply --tenant-limit 5`"):
         await joined(jetstream, part(tenant_limit=5))
 
-    settings = await joined(jetstream, part())
+    settings = await owned(jetstream, part())
     assert explicit(part(**LONG)) == {name: getattr(settings, name) for name in LONG}
     assert (settings.queue_limit, settings.heartbeat_interval, settings.jobs_limit) == (50, 2.0, 33)
     assert (settings.files_ttl, settings.stream_partitions) == (9 * DAY, 12)
@@ -190,7 +192,7 @@ async def test_what_waits_in_lanes_that_models_shared_moves_into_their_own(
     for name, model in (("a1", "a"), ("b1", "b"), ("a2", "a")):
         await jetstream.publish(f"{subjects.root}.batch.low.t", waiting(name, model), message_id=f"t.{name}")
     await jetstream.publish(f"{subjects.root}.batch.high.t", b"nonsense", message_id="odd")
-    with pytest.raises(StartupError, match=r"has layout 2, but this Penstock uses layout 3.*config apply"):
+    with pytest.raises(StartupError, match=r"layout 2, but this Penstock uses layout 3.*`penstock nats setup --apply`"):
         await joined(jetstream, part())
     await (await jetstream.bucket("workers")).put("worker.w0", b"{}")
     with pytest.raises(StartupError, match=r"the layout of the streams can change only while no part runs"):
@@ -268,7 +270,7 @@ async def test_limits_grow_and_shrink_within_the_store(tmp_path: Path) -> None:
         return Loaded(Settings(namespace="p", **SMALL | given), dict.fromkeys(Settings.model_fields, "--flag"))
 
     with pytest.raises(StartupError, match=r"insufficient storage resources .* lower --store-limit"):
-        await joined(broker, part(store_limit=512 << 20))
+        await owned(broker, part(store_limit=512 << 20))
     await owned(broker, part())  # nothing was agreed by who failed
     await owned(broker, part(pipeline=CUSTOM))
     await joined(broker, part(pipeline=CUSTOM))
@@ -327,7 +329,7 @@ async def test_what_parts_work_by_stays_while_they_run(jetstream: JetStreamBroke
 
 
 async def test_another_layout_is_refused(jetstream: JetStreamBroker, part: Part) -> None:
-    await joined(jetstream, part())
+    await owned(jetstream, part())
     state = await jetstream.bucket(STATE)
     stored = shared_settings(part().settings).model_dump() | {"layout": 99, "new": 1}
     await state.put(KEY, orjson.dumps(stored))
@@ -377,7 +379,7 @@ async def test_config_apply_shows_a_plan_and_does_it(
 async def test_config_apply_mends_streams_that_somebody_changed(
     config: Callable[..., Awaitable[Result]], outsider: JetStreamBroker, part: Part, namespace: str
 ) -> None:
-    await joined(outsider, part())
+    await owned(outsider, part())
     spec = StreamSpec("JOBS_LOW", (f"{namespace}.jobs.low.>",), "work_queue", "file", discard="new", max_messages=1)
     await outsider.reconfigure([spec], [BucketSpec("workers")])
     assert "JOBS_LOW: max_msgs 1 → 1000" in (await config("apply", "--yes")).stdout

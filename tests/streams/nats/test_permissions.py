@@ -110,6 +110,15 @@ _EVENTS, _JOBS = "PENSTOCK_EVENTS", "PENSTOCK_JOBS_NORMAL"
         ("bridge", "publish", "$KV.penstock_rates.anna"),
         ("worker", "publish", f"{_API}STREAM.PURGE.KV_penstock_rates"),
         ("tools", "publish", f"{_API}DIRECT.GET.KV_penstock_rates"),
+        ("worker", "publish", f"{_API}STREAM.CREATE.PENSTOCK_BATCH_0123456789ABCDEF_HIGH"),
+        ("worker", "publish", f"{_API}STREAM.CREATE.PENSTOCK_DEAD"),
+        ("bridge", "publish", f"{_API}STREAM.CREATE.PENSTOCK_DEAD"),
+        ("stage-validate", "publish", f"{_API}STREAM.CREATE.KV_penstock_state"),
+        ("agent", "publish", f"{_API}STREAM.UPDATE.{_JOBS}"),
+        ("agent", "publish", f"{_API}STREAM.PURGE.{_JOBS}"),
+        ("agent", "publish", "penstock.jobs.high.anna"),
+        ("agent", "publish", f"{_API}CONSUMER.CREATE.{_JOBS}.c.penstock.jobs.normal.>"),
+        ("agent", "subscribe", "penstock.jobs.>"),
     ],
 )
 async def test_an_attack_is_denied(guarded: Guarded, user: str, action: str, subject: str) -> None:

@@ -1,0 +1,82 @@
+"""The models that settings name, as their files describe them, for those who declare them before any worker runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ...config.catalogue import offered_models
+from ...config.models import parse_adapters
+from ...config.settings import Settings
+from ...config.sources import Loaded
+from ...engine import resolve_model
+from ...engine.adapter_files import adapter_source
+from ...engine.models import BUNDLED, model_name, read_model_info
+from ...engine.text.forms import choose_form
+from ...schemas.catalogue import CatalogueEntry
+from ...schemas.registry import ModelCard
+from .backends import check_backends
+
+ECHO_CONTEXT = 131_072  # tokens; the echo backend without a model's files has this many
+
+
+def with_model(settings: Settings) -> Settings:
+    """The settings with the model's path, downloaded if necessary, and its name. Raises `Fatal` errors early."""
+    check_backends(settings)
+    choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
+    if settings.model is None and settings.backend == "echo":
+        return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
+    source = settings.model or BUNDLED
+    path = resolve_model(source)
+    read_model_info(path, source, settings.max_sequence_length)
+    name = settings.served_model_name or (model_name(path) if Path(source).expanduser().exists() else source)
+    return settings.model_copy(update={"model": str(path), "served_model_name": name})
+
+
+def named_models(loaded: Loaded) -> list[ModelCard] | None:
+    """The cards of the models that the settings name; None if they name none. Raises `Fatal`.
+
+    Requests wait for a model without a worker as long as they may wait at all, unless the file of models says less.
+    """
+    if (entries := offered_models(loaded)) is not None:
+        return [_card_of_entry(entry) for entry in entries]
+    given = loaded.settings
+    if given.model is None and given.served_model_name is None and given.backend != "echo":
+        return None
+    settings = with_model(given)
+    adapters = parse_adapters(settings.lora_modules).items()
+    return [
+        ModelCard(
+            name=settings.served_model_name or "",
+            source=settings.model or "echo",
+            backend=settings.backend,
+            context_length=_context(settings.model, settings.max_sequence_length),
+            created=int(time.time()),
+            tool_format=settings.tool_format,
+            reasoning_format=settings.reasoning_format,
+            adapters=tuple(adapter_source(*each) for each in adapters),
+        )
+    ]
+
+
+def _card_of_entry(entry: CatalogueEntry) -> ModelCard:
+    is_made_up = entry.backend == "echo" and not Path(entry.source).expanduser().exists()
+    source = None if is_made_up else str(resolve_model(entry.source))
+    own = {name: getattr(entry, name) for name in ("queue_limit", "wait_limit") if name in entry.model_fields_set}
+    return ModelCard(
+        name=entry.name,
+        source=source or "echo",
+        backend=entry.backend,
+        context_length=_context(source, entry.max_sequence_length),
+        created=int(time.time()),
+        tool_format=entry.tool_format,
+        reasoning_format=entry.reasoning_format,
+        aliases=entry.aliases,
+        defaults=entry.defaults,
+        adapters=tuple(adapter_source(*each) for each in entry.adapters.items()),
+        **own,
+    )
+
+
+def _context(source: str | None, most: int | None) -> int:
+    return (most or ECHO_CONTEXT) if source is None else read_model_info(Path(source), source, most).context_length
