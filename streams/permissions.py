@@ -67,7 +67,7 @@ class Grants:
         worker = self.worker(inbox)
         root, subjects = self._root, self._subjects
         publish = [f"{root}.batch.>", *(f"{API}STREAM.{call}.*" for call in ("CREATE", "DELETE"))]
-        publish += [subjects.cancel("x", "x").removesuffix("x.x") + "*.*", *worker.publish]
+        publish += [subjects.cancel_all(), *worker.publish]
         return Permissions(tuple(dict.fromkeys(publish)), worker.subscribe)
 
     def bridge(self, inbox: str) -> Permissions:
@@ -123,10 +123,9 @@ class Grants:
 
     def tenant(self, tenant: str, inbox: str) -> Permissions:
         """Publishes and cancels its own jobs, and hears its own events as they come."""
-        events = self._subjects.events(tenant, "x", "x").removesuffix("x.x") + ">"
         publish = [self._subjects.jobs(priority, tenant) for priority in PRIORITIES]
-        publish += [f"{self._root}.control.cancel.{tenant}.*", f"{inbox}.>"]
-        return Permissions(tuple(publish), (events, f"{inbox}.>"))
+        publish += [self._subjects.cancel_of(tenant), f"{inbox}.>"]
+        return Permissions(tuple(publish), (self._subjects.events_to(tenant), f"{inbox}.>"))
 
     def _part(
         self, inbox: str, publish: Sequence[str], subscribe: Sequence[str], *, charges: bool = False

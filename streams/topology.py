@@ -140,6 +140,10 @@ class Subjects:
         """The events of a request of any bridge."""
         return f"{self.root}.events.{_token(tenant)}.*.{_token(request)}"
 
+    def events_to(self, tenant: str) -> str:
+        """All events of a tenant."""
+        return f"{self.root}.events.{_token(tenant)}.>"
+
     def events_of(self, bridge: str) -> str:
         """All events, of every tenant, that `bridge` asked for."""
         return f"{self.root}.events.*.{_token(bridge)}.*"
@@ -167,6 +171,9 @@ class Subjects:
     def cancel(self, tenant: str, request: str) -> str:
         """Publish anything here to cancel a request."""
         return f"{self.root}.control.cancel.{_token(tenant)}.{_token(request)}"
+
+    def cancel_of(self, tenant: str) -> str:
+        return f"{self.root}.control.cancel.{_token(tenant)}.*"
 
     def cancel_all(self) -> str:
         return f"{self.root}.control.cancel.*.*"

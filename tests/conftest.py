@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import Process, Serve, Served, Start, serving
+from serving import GUARDED, Process, Serve, Served, Start, serving
 from templates import HERMES
 
 if not torch.cuda.is_available():  # Triton, which others import too, reads it once
@@ -33,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/serve: parts in processes of their own connect over TLS, with the users of penstock nats config",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--nats-permissions"):
+        os.environ[GUARDED] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

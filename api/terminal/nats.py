@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 
 from ...config.sources import Loaded
 from ...schemas.errors import StartupError
+from ...streams.nats.accounts import TenantAccount, User, configuration
 from ...streams.nats.deployment import layout
 from ...streams.permissions import Grants, Permissions
 from .deployment import apply
@@ -46,14 +46,19 @@ def config(
     loaded: Loaded,
     directory: Annotated[Path, typer.Argument(help="Where the files go; it must not exist yet.")],
     tenant: Annotated[list[str] | None, typer.Option(help="Also a user for this tenant; may be repeated.")] = None,
+    accounts: Annotated[
+        bool, typer.Option("--account-per-tenant", help="Give each tenant a NATS account with its own subjects alone.")
+    ] = False,
 ) -> None:
     """Write a part of a nats-server configuration: a user for each role, with the permissions that it needs.
 
     Beside it goes a file with the seed of each user's nkey, for --nats-nkey; the server's file holds no secret.
     """
-    settings = loaded.settings
+    settings, tenants = loaded.settings, list(dict.fromkeys(tenant or []))
+    if accounts and not tenants:
+        raise StartupError("--account-per-tenant: name the tenants, each with --tenant")
     try:
-        users = role_permissions(Grants(settings.namespace, layout(settings)), settings.pipeline, tenant or [])
+        users = role_permissions(Grants(settings.namespace, layout(settings)), settings.pipeline, tenants)
         if (domain := settings.nats_domain) is not None:
             users = {name: permissions.in_domain(domain) for name, permissions in users.items()}
     except ValueError as error:
@@ -62,15 +67,9 @@ def config(
         directory.mkdir(mode=0o700)
     except OSError as error:
         raise StartupError(f"{directory} cannot be made: {error.strerror}; name one that does not exist") from error
-    blocks = []
-    for name, permissions in users.items():
-        seed = bytes(nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER))
-        _write(directory / f"{name}.nk", seed.decode() + "\n")
-        key = nkeys.from_seed(bytearray(seed)).public_key.decode()
-        blocks.append(f"    # {name}\n    {{ nkey: {key}, permissions: {_permissions(name, permissions)} }}")
-        typer.echo(f"{name}: --nats-nkey {directory / name}.nk --nats-inbox-prefix {inbox(name)}")
-    lines = ["accounts {", "  PENSTOCK {", "   jetstream: enabled", "   users: [", *blocks, "   ]", "  }", "}"]
-    _write(directory / CONFIGURATION, "\n".join(lines) + "\n")
+    made = {name: _user(name, permissions, directory) for name, permissions in users.items()}
+    own = [TenantAccount(name, (made.pop(tenant_user(name)),)) for name in tenants] if accounts else []
+    _write(directory / CONFIGURATION, configuration(settings.namespace, [*made.values()], own))
     typer.echo(f"write `include {CONFIGURATION}` into the configuration of each nats-server, beside this file")
 
 
@@ -79,18 +78,26 @@ def inbox(user: str) -> str:
     return f"_in_{user}"
 
 
+def tenant_user(tenant: str) -> str:
+    return f"tenant-{tenant}"
+
+
 def role_permissions(grants: Grants, pipeline: tuple[str, ...], tenants: list[str]) -> dict[str, Permissions]:
     """The users of a deployment by name. Raises `ValueError` for a tenant whose name fits no subject."""
     users = {name: getattr(grants, name)(inbox(name)) for name in ("admin", "agent", "bridge", "worker", "tools")}
     stages = [name for name in pipeline[: pipeline.index("infer")]] + ["stream"]
     users |= {f"stage-{name}": grants.stage(name, inbox(f"stage-{name}")) for name in stages}
-    return users | {f"tenant-{name}": grants.tenant(name, inbox(f"tenant-{name}")) for name in tenants}
+    return users | {tenant_user(name): grants.tenant(name, inbox(tenant_user(name))) for name in tenants}
 
 
-def _permissions(name: str, permissions: Permissions) -> str:
+def _user(name: str, permissions: Permissions, directory: Path) -> User:
+    """Make a user, write the seed of its nkey, and say how a part becomes it."""
+    seed = bytes(nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER))
+    _write(directory / f"{name}.nk", seed.decode() + "\n")
+    typer.echo(f"{name}: --nats-nkey {directory / name}.nk --nats-inbox-prefix {inbox(name)}")
+    key = nkeys.from_seed(bytearray(seed)).public_key.decode()
     # The stage validate answers publishers whose job no stream accepts.
-    more = ", allow_responses: true" if name == "stage-validate" else ""
-    return f"{{ publish: {json.dumps(permissions.publish)}, subscribe: {json.dumps(permissions.subscribe)}{more} }}"
+    return User(name, key, permissions, answers=name == "stage-validate")
 
 
 def _write(path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import openai
 
 LOOK = 0.03  # seconds between two looks at what other processes do; without them they would have no core to do it on
+GUARDED = "TEST_NATS_PERMISSIONS"  # a variable that is set where parts are to have users with least permissions
 START_TIMEOUT = 120.0  # seconds; loading torch in several processes on two busy cores takes a while
 
 
@@ -127,7 +128,16 @@ Serve = Callable[..., Served]
 
 @contextlib.contextmanager
 def serving(state_dir: Path, *arguments: str) -> Iterator[Served]:
-    """A `penstock serve` on a free port, for fixtures that many tests share; it is ended afterwards."""
+    """A `penstock serve` on a free port, for fixtures that many tests share; it is ended afterwards.
+
+    With `--nats-permissions` it is what that runs, as parts with users of their own.
+    """
+    if os.environ.get(GUARDED):
+        from guarded_parts import guarded_parts  # which needs this module
+
+        with guarded_parts(state_dir, *arguments) as served:
+            yield served
+        return
     process = Process("serve", *arguments, "--port", "0", "--state-dir", str(state_dir))
     try:
         yield Served(process, state_dir)

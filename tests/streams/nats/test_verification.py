@@ -27,7 +27,9 @@ Setup = Callable[..., Awaitable[Result]]
 
 @pytest.fixture
 def part(namespace: str) -> Loaded:
-    return Loaded(Settings.model_validate({"namespace": namespace, **SMALL}), dict.fromkeys(Settings.model_fields, "default"))
+    return Loaded(
+        Settings.model_validate({"namespace": namespace, **SMALL}), dict.fromkeys(Settings.model_fields, "default")
+    )
 
 
 @pytest.fixture
