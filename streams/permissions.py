@@ -56,7 +56,7 @@ class Grants:
     def admin(self, inbox: str) -> Permissions:
         """Everything below the namespace and all of JetStream's management."""
         keys = (f"$KV.{self._root}_{spec.name}.>" for spec in self._layout.buckets)
-        publish = (f"{self._root}.>", "$JS.API.>", "$JS.ACK.>", *keys, f"{inbox}.>")
+        publish = (f"{self._root}.>", "$JS.API.>", "$JS.ACK.>", "$JS.SNAPSHOT.>", *keys, f"{inbox}.>")
         return Permissions(publish, (f"{self._root}.>", f"{inbox}.>"))
 
     def agent(self, inbox: str) -> Permissions:

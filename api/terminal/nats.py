@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
 import nkeys
 import typer
 
+from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas.errors import StartupError
+from ...streams.nats.access import Access
 from ...streams.nats.accounts import TenantAccount, User, configuration
-from ...streams.nats.deployment import layout
+from ...streams.nats.backup import load, save
+from ...streams.nats.deployment import check_stopped, layout
+from ...streams.nats.link import Link
 from ...streams.permissions import Grants, Permissions
+from ..serve.connecting import broker_url, connected
 from .deployment import apply
 from .options import with_settings
 
 CONFIGURATION = "penstock.conf"
 
-nats = typer.Typer(no_args_is_help=True, help="Create and change streams, and write the users of a NATS server.")
+nats = typer.Typer(no_args_is_help=True, help="Set up the streams of a deployment, save them, and write NATS users.")
 
 
 @nats.command()
@@ -38,6 +45,30 @@ def setup(
     are all that are declared from then on.
     """
     asyncio.run(apply(loaded, [], apply_, declares=True))
+
+
+@nats.command()
+@with_settings
+def backup(
+    loaded: Loaded, directory: Annotated[Path, typer.Argument(help="Where it goes; it must not exist yet.")]
+) -> None:
+    """Copy all streams and buckets of a deployment whose parts are stopped: requests, responses, files, and so on.
+
+    Whoever can read the directory can read prompts and answers.
+    """
+    asyncio.run(_backup(loaded.settings, directory))
+
+
+@nats.command()
+@with_settings
+def restore(
+    loaded: Loaded, directory: Annotated[Path, typer.Argument(help="What `penstock nats backup` wrote.")]
+) -> None:
+    """Create the streams and buckets of a backup, in servers that have none of the namespace.
+
+    They have as many copies as before; `penstock nats setup --nats-replicas 3 --apply` changes that.
+    """
+    asyncio.run(_restore(loaded.settings, directory))
 
 
 @nats.command()
@@ -71,6 +102,31 @@ def config(
     own = [TenantAccount(name, (made.pop(tenant_user(name)),)) for name in tenants] if accounts else []
     _write(directory / CONFIGURATION, configuration(settings.namespace, [*made.values()], own))
     typer.echo(f"write `include {CONFIGURATION}` into the configuration of each nats-server, beside this file")
+
+
+async def _backup(settings: Settings, directory: Path) -> None:
+    async with connected(settings, "backup") as broker:
+        await check_stopped(broker, "a backup is whole")
+    async with _linked(settings) as link:
+        names = await save(link, settings.namespace, directory)
+    typer.echo(f"{len(names)} streams and buckets are in {directory}")
+
+
+async def _restore(settings: Settings, directory: Path) -> None:
+    async with connected(settings, "restore"), _linked(settings) as link:
+        names = await load(link, settings.namespace, directory)
+    typer.echo(f"{len(names)} streams and buckets are restored")
+
+
+@contextlib.asynccontextmanager
+async def _linked(settings: Settings) -> AsyncIterator[Link]:
+    link = await Link.connect(
+        broker_url(settings), name="penstock-backup", timeout=settings.nats_timeout, access=Access.of(settings)
+    )
+    try:
+        yield link
+    finally:
+        await link.close()
 
 
 def inbox(user: str) -> str:

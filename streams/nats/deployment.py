@@ -206,13 +206,7 @@ class Deployment:
         if before.layout != LAYOUT:
             structural.append("the layout of the streams")
         if structural:
-            entries = await (await self._broker.bucket(WORKERS)).entries()
-            if cards := [entry.key for entry in entries if entry.key.startswith(_RUNNING)]:
-                running = ", ".join(cards[:5])
-                raise StartupError(
-                    f"{' and '.join(structural)} can change only while no part runs: stop all parts first "
-                    f"({running}{', …' if len(cards) > 5 else ''})"
-                )
+            await check_stopped(self._broker, f"{' and '.join(structural)} can change")
         queues = _lanes([stage_stream(stage) for stage in self._gone(before, after)])
         if "stream_partitions" in changed:
             stages = [stage_stream(stage) for stage in job_stages(before.pipeline)]
@@ -275,6 +269,18 @@ class Deployment:
         if await self._broker.present(self._broker.server_name(STREAM)) is None:
             return []
         return [info["name"].removeprefix("stream-") for info in await self._broker.consumers(STREAM)]
+
+
+async def check_stopped(broker: JetStreamBroker, what: str) -> None:
+    """Raise `StartupError` if a part runs: `what` is possible only while none does."""
+    if await broker.present(broker.server_name(WORKERS)) is None:
+        return
+    entries = await (await broker.bucket(WORKERS)).entries()
+    if cards := [entry.key for entry in entries if entry.key.startswith(_RUNNING)]:
+        running = ", ".join(cards[:5])
+        raise StartupError(
+            f"{what} only while no part runs: stop all parts first ({running}{', …' if len(cards) > 5 else ''})"
+        )
 
 
 def _lanes(streams: Sequence[str]) -> list[str]:

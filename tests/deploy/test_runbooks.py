@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx2
 import pytest
-from pages import ROOT, blocks
+from runbooks import WORDS, begin, commands, content, no_copy_is_away, store_file, whole
 from serving import Serve, Start, until
+from setting_up import set_up
 
 from penstock.streams.nats.cluster import LocalCluster
-
-WORDS = " ".join(f"w{number}" for number in range(30))
-RESUMABLE = {"Penstock-Resumable": "true"}
 
 
 @pytest.fixture
@@ -25,49 +21,6 @@ async def cluster(tmp_path: Path) -> AsyncIterator[LocalCluster]:
     cluster = await LocalCluster.start(tmp_path / "cluster")
     yield cluster
     await cluster.close()
-
-
-def store_file(url: str) -> str:
-    files = {"file": ("kept.txt", b"kept")}
-    return str(httpx2.post(f"{url}/v1/files", files=files, data={"purpose": "user_data"}, timeout=60).json()["id"])
-
-
-def content(url: str, file: str) -> bytes | None:
-    """What is in a stored file; None while the servers elect leaders."""
-    answer = httpx2.get(f"{url}/v1/files/{file}/content", timeout=60)
-    assert answer.status_code in (200, 503), answer.text
-    return answer.content if answer.status_code == 200 else None
-
-
-def begin(url: str) -> str:
-    """The id of a request that runs on, though its client has left after the first token."""
-    body = {"model": "echo", "prompt": WORDS, "max_tokens": 500, "stream": True}
-    with httpx2.stream("POST", f"{url}/v1/completions", json=body, headers=RESUMABLE, timeout=60) as stream:
-        next(line for line in stream.iter_lines() if line.startswith("data: {"))
-        return str(stream.headers["x-request-id"])
-
-
-def whole(url: str, id: str) -> str:
-    """The answer of that request from its beginning, when it has ended; refused while the servers elect leaders."""
-    body = {"model": "echo", "prompt": WORDS, "max_tokens": 500, "stream": True}
-    headers = RESUMABLE | {"Last-Event-ID": id}
-
-    def ask() -> httpx2.Response | None:
-        answer = httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
-        assert answer.status_code in (200, 503), answer.text
-        return answer if answer.status_code == 200 else None
-
-    chunks = [json.loads(line[6:]) for line in until(ask).text.splitlines() if line.startswith("data: {")]
-    return "".join(str(chunk["choices"][0]["text"]) if "choices" in chunk else str(chunk) for chunk in chunks)
-
-
-def commands(mark: str, paths: dict[str, Path]) -> str:
-    """The runbook's block that has `mark`, with our paths in place of its own."""
-    (code,) = [block.code for block in blocks(ROOT / "docs" / "operations.md", "sh") if mark in block.code]
-    for name, path in paths.items():
-        assert name in code
-        code = code.replace(name, str(path))
-    return code
 
 
 def test_a_backup_brings_back_what_is_stored_and_what_runs(serve: Serve, tmp_path: Path) -> None:
@@ -88,7 +41,8 @@ def test_a_backup_brings_back_what_is_stored_and_what_runs(serve: Serve, tmp_pat
 async def test_a_node_that_lost_its_disk_is_filled_by_the_others(
     cluster: LocalCluster, start: Start, tmp_path: Path
 ) -> None:
-    arguments = ("--nats-url", cluster.urls, "--nats-replicas", "3", "--state-dir", str(tmp_path / "front"))
+    await set_up({"PENSTOCK_NATS_URL": cluster.urls, "PENSTOCK_NATS_REPLICAS": "3"})
+    arguments = ("--nats-url", cluster.urls, "--state-dir", str(tmp_path / "front"))
     front = start("serve", "--backend", "echo", "--echo-rate", "8", "--port", "0", *arguments)
     url = front.wait_for(r"penstock ready (http://\S+)")[1]
     file, request = store_file(url), begin(url)
@@ -101,9 +55,3 @@ async def test_a_node_that_lost_its_disk_is_filled_by_the_others(
     assert whole(url, request) == WORDS
     assert until(lambda: content(url, file)) == b"kept"
     assert front.alive
-
-
-def no_copy_is_away(url: str) -> bool:
-    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
-    away = [line.rpartition(" ")[2] for line in lines if line.startswith("penstock_stream_away{")]
-    return bool(away) and set(away) == {"0.0"}

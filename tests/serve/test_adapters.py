@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM
 from penstock.engine.models import BUNDLED
 from penstock.schemas.codec import decode_outputs
 from penstock.schemas.events import Started
-from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.topology import Subjects, partition
 
 TOKENS = 24
@@ -175,7 +174,7 @@ def test_a_stream_goes_on_with_its_adapter_when_every_worker_is_killed(served: S
 
 
 async def epochs(served: Served, request: str) -> list[int]:
-    broker = await JetStreamBroker.connect(served.nats_url, namespace="penstock")
+    broker = await served.broker()
     subject = Subjects("penstock").stream(partition("one", request, 8), "one", request)
     outputs = [output for message in await broker.replay("STREAM", subject) for output in decode_outputs(message.data)]
     await broker.close()

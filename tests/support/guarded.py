@@ -13,6 +13,8 @@ import nats
 import trustme
 from compose import free_port
 
+from penstock.streams.nats.access import Access
+from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.server import EmbeddedServer
 
 DENIED = re.compile("does not allow|[Pp]ermissions [Vv]iolation")
@@ -68,6 +70,12 @@ class GuardedServer:
         if self.domain is not None:
             values["DOMAIN"] = self.domain
         return {f"PENSTOCK_NATS_{name}": value for name, value in values.items()}
+
+    async def broker(self) -> JetStreamBroker:
+        """Connected as the user `admin`."""
+        users = self._directory / "users"
+        access = Access(ca=self._directory / "ca.pem", nkey=users / "admin.nk", inbox_prefix="_in_admin")
+        return await JetStreamBroker.connect(self.url, namespace="penstock", access=access)
 
     async def chat_of_tenant(self, tenant: str, model: str, prompt: str) -> str:
         """The answer that a tenant hears over NATS, from an account of its own."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from guarded import DENIED, GuardedServer
 from serving import Process, Served
 
+from penstock.streams.nats.broker import JetStreamBroker
+
 STAGES = ("validate", "queue", "batch", "stream", "tools")
 OF_MODELS = ("--models", "--model-dir")
 
@@ -36,8 +38,14 @@ class _Background:
 class GuardedParts(Served):
     """`process` is the agent, where models are offered, or the worker."""
 
-    def __init__(self, process: Process, state_dir: Path, url: str) -> None:
+    supervised = False
+
+    def __init__(self, process: Process, state_dir: Path, url: str, server: GuardedServer) -> None:
         self.process, self.state_dir, self.url = process, state_dir, url
+        self._server = server
+
+    async def broker(self) -> JetStreamBroker:
+        return await self._server.broker()
 
 
 @contextlib.contextmanager
@@ -65,7 +73,7 @@ def guarded_parts(state_dir: Path, *arguments: str) -> Iterator[Served]:
         for part in running:
             part.wait_for(r"running.*stages=")
         worker.wait_for("agent runs" if is_offered else "worker ready")
-        yield GuardedParts(worker, state_dir, bridge.wait_for(r"penstock ready (http://\S+)")[1])
+        yield GuardedParts(worker, state_dir, bridge.wait_for(r"penstock ready (http://\S+)")[1], server)
     finally:
         for part in reversed(parts):
             part.end()

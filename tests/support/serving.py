@@ -18,6 +18,8 @@ from typing import Protocol, TypeVar
 
 import openai
 
+from penstock.streams.nats.broker import JetStreamBroker
+
 LOOK = 0.03  # seconds between two looks at what other processes do; without them they would have no core to do it on
 GUARDED = "TEST_NATS_PERMISSIONS"  # a variable that is set where parts are to have users with least permissions
 START_TIMEOUT = 120.0  # seconds; loading torch in several processes on two busy cores takes a while
@@ -111,7 +113,9 @@ class Start(Protocol):
 
 
 class Served:
-    """A whole `penstock serve`, ready."""
+    """A whole `penstock serve`, ready. It is `supervised`: what dies of it starts again."""
+
+    supervised = True
 
     def __init__(self, process: Process, state_dir: Path) -> None:
         self.process = process
@@ -121,6 +125,9 @@ class Served:
     @property
     def nats_url(self) -> str:
         return (self.state_dir / "nats-url").read_text()
+
+    async def broker(self) -> JetStreamBroker:
+        return await JetStreamBroker.connect(self.nats_url, namespace="penstock")
 
 
 Serve = Callable[..., Served]
