@@ -141,7 +141,6 @@ class Subjects:
         return f"{self.root}.events.{_token(tenant)}.*.{_token(request)}"
 
     def events_to(self, tenant: str) -> str:
-        """All events of a tenant."""
         return f"{self.root}.events.{_token(tenant)}.>"
 
     def events_of(self, bridge: str) -> str:

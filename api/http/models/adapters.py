@@ -86,13 +86,20 @@ class AdapterRoutes(Routes):
                 f"The backend {card.backend} of {card.name!r} runs no adapters.", code="unsupported_capability"
             )
         new = await asyncio.to_thread(_described, asked, card)
-        if not await registry.add_adapter(new, replace=added is not None):
+        # One that replaces another is tried under a name of its own: no other process knows that one, so none takes
+        # the former adapter for it, and clients keep the former one until it is known to be good.
+        trial = new if added is None else new.model_copy(update={"name": f"{name[:160]}-{uuid.uuid4().hex}"})
+        if not await registry.add_adapter(trial):
             raise _loaded(name)
         await registry.look()
-        if reason := await self._fault(request, new, card):
-            await (registry.add_adapter(added, replace=True) if added else registry.remove_adapter(new))
+        if reason := await self._fault(request, trial, card):
+            await registry.remove_adapter(trial)
             await registry.look()
-            raise InvalidRequest(reason, code="invalid_adapter", param="lora_path")
+            raise InvalidRequest(reason.replace(trial.name, name), code="invalid_adapter", param="lora_path")
+        if added is not None:
+            await registry.add_adapter(new, replace=True)
+            await registry.remove_adapter(trial)
+            await registry.look()
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> PlainTextResponse:
