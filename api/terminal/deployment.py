@@ -92,7 +92,7 @@ async def apply(
         if revision and before == wanted and not (missing or changed or is_new):
             typer.echo("nothing to change")
         elif yes:
-            if before != wanted or missing or changed:
+            if not revision or before != wanted or missing or changed:
                 await deployment.change(wanted)
             if cards is not None:
                 await declare(broker, adopt(loaded.settings, wanted), cards)

@@ -82,7 +82,7 @@ class GuardedServer:
         user = self.environment(f"tenant-{tenant}")
         trusted = ssl.create_default_context(cafile=user["PENSTOCK_NATS_CA"])
         options = {"nkeys_seed": user["PENSTOCK_NATS_NKEY"], "inbox_prefix": user["PENSTOCK_NATS_INBOX_PREFIX"]}
-        client = await nats.connect(self.url, tls=trusted, **options)  # type: ignore[arg-type]
+        client = await nats.connect(self.url, tls=trusted, **options)
         try:
             events = await client.subscribe(f"penstock.events.{tenant}.me.r1")
             job = {
@@ -96,8 +96,8 @@ class GuardedServer:
             text = ""
             while (event := json.loads((await events.next_msg(timeout=60)).data))["type"] != "done":
                 assert event["type"] in ("accepted", "queued", "token"), event
-                text += event.get("text", "")
-            return text + event.get("text", "")
+                text += str(event.get("text", ""))
+            return text + str(event.get("text", ""))
         finally:
             await client.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -140,9 +141,8 @@ def serving(state_dir: Path, *arguments: str) -> Iterator[Served]:
     With `--nats-permissions` it is what that runs, as parts with users of their own.
     """
     if os.environ.get(GUARDED):
-        from guarded_parts import guarded_parts  # which needs this module
-
-        with guarded_parts(state_dir, *arguments) as served:
+        parts = importlib.import_module("guarded_parts")  # which needs this module
+        with parts.guarded_parts(state_dir, *arguments) as served:
             yield served
         return
     process = Process("serve", *arguments, "--port", "0", "--state-dir", str(state_dir))

@@ -15,11 +15,12 @@ from penstock.config.settings import Settings
 from penstock.config.sources import Loaded, flag
 from penstock.schemas.errors import StartupError
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.deployment import joined, owned
+from penstock.streams.nats.deployment import KEY, joined, owned
 from penstock.streams.nats.management import call
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.nats.verification import setup_command
 from penstock.streams.port import StreamSpec
+from penstock.streams.topology import STATE
 
 SMALL = {"store_limit": 256 << 20, "events_limit": 16 << 20}
 Setup = Callable[..., Awaitable[Result]]
@@ -69,6 +70,17 @@ async def test_a_stream_that_is_missing_is_named_and_created_by_setup(
         await joined(jetstream, part)
     plan = await setup()
     assert plan.stdout == f"  {lost}: missing → created\nnothing was changed; add --apply to make the changes\n"
+    assert (await setup("--apply")).stdout.endswith("changed\n")
+    await joined(jetstream, part)
+
+
+async def test_streams_without_an_agreement_are_agreed_on(
+    jetstream: JetStreamBroker, part: Loaded, setup: Setup
+) -> None:
+    await owned(jetstream, part)
+    await (await jetstream.bucket(STATE)).delete(KEY)
+    with pytest.raises(StartupError, match="is not set up"):
+        await joined(jetstream, part)
     assert (await setup("--apply")).stdout.endswith("changed\n")
     await joined(jetstream, part)
 
