@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -39,10 +40,11 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
     """
     config = model.config.get_text_config()
     stateful: dict[int, Any] = {}
+    first_pass: AbstractContextManager[None] = nullcontext()
     if not isinstance(model, PlainModel):
-        from .state.layers import find_states, replace_states  # they import transformers, which takes seconds
+        from .state.layers import find_states, replace_states, without_advice  # transformers takes seconds to import
 
-        stateful = find_states(model, name)
+        stateful, first_pass = find_states(model, name), without_advice()
     for layer in stateful.values():
         layer.conv1d.float()  # what it passes to a function of its own would not be widened with the rest
     if not (stateful or model._supports_attention_backend):
@@ -63,7 +65,8 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         return attend_alone(query, key, value, rules)
 
     try:
-        logits = run(note)
+        with first_pass:
+            logits = run(note)
     except ModelLoadError:
         raise
     except Exception as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -33,6 +36,18 @@ def find_states(model: Any, name: str) -> dict[int, nn.Module]:
             "or a GGUF file of it with --backend llama_cpp"
         )
     return found
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Keep transformers from advising packages that make its own layers faster: they run once, and are replaced."""
+    log = logging.getLogger("transformers.integrations.hub_kernels")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def replace_states(model: nn.Module) -> list[DeltaNet]:

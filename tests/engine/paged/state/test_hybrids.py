@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -261,3 +263,14 @@ def test_a_model_that_also_sees_is_served_for_text(family: str, model_directory:
         choice = add(backend, PROMPT)
         finish(backend)
         assert choice.tokens == output[0, len(PROMPT) :].tolist()
+
+
+def test_nobody_is_advised_to_make_replaced_layers_faster(model_directory: Directory) -> None:
+    """In a process of its own, as transformers gives its advice once."""
+    code = (
+        "import sys; from penstock.engine import EngineConfig, InferenceEngine; "
+        "InferenceEngine(EngineConfig(model=sys.argv[1], dtype='float32', device='cpu')).close()"
+    )
+    command = [sys.executable, "-c", code, str(model_directory("qwen3_5_text"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "falling back" not in done.stderr
