@@ -17,6 +17,7 @@ from .request import EngineRequest, Preemption
 from .text.detokenizer import Detokenizer
 from .text.stops import StopMatcher
 from .text.tokenizer_port import TokenizerLike
+from .vision.layout import ImageLayout
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Choice:
         self.pending = 0  # tokens chosen on the device that the host has not read yet; set by the backend
         self.is_waiting = True  # for its turn or for room; set by the backend
         self.num_computed = 0  # tokens computed so far, recomputed ones included; set by a backend with chunked prefill
+        self.layout: ImageLayout | None = None  # of the images in the prompt; set by a backend that sees them
         self.preemptions: list[Preemption] = []  # of all choices of the request; set by the driver to its handle's
         self.end_token_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else tokenizer.eos_token_ids

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
@@ -44,13 +50,15 @@ def load_causal_lm(
     attention: str | None,
     *,
     keep_levels: bool = False,
+    sees: bool = False,
 ) -> PreTrainedModel:
     """Load the weights at `path` onto `device`; with `attention` None transformers chooses its implementation.
 
     `keep_levels`: in bfloat16, modules also keep the levels that a GGUF file has for their weights, as `rounded`.
+    `sees`: it is a model for images and text, and is loaded as a whole.
     Call `count_parameters` first: it checks the files. Raises `ModelLoadError` and `ConfigurationError`.
     """
-    if _read_as_text(path, architecture) not in {"unknown", *_causal_architectures()}:
+    if not sees and _read_as_text(path, architecture) not in {"unknown", *_causal_architectures()}:
         raise ModelLoadError(
             f"{config.model} is a {architecture}, which transformers does not know as a causal language model; "
             "serve an embedding model with --backend sentence_transformers"
@@ -64,7 +72,10 @@ def load_causal_lm(
         with counting_weights(progress):
             options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
             options |= {"local_files_only": True, "output_loading_info": True}
-            loaded = _load(path, config.dtype, keep_levels and config.quantization is None, **options)
+            if sees:
+                loaded = _load_seeing(path, config.dtype, **options)
+            else:
+                loaded = _load(path, config.dtype, keep_levels and config.quantization is None, **options)
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(
@@ -110,6 +121,12 @@ def _load(path: Path, name: str, keep_levels: bool, **options: Any) -> Any:
         loaded[0].model.rotary_emb.inv_freq /= torch.tensor(factors)
     attach(loaded[0], found)
     return loaded
+
+
+def _load_seeing(path: Path, name: str, **options: Any) -> Any:
+    if read_quantized(path) or packed_files(path):
+        raise ModelLoadError(f"{path} sees images and has packed weights; use the model without quantisation")
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=name, **options)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..schemas.errors import InvalidRequest
 from ..schemas.params import GenerationParams
 from .models import ModelInfo
+from .vision.images import PromptImage
 
 MAX_SCORED = 100_000  # log-probabilities of prompts in one answer, alternatives included: each takes about 80 bytes
 
@@ -25,7 +26,8 @@ class EngineRequest:
     none. The engine resumes at the next index and returns only new tokens.
 
     Requests share cached prefixes only if they have the same `cache_salt`, such as a tenant's name, and the same
-    `adapter`, the name of a loaded one or None. `priority` 0 is served first, then 1, and so on.
+    `adapter`, the name of a loaded one or None. `priority` 0 is served first, then 1, and so on. `images` are those of
+    the prompt, in its order.
     """
 
     id: str
@@ -38,6 +40,7 @@ class EngineRequest:
     cache_salt: str = ""
     priority: int = 0
     adapter: str | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

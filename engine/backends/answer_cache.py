@@ -132,5 +132,6 @@ def _key(choice: Choice) -> bytes | None:
     prompt = struct.pack(f"<{len(choice.prompt)}q", *choice.prompt)
     salt = choice.request.cache_salt.encode()
     adapter = choice.adapter.info.digest.encode() if choice.adapter is not None else b""
-    content = struct.pack("<q", len(salt)) + salt + prompt + asked.encode()
+    images = b"".join(image.identity + struct.pack("<q", image.offset) for image in choice.request.images)
+    content = struct.pack("<qq", len(salt), len(images)) + salt + images + prompt + asked.encode()
     return blake2b(content, digest_size=16, key=adapter).digest()

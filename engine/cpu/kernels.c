@@ -53,7 +53,7 @@ typedef struct {
 
 /* One token of a step; `tables` holds the blocks of its sequence in each group's pools, [groups, width]. */
 typedef struct {
-    int64_t id, position;
+    int64_t id, position, turn; /* rotated by the angle of position `turn` */
     const int64_t *tables;
     int64_t width;
     const LowRank *adapter; /* [layers, NUM_PARTS] or NULL */
@@ -376,7 +376,8 @@ INLINE void rotate_and_store(const Model *m, const Layer *l, const Token *tokens
     for (int64_t item = 0; item < rows * num_heads; item++) {
         const int64_t row = item / num_heads, head = item % num_heads;
         float *x = m->qkv + item * head_dim;
-        const int64_t position = tokens[row].position, angle = position * head_dim, other_angle = angle + middle;
+        const int64_t position = tokens[row].position, angle = tokens[row].turn * head_dim;
+        const int64_t other_angle = angle + middle;
         if (head < rotated) {
             if (l->head_norm) rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
             for (int64_t i = 0; i < middle; i += 16) {
@@ -610,9 +611,9 @@ INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const Run
 }
 
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
-   last token are wanted, the width of the tables, the address of the adapter or 0; then ids [count] and tables
-   [groups, width]. The model must have
-   cosines and sines for every position. Writes the wanted `logits` [kept, V] and the ids of their maxima, `best`
+   last token are wanted, the width of the tables, the address of the adapter or 0, by how much the positions of
+   rotations differ from the tokens' own; then ids [count] and tables [groups, width]. The model must have cosines and
+   sines for every position of a rotation. Writes the wanted `logits` [kept, V] and the ids of their maxima, `best`
    [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an id without an
    embedding or a token without a block. */
 int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
@@ -623,7 +624,7 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
     for (int64_t s = 0; s < count; s++) {
         const int64_t length = segments[0], start = segments[1], wanted = segments[2], width = segments[3];
         const LowRank *adapter = (const LowRank *)segments[4];
-        const int64_t *ids = segments + 5, *tables = ids + length;
+        const int64_t shift = segments[5], *ids = segments + 6, *tables = ids + length;
         if ((start + length - 1) / m->block_size >= width) return 1;
         for (int64_t i = 0; i < length; i++) {
             if (ids[i] < 0 || ids[i] >= m->vocabulary) return 1;
@@ -632,7 +633,7 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
                 if (rows && tokens[rows - 1].adapter == adapter && last->count < RUN) last->count++;
                 else runs[num_runs++] = (Run){rows, 1};
             }
-            tokens[rows++] = (Token){ids[i], start + i, tables, width, adapter};
+            tokens[rows++] = (Token){ids[i], start + i, start + i + shift, tables, width, adapter};
         }
         if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
         segments = tables + m->num_groups * width;

@@ -212,6 +212,8 @@ class PagedBackend:
         return 2 * products + num_tokens * runner.states.flops + num_attended * runner.attention_flops
 
     def add(self, choice: Choice) -> None:
+        if self.runner.vision is not None:
+            choice.layout = self.runner.vision.layout(choice.request)
         if not self._spill.hold(choice):
             self._scheduler.add(choice)
 

@@ -16,9 +16,10 @@ def root(salt: str, adapter: str = "") -> bytes:
     return blake2b(salt.encode(), digest_size=16, person=b"root", key=adapter.encode()).digest()
 
 
-def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of the block of `tokens` that follows the block with the key `parent`."""
-    return blake2b(parent + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=16).digest()
+def chain(parent: bytes, tokens: Sequence[int], marks: bytes = b"") -> bytes:
+    """The key of the block of `tokens` behind the block with the key `parent`; `marks` say which images they show."""
+    content = parent + struct.pack(f"<{len(tokens)}I", *tokens)
+    return blake2b(content + marks, digest_size=16, person=b"images" if marks else b"").digest()
 
 
 class BlockPool:

@@ -158,10 +158,12 @@ class CompiledDecoder:
 
     @staticmethod
     def takes(segments: Sequence[Segment]) -> bool:
-        """Whether the kernels take this step: few tokens, no prefill over a long context, no scored prompt."""
+        """Whether the kernels take this step: few tokens, no scored prompt or image, no prefill over a long context."""
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
         return few and all(
-            (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS) and not segment.scores for segment in segments
+            (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS)
+            and not (segment.scores or segment.images or segment.positions is not None)
+            for segment in segments
         )
 
     def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
@@ -175,15 +177,15 @@ class CompiledDecoder:
         if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
             order = sorted(order, key=lambda index: id(segments[index].adapter))
         for index in order:
-            ids, start, tables, samples, _, adapter = segments[index][:6]
+            ids, start, tables, samples, _, adapter, _, shift, *_ = segments[index]
             address = ctypes.addressof(adapter.compiled) if adapter else 0
-            numbers.extend((len(ids), start, samples, len(tables[0]), address))
+            numbers.extend((len(ids), start, samples, len(tables[0]), address, shift))
             numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
             for table in tables:
                 numbers.extend(table)
             if samples:
                 sampled.append(index)
-        self._reach(max(segment.end for segment in segments))
+        self._reach(max(segment.end + segment.shift for segment in segments))
         best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
         buffers = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
         if self._kernels.library.step(ctypes.byref(self._model), *buffers):

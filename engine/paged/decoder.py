@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..vision.tower import Seen
 from .linear import Linear
 
 MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
@@ -93,17 +94,23 @@ class Decoder:
             return None
         return cls(model, make, dtype) if all(map(_is_plain, body.layers)) else None
 
-    def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention) -> Tensor:
-        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T]."""
+    def __call__(
+        self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention, seen: Seen | None = None
+    ) -> Tensor:
+        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [3, T]."""
         x = functional.embedding(ids, self.embedding).to(self._dtype)
+        if seen is not None:
+            x = x.index_copy(0, seen.rows, seen.features.to(self._dtype))
         angles = self.angles(positions, self._dtype)
         for index, layer in enumerate(self.layers):
             x = advance(layer, index, x, angles, attention)
+            if seen is not None and index < len(seen.deep):
+                x = x.index_add(0, seen.rows, seen.deep[index].to(self._dtype))
         return self.head(self.norm(x[keep]))
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """The rotations at `positions` [T], rounded to `dtype`."""
-        cos, sin = self._rotary(self.embedding[None, :1].to(dtype), positions[None])
+        """The rotations at `positions` [T], or [3, T] in three dimensions, rounded to `dtype`."""
+        cos, sin = self._rotary(self.embedding[None, :1].to(dtype), positions.unsqueeze(-2))
         half = cos.shape[-1] // 2
         return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
 

@@ -11,9 +11,12 @@ from ..backend import ProgressCallback
 from ..config import EngineConfig
 from ..plain.loading import load_plain
 from ..plain.model import PlainModel
+from ..vision.processor import VisionProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ..vision.tower import LanguageModel
 
 
 def load_model(
@@ -24,8 +27,10 @@ def load_model(
     progress: ProgressCallback | None,
     *,
     keep_levels: bool,
-) -> PreTrainedModel | PlainModel:
+) -> PreTrainedModel | PlainModel | LanguageModel:
     """The model at `path`, whose attention is the runner's; see `load_causal_lm` for the arguments and errors."""
+    if (processor := VisionProcessor.of(path)) is not None:
+        return _load_seeing(config, path, architecture, device, progress, processor)
     plain = load_plain(config, path, device, progress, keep_levels=keep_levels)
     if plain is not None:
         return plain
@@ -33,3 +38,21 @@ def load_model(
     from .attention_hook import ATTENTION
 
     return load_causal_lm(config, path, architecture, device, progress, ATTENTION, keep_levels=keep_levels)
+
+
+def _load_seeing(
+    config: EngineConfig,
+    path: Path,
+    architecture: str,
+    device: torch.device,
+    progress: ProgressCallback | None,
+    processor: VisionProcessor,
+) -> LanguageModel:
+    """The language model of one that sees images; only its own attention is the runner's, and not the tower's."""
+    from ..loading import load_causal_lm
+    from ..vision.tower import split
+    from .attention_hook import ATTENTION
+
+    model = split(load_causal_lm(config, path, architecture, device, progress, None, sees=True), processor)
+    model.config._attn_implementation = ATTENTION
+    return model

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..adapters import Adapter
 from ..low_rank import Users, users
 from ..transfer import upload
+from ..vision.layout import Placed
 from .state.slots import StateUse
 from .state.step import StateStep, pack_states
 
@@ -23,7 +24,9 @@ class Segment(NamedTuple):
 
     A token that only the device knows yet is ~k: the k-th token of the last step. `tables` has the sequence's blocks
     for each group; blocks that a window has passed may be anything. `samples` asks for the logits of the last token,
-    `scores` for those of all tokens. `state` has its slots, if the model keeps running states.
+    `scores` for those of all tokens. `state` has its slots, if the model keeps running states. The model rotates a
+    token by its index and `shift`, or by `positions` [3, n], and takes features of `images` instead of some tokens'
+    embeddings.
     """
 
     tokens: Sequence[int]
@@ -33,6 +36,9 @@ class Segment(NamedTuple):
     scores: bool = False
     adapter: Adapter | None = None
     state: StateUse | None = None
+    shift: int = 0
+    images: Sequence[Placed] = ()
+    positions: Ints | None = None
 
     @property
     def end(self) -> int:
@@ -48,9 +54,10 @@ class LayerGroup(NamedTuple):
 
 
 class PackedStep(NamedTuple):
-    """The tensors of one step. `ids` and `positions` are [T]; `keep` [K] are the indices of the tokens whose logits are
-    wanted, and `sampled` [K] the indices of their segments, repeated where one is scored. `groups` has what
-    `PackGroup` made for each group, `users` the adapters and their tokens, `states` the slots of running states."""
+    """The tensors of one step. `ids` are [T], and so are `positions`, or [3, T] where images have some; `keep` [K] are
+    the indices of the tokens whose logits are wanted, and `sampled` [K] the indices of their segments, repeated where
+    one is scored. `groups` has what `PackGroup` made for each group, `users` the adapters and their tokens, `states`
+    the slots of running states, `images` what tokens show."""
 
     ids: Tensor
     positions: Tensor
@@ -59,6 +66,7 @@ class PackedStep(NamedTuple):
     groups: Sequence[Any]
     users: Sequence[Users] = ()
     states: StateStep | None = None
+    images: Sequence[Placed] = ()
 
 
 class Computed(NamedTuple):
@@ -130,10 +138,30 @@ def pack(
         ids = ids.where(ids >= 0, chosen.clamp(min=0)[(~ids).clamp(min=0)])
     return PackedStep(
         ids=ids,
-        positions=upload(torch.from_numpy(packed.positions), device),
+        positions=upload(torch.from_numpy(_rotations(packed)), device),
         keep=upload(torch.from_numpy(keep), device),
         sampled=[order[index] for index in sampling],
         groups=steps,
         users=users([segment.adapter for segment in ordered], counts.tolist(), device),
         states=pack_states([segment.state for segment in ordered], counts.tolist(), num_slots, device),
+        images=[
+            one._replace(rows=one.rows + begin)
+            for segment, begin in zip(ordered, (ends - counts).tolist(), strict=True)
+            for one in segment.images
+        ],
     )
+
+
+def _rotations(packed: PackedSegments) -> Ints:
+    """The positions by which the model rotates the tokens, [T], or [3, T] if they differ by dimension."""
+    segments = packed.segments
+    if not any(segment.shift or segment.positions is not None for segment in segments):
+        return packed.positions
+    plain = packed.positions + np.array([segment.shift for segment in segments])[packed.rows]
+    if all(segment.positions is None for segment in segments):
+        return plain
+    found: Ints = np.tile(plain, (3, 1))
+    for index, segment in enumerate(segments):
+        if segment.positions is not None:
+            found[:, packed.rows == index] = segment.positions
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..choice import Choice
+from ..vision.images import marks
 from .block_pool import chain, root
 from .blocks import Tables
 from .state.slots import RowState
@@ -54,7 +55,8 @@ class Row:
             begin = end - block_size
             parent = keys[-1] if keys else root(self.choice.request.cache_salt, adapter)
             generated = tokens[max(begin - len(prompt), 0) : max(end - len(prompt), 0)]
-            keys.append(chain(parent, [*prompt[begin:end], *generated]))
+            shown = marks(self.choice.request.images, begin, end)
+            keys.append(chain(parent, [*prompt[begin:end], *generated], shown))
 
 
 class Scheduled(NamedTuple):

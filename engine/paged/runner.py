@@ -26,7 +26,8 @@ from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
 from ..low_rank import Adaptation, place
 from ..plain.model import PlainModel
-from .attention import MatmulAttention, Rules, widened, with_rules
+from ..vision.tower import LanguageModel, Seen, Vision
+from .attention import Rules, choose_attention, widened, with_rules
 from .compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoder import Decoder
 from .experts import pack_experts
@@ -35,15 +36,15 @@ from .layers import observe
 from .linear import Adaptable, Applied, Linear, Views, release
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .precision import in_float32
+from .probes import BLOCKS, SPLIT, STRIDE, image_probe, probe_ids, probes, probes_apart
 from .proof import Setting, differences, distance
-from .state import probes
 from .state.memory import States
+from .state.probes import NUM_SLOTS, in_steps, with_slots
 
 if TYPE_CHECKING:  # some need Triton
     from transformers import PreTrainedModel
 
     from .graphs import DecodeGraphs
-    from .triton_attention import PagedAttention
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Runner:
 
     def __init__(
         self,
-        model: PreTrainedModel | PlainModel,
+        model: PreTrainedModel | PlainModel | LanguageModel,
         block_size: int,
         context_length: int,
         make_product: MakeProduct,
@@ -74,6 +75,7 @@ class Runner:
         self.dtype = model.dtype
         self.device = model.device
         self._model: Any = model
+        self.vision: Vision | None = model.vision if isinstance(model, LanguageModel) else None
         self._name: str = model.config.architecture if isinstance(model, PlainModel) else type(model).__name__
         self._decoder: Decoder | None = None
         self._compiled: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
@@ -89,16 +91,18 @@ class Runner:
         self.attention_flops = 0  # for each key that a query attends to, in all layers; set by `_observe`
         with in_float32(model):
             self.specs = self._observe()
-            self._attention: Any = self._choose_attention(block_size, torch.float32)
+            self._attention: Any = choose_attention(block_size, self.specs, torch.float32, self.device, self.on_triton)
             self.block_size = block_size
             self.groups = tuple(dict.fromkeys((spec.window, spec.num_heads) for spec in self.specs))
             self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
-            self.allocate([_PROBE_BLOCKS] * len(self.groups))
-            self.states.allocate(probes.NUM_SLOTS, 2, torch.float32)
+            self.allocate([BLOCKS] * len(self.groups))
+            self.states.allocate(NUM_SLOTS, 2, torch.float32)
             self._check_packing()
             is_plain = self._is_plain()
-        self._attention = self._choose_attention(block_size, self.dtype)
-        self.allocate([_PROBE_BLOCKS] * len(self.groups))
+            if self.vision is not None:
+                is_plain = self._sees_plainly(self.vision) and is_plain
+        self._attention = choose_attention(block_size, self.specs, self.dtype, self.device, self.on_triton)
+        self.allocate([BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
         self._take_over(partial(self._fuse, make_product), is_plain)
         if self.device.type == "cpu":
@@ -155,7 +159,8 @@ class Runner:
     @torch.inference_mode()
     def _compute(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         step = self._pack(segments, chosen)
-        logits = self._graphs(step) if self._graphs is not None and not step.users else None
+        plain = not (step.users or step.images or step.positions.ndim > 1)
+        logits = self._graphs(step) if self._graphs is not None and plain else None
         return Computed(self._forward(step) if logits is None else logits, step.sampled)
 
     @property
@@ -184,11 +189,12 @@ class Runner:
         return pack(segments, self._packed_groups, self.block_size, self.device, make, chosen, self.states.num_slots)
 
     def _forward(self, step: PackedStep) -> Tensor:
+        seen = self.vision.see(step.images, self.device) if self.vision is not None else None
         with self.adaptation.using(step.users, len(step.ids)):
             if self._decoder is not None:
-                return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups))
+                return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups), seen)
             attend = partial(self._attend_apart, step.groups)
-            return self._run(step.ids, step.positions, step.keep, attend, states=step.states)
+            return self._run(step.ids, step.positions, step.keep, attend, seen, step.states)
 
     def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """Attend with the rules that the layer used in the first pass."""
@@ -208,21 +214,21 @@ class Runner:
             return mixed
         return mixed.view(len(mixed), -1, spec.size)[..., : spec.value_dim].flatten(1)
 
-    def _choose_attention(self, block_size: int, dtype: torch.dtype) -> MatmulAttention | PagedAttention:
-        if not self.on_triton:
-            return MatmulAttention(block_size, dtype, self.device)
-        from .triton_attention import PagedAttention
-
-        return PagedAttention(block_size, max(spec.size for spec in self.specs), dtype, self.device)
-
     def _run(
-        self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Callable[..., Tensor], states: Any = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        attention: Callable[..., Tensor],
+        seen: Seen | None = None,
+        states: Any = None,
     ) -> Tensor:
         """The model's own forward, [T] → [len(keep), V]."""
         if isinstance(self._model, PlainModel):
             result: Tensor = self._model(ids, positions, keep, partial(with_rules, attention))
             return result
         inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
+        inputs |= {} if seen is None else {"seen": seen}
         inputs |= {} if states is None else {"penstock_states": states}
         logits: Tensor = self._model(**inputs, use_cache=False, penstock=attention).logits[0]
         return logits
@@ -230,8 +236,8 @@ class Runner:
     @torch.inference_mode()
     def _observe(self) -> list[LayerSpec]:
         """Run a few tokens and record what each layer does."""
-        ids = self._probe()[_PROBE_SPLIT:]
-        positions = torch.arange(len(ids), device=self.device) * _PROBE_STRIDE
+        ids = self._probe()[SPLIT:]
+        positions = torch.arange(len(ids), device=self.device) * STRIDE
         keep = torch.tensor([len(ids) - 1], device=self.device)
         with self.adaptation.observe(len(ids)):
             found = observe(self._model, self._name, partial(self._run, ids, positions, keep))
@@ -240,52 +246,55 @@ class Runner:
         return found.specs
 
     def _probe(self) -> Tensor:
-        vocabulary: int = self._model.config.get_text_config().vocab_size
-        return torch.arange(1, _PROBE_SPLIT + _PROBE_ALONE + 1, device=self.device) * 7919 % vocabulary
+        return probe_ids(self._model.config.get_text_config().vocab_size, self.device)
 
     def _probes(self) -> list[Segment]:
-        """Two requests; the logits of the second are wanted."""
-        ids = self._probe().tolist()
-        first, second = [[block] * len(self.groups) for block in ([0], [1])]
-        both = [Segment(ids[:_PROBE_SPLIT], 0, first, False), Segment(ids[_PROBE_SPLIT:], 0, second, True)]
-        return probes.with_slots(both) if self.states else both
-
-    def _probes_apart(self) -> list[Segment]:
-        """One more request, token by token at distant positions, in the blocks after those of `_probes`."""
-        tables = [list(range(2, _PROBE_BLOCKS))] * len(self.groups)
-        ids = self._probe()[:_PROBE_ALONE].tolist()
-        return [Segment([id], index * _PROBE_STRIDE, tables, True) for index, id in enumerate(ids)]
+        both = probes(self._probe().tolist(), len(self.groups))
+        return with_slots(both) if self.states else both
 
     def _probe_step(self, segments: Sequence[Segment] | None = None) -> PackedStep:
         """`_probes` or others packed into one row, at distant positions, so that wrong rotations show."""
         step = self._pack(segments or self._probes())
-        return step._replace(positions=step.positions * _PROBE_STRIDE)
+        return step._replace(positions=step.positions * STRIDE)
 
     @torch.inference_mode()
     def _check_packing(self) -> None:
         self._together = self._forward(self._probe_step())
         if distance(self._alone, self._together) > _TOLERANCE:
-            name = self._name
-            raise ModelLoadError(f"{name} mixes requests that share a step; use --backend hf")
+            raise ModelLoadError(f"{self._name} mixes requests that share a step; use --backend hf")
         if self.states:
-            *_, last = [self._forward(self._probe_step(segments)) for segments in probes.in_steps(self._probes())]
+            *_, last = [self._forward(self._probe_step(segments)) for segments in in_steps(self._probes())]
             if not distance(self._alone, last) <= _TOLERANCE:
                 raise ModelLoadError(f"{self._name} loses its state between steps; choose another model")
 
-    @torch.inference_mode()
     def _is_plain(self) -> bool:
         """Whether the plain decoder computes what the model computes."""
-        self._decoder = Decoder.of(self._model, Views, torch.float32)
-        if self._decoder is None:
-            return False
-        try:
-            difference = distance(self._together, self._forward(self._probe_step()))
-        except RuntimeError:  # rotations of another size, for example
-            difference = inf
-        self._decoder = None
-        if difference > _TOLERANCE:
+        difference = self._plain_difference(self._together, self._probe_step())
+        if _TOLERANCE < difference < inf:
             _log.info("plain decoder differs from %s by %.3g", self._name, difference)
         return difference <= _TOLERANCE
+
+    @torch.inference_mode()
+    def _plain_difference(self, expected: Tensor, step: PackedStep) -> float:
+        """How far the plain decoder is from what the model computes; infinite if the model is built otherwise."""
+        self._decoder = Decoder.of(self._model, Views, torch.float32)
+        try:
+            return inf if self._decoder is None else distance(expected, self._forward(step))
+        except RuntimeError:  # rotations of another size, for example
+            return inf
+        finally:
+            self._decoder = None
+
+    @torch.inference_mode()
+    def _sees_plainly(self, vision: Vision) -> bool:
+        """Check that packed tokens see an image as the model does; returns whether the plain decoder does so, too."""
+        head, ids = self._model.get_output_embeddings(), self._probe().tolist()
+        probe = image_probe(vision, head, ids, len(self.groups), self.block_size)
+        self.allocate([probe.num_blocks] * len(self.groups))
+        step = self._pack(probe.segments)
+        if not (far := distance(probe.logits, self._forward(step))) <= _TOLERANCE:
+            raise ModelLoadError(f"{self._name} sees images in a way that is not supported (off by {far:.3g})")
+        return self._plain_difference(probe.logits, step) <= _TOLERANCE
 
     @torch.inference_mode()
     def _take_over(self, fuse: Callable[[Sequence[nn.Linear]], Linear], is_plain: bool) -> None:
@@ -302,18 +311,18 @@ class Runner:
         """Use the compiled decoder if it computes what the model computes; else return the reason why not."""
         if kernels is None:
             return ""
-        name = self._name
         if self._decoder is None:
-            return f"{name} is not a plain decoder"
+            return f"{self._name} is not a plain decoder"
         compiled = CompiledDecoder.of(self._decoder, kernels, self._rules, self.dtype, context_length)
         if compiled is None:
-            return f"the compiled decoder does not support the shapes, dtype or attention of {name}"
+            return f"the compiled decoder does not support the shapes, dtype or attention of {self._name}"
         compiled.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
-        probes = sorted([*self._probes(), *self._probes_apart()], key=rank)
-        step = self._pack(probes)
+        ids, count = self._probe().tolist(), len(self.groups)
+        tried = sorted([*probes(ids, count), *probes_apart(ids, count)], key=rank)
+        step = self._pack(tried)
         setting = Setting(self._rules, self.specs, self._packed_groups, self._group_of, self.block_size, self.dtype)
         for part, far, bound in differences(
-            self._decoder, compiled, setting, probes, step, partial(self._attend, step.groups)
+            self._decoder, compiled, setting, tried, step, partial(self._attend, step.groups)
         ):
             if not far <= bound:
                 return f"the compiled decoder is {far:.3g} from float32 in {part}, more than {bound:.3g}"
@@ -336,5 +345,4 @@ class Runner:
         return Adaptable(linear, self.adaptation, layers) if layers else linear
 
 
-_PROBE_SPLIT, _PROBE_ALONE, _PROBE_STRIDE, _PROBE_BLOCKS = 5, 8, 7, 6
 _TOLERANCE = 1e-3  # for results in float32

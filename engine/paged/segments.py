@@ -17,7 +17,11 @@ def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:
     row, count, samples = scheduled
     tokens = _tokens(row, count) if pending is None else [~pending]
     choice, state = row.choice, row.state.use(row.num_computed)
-    return Segment(tokens, row.num_computed, row.tables.blocks, samples, not choice.is_scored, choice.adapter, state)
+    segment = Segment(tokens, row.num_computed, row.tables.blocks, samples, not choice.is_scored, choice.adapter, state)
+    if choice.layout is None:
+        return segment
+    shift, images, positions = choice.layout.place(segment.start, segment.end)
+    return segment._replace(shift=shift, images=images, positions=positions)
 
 
 def split_scores(

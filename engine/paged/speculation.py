@@ -123,6 +123,8 @@ class Speculation:
         """
         if any(one.num_tokens > 1 or not one.samples or not one.row.choice.is_scored for one in scheduled):
             return {}
+        if any(one.row.choice.layout and one.row.num_computed < len(one.row.choice.prompt) for one in scheduled):
+            return {}  # the last token of a prompt may show an image
         cost = self._row_cost * len(scheduled)
         least_rate = min(_MARGIN * cost / (1 + cost), _SURE)
         found: dict[Row, list[int]] = {}

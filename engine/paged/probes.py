@@ -1,0 +1,52 @@
+"""The short prompts with which a runner tries a model when it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...schemas.params import GenerationParams
+from ..request import EngineRequest
+from ..vision.layout import ImageLayout
+from ..vision.tower import Vision
+from .packing import Segment
+
+SPLIT, ALONE, STRIDE, BLOCKS = 5, 8, 7, 6
+
+
+class ImageProbe(NamedTuple):
+    """Some text, and a second request with an image; `logits` [1, V] are those that its last token should have."""
+
+    segments: list[Segment]
+    num_blocks: int
+    logits: Tensor
+
+
+def probe_ids(vocabulary: int, device: torch.device) -> Tensor:
+    return torch.arange(1, SPLIT + ALONE + 1, device=device) * 7919 % vocabulary
+
+
+def probes(ids: Sequence[int], num_groups: int) -> list[Segment]:
+    """Two requests; the logits of the second are wanted."""
+    first, second = [[block] * num_groups for block in ([0], [1])]
+    return [Segment(ids[:SPLIT], 0, first, False), Segment(ids[SPLIT:], 0, second, True)]
+
+
+def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
+    """One more request, token by token at distant positions, in the blocks after those of `probes`."""
+    tables = [list(range(2, BLOCKS))] * num_groups
+    return [Segment([id], index * STRIDE, tables, True) for index, id in enumerate(ids[:ALONE])]
+
+
+def image_probe(vision: Vision, head: nn.Module, ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:
+    """What transformers' own code makes of a picture between some text, and how to compute the same."""
+    probe, processor = vision.probe(ids, head), vision.processor
+    request = EngineRequest("", tuple(probe.ids), GenerationParams(), seed=0, images=(probe.image,))
+    place = ImageLayout.of(request, processor.image_token, processor.merge).place(0, len(probe.ids))
+    num_blocks = 1 - (-len(probe.ids) // block_size)
+    tables = [list(range(1, num_blocks))] * num_groups
+    seen = Segment(probe.ids, 0, tables, True, False, None, None, place.shift, place.images, place.positions)
+    return ImageProbe([probes(ids, num_groups)[0], seen], num_blocks, probe.logits)

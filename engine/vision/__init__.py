@@ -1,0 +1,1 @@
+"""Images in prompts: their bytes, their places among the tokens, and the models that see them."""

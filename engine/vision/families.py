@@ -1,0 +1,144 @@
+"""The families of models that see images, and how each writes an image among its tokens.
+
+Only models whose image tokens are causal like all others are here: those that let the tokens of an image see each other
+in both directions (Gemma 3, PaliGemma) would need another attention. Knows no torch and no transformers. Source of each
+rule: `replace_image_token` in transformers' `processing_*.py`; the tests compare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ...schemas.errors import ModelLoadError
+
+Config = Mapping[str, Any]
+Grid = tuple[int, ...]
+
+
+class Family(NamedTuple):
+    """How a family's processor describes an image: `grid` are numbers, of which `write` makes the text that stands for
+    it, where `mark` is the text of one image token. `options` are for the image processor; `merge` is the side of the
+    square of patches that make one token of a model with positions in three dimensions, 0 for plain positions."""
+
+    grid: Callable[[Config, Mapping[str, Any]], Grid]
+    write: Callable[[Config, Grid, str], str]
+    options: Callable[[Config], dict[str, Any]] = lambda _: {}
+    merge: Callable[[Config], int] = lambda _: 0
+
+
+def family_of(config: Config) -> Family | None:
+    """The family of a model with this config.json; None for a model of text alone.
+
+    Raises `ModelLoadError` for a model that sees images in a way that is not supported.
+    """
+    kind = config.get("model_type", "")
+    if kind in FAMILIES:
+        if kind == "llava" and config.get("vision_config", {}).get("model_type") == "pixtral":
+            return _PIXTRAL
+        return FAMILIES[kind]
+    if "vision_config" in config and "text_config" in config:
+        known = ", ".join(sorted(FAMILIES))
+        why = "it lets the tokens of an image see each other" if kind in _BIDIRECTIONAL else "its kind is not known"
+        raise ModelLoadError(f"models of type {kind!r} cannot be served: {why}; those that see images are {known}")
+    return None
+
+
+def image_token(config: Config) -> int:
+    """The id of the token that stands for a part of an image. Raises `ModelLoadError`."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    if not isinstance(found, int):
+        raise ModelLoadError("config.json does not give image_token_id; the model's files are incomplete")
+    return found
+
+
+def _side(value: Any) -> int:
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _tower(config: Config) -> Config:
+    found: Config = config["vision_config"]
+    return found
+
+
+def _shape(_: Config, made: Mapping[str, Any]) -> Grid:
+    height, width = made["pixel_values"][0].shape[-2:]
+    return int(height), int(width)
+
+
+def _write_llava(config: Config, grid: Grid, mark: str) -> str:
+    tower = _tower(config)
+    patch = _side(tower.get("patch_size", 14))
+    count = (grid[0] // patch) * (grid[1] // patch)
+    count += tower.get("model_type", "clip_vision_model") == "clip_vision_model"  # it has a token for the class
+    return mark * (count - (config.get("vision_feature_select_strategy", "default") == "default"))
+
+
+def _rows(_: Config, made: Mapping[str, Any]) -> Grid:
+    return int(made["rows"][0][0]), int(made["cols"][0][0])
+
+
+def _write_tiles(config: Config, grid: Grid, mark: str) -> str:
+    tower, (rows, columns) = _tower(config), grid
+    side = _side(tower.get("image_size", 224)) // _side(tower.get("patch_size", 32))
+    tile, edge = mark * (side**2 // config.get("scale_factor", 2) ** 2), "<fake_token_around_image>"
+    whole = f"{edge}<global-img>{tile}{edge}"
+    if not rows and not columns:
+        return whole
+    each = range(1, rows + 1), range(1, columns + 1)
+    lines = ["".join(f"{edge}<row_{row}_col_{column}>{tile}" for column in each[1]) for row in each[0]]
+    return "".join(f"{line}\n" for line in lines) + "\n" + whole
+
+
+def _patches(_: Config, made: Mapping[str, Any]) -> Grid:
+    time, height, width = made["image_grid_thw"][0]
+    return int(time), int(height), int(width)
+
+
+def _merge(config: Config) -> int:
+    return int(_tower(config).get("spatial_merge_size", 2))
+
+
+def _write_patches(config: Config, grid: Grid, mark: str) -> str:
+    time, height, width = grid
+    return mark * (time * height * width // _merge(config) ** 2)
+
+
+def _count(_: Config, made: Mapping[str, Any]) -> Grid:
+    return (int(made["num_patches"][0]),)
+
+
+def _write_internvl(config: Config, grid: Grid, mark: str) -> str:
+    return f"<img>{mark * int(config.get('image_seq_length', 256)) * grid[0]}</img>"
+
+
+def _sizes(_: Config, made: Mapping[str, Any]) -> Grid:
+    height, width = made["image_sizes"][0]
+    return int(height), int(width)
+
+
+def _pixtral_patch(config: Config) -> int:
+    merge = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
+    return _side(_tower(config).get("patch_size", 16)) * int(merge)
+
+
+def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
+    patch = _pixtral_patch(config)
+    rows, columns = grid[0] // patch, grid[1] // patch
+    return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
+
+
+_QWEN = Family(_patches, _write_patches, merge=_merge)
+_TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True})
+_PIXTRAL = Family(_sizes, _write_pixtral, lambda config: {"patch_size": _pixtral_patch(config)})
+FAMILIES: dict[str, Family] = {
+    "llava": Family(_shape, _write_llava),
+    "idefics3": _TILES,
+    "smolvlm": _TILES,
+    "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}),
+    "mistral3": _PIXTRAL,
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+}
+_BIDIRECTIONAL = {"gemma3", "gemma3n", "gemma4", "paligemma", "shieldgemma2", "t5gemma2"}

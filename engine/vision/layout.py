@@ -1,0 +1,93 @@
+"""Where the images of a prompt lie among its tokens, and at which positions its tokens are. Knows no torch.
+
+Models with positions in three dimensions (time, row, column) count text like any other model, in all three at once; an
+image lies at the next position in time, its rows and columns count on from there, and text goes on behind the farther
+of both. Source: `get_rope_index` in transformers' `modeling_qwen2_5_vl.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..request import EngineRequest
+from .images import PromptImage
+
+Ints = NDArray[np.int64]
+
+
+class Placed(NamedTuple):
+    """The part of an image that some tokens show: `rows` are their indices, the first of which shows the image's token
+    number `first`; `owner` is the salt of the request's cache."""
+
+    image: PromptImage
+    owner: str
+    first: int
+    rows: Ints
+
+
+class Placement(NamedTuple):
+    """What a range of a sequence's tokens sees beside their ids: the images, and how far from its index each token's
+    position is. `positions` [3, n] has them where they differ by dimension, and is None where they do not."""
+
+    shift: int
+    images: tuple[Placed, ...] = ()
+    positions: Ints | None = None
+
+
+class ImageLayout:
+    """The layout of one prompt with images."""
+
+    def __init__(self, owner: str, images: tuple[PromptImage, ...], tokens: list[Ints], positions: Ints | None) -> None:
+        self._owner, self._images, self._tokens, self._positions = owner, images, tokens, positions
+        self._shift = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
+
+    @classmethod
+    def of(cls, request: EngineRequest, image_token: int, merge: int) -> Self:
+        """The layout of a request's prompt; `merge` is that of the model's `Family`."""
+        ids = np.array(request.prompt, np.int64)
+        tokens = [
+            image.offset + np.flatnonzero(ids[image.offset : image.end] == image_token) for image in request.images
+        ]
+        positions = _positions(len(ids), request.images, merge) if merge else None
+        return cls(request.cache_salt, request.images, tokens, positions)
+
+    def place(self, start: int, end: int) -> Placement:
+        """What the tokens from `start` to `end` see."""
+        known = self._positions
+        if known is None:
+            return Placement(0, self._placed(start, end))
+        if start >= known.shape[1]:
+            return Placement(self._shift)
+        later = np.arange(max(start, known.shape[1]), end) + self._shift
+        positions = np.concatenate([known[:, start:end], np.tile(later, (3, 1))], axis=1)
+        shift = int(positions[0, 0]) - start
+        is_plain = bool((positions == np.arange(start, end) + shift).all())
+        return Placement(shift, self._placed(start, end), None if is_plain else positions)
+
+    def _placed(self, start: int, end: int) -> tuple[Placed, ...]:
+        found = []
+        for image, tokens in zip(self._images, self._tokens, strict=True):
+            first, last = np.searchsorted(tokens, (start, end))
+            if first < last:
+                found.append(Placed(image, self._owner, int(first), tokens[first:last] - start))
+        return tuple(found)
+
+
+def _positions(count: int, images: tuple[PromptImage, ...], merge: int) -> Ints:
+    """The positions of a prompt's tokens in time, row and column, [3, count]."""
+    parts: list[Ints] = []
+    done = position = 0
+    for image in images:
+        text = image.offset - done
+        parts.append(np.tile(np.arange(position, position + text), (3, 1)))
+        position += text
+        time, rows, columns = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
+        grid = np.meshgrid(np.arange(time), np.arange(rows), np.arange(columns), indexing="ij")
+        parts.append(np.stack(grid).reshape(3, -1) + position)
+        position += max(rows, columns)
+        done = image.end
+    parts.append(np.tile(np.arange(position, position + count - done), (3, 1)))
+    return np.concatenate(parts, axis=1)

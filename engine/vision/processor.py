@@ -1,0 +1,176 @@
+"""A model's image processor: pictures to tensors, and the text that stands for them in a prompt.
+
+transformers' own processors do the work on pictures, in their version for Pillow; importing them takes seconds, so
+nothing is loaded before the first image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.errors import InvalidRequest, ModelLoadError
+from ..checkpoints.files import read_json
+from ..models import read_config
+from ..text.tokenizer_port import TokenizerLike, encode_within
+from .families import Family, Grid, family_of, image_token
+from .images import PromptImage
+from .reading import ImageLimits, decode_image, refused, within
+
+MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
+_MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+
+
+class ImagePrompt(NamedTuple):
+    """A prompt in tokens, and its images."""
+
+    ids: list[int]
+    images: tuple[PromptImage, ...]
+
+
+class VisionProcessor:
+    """The processor of one model; safe to use from several threads."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any], family: Family) -> None:
+        self._path, self._config, self._family = path, config, family
+        self._grids: OrderedDict[tuple[str, ImageLimits], Grid] = OrderedDict()
+        self._lock = Lock()  # guards the grids, and the loading of transformers' processor
+        self.image_token = image_token(config)
+        self.merge = family.merge(config)
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """The processor of the model at `path`; None for one of text alone. Raises `ModelLoadError`."""
+        if not path.is_dir():
+            return None
+        config = read_config(path)
+        family = family_of(config)
+        return None if family is None else cls(path, config, family)
+
+    def mark(self, tokenizer: TokenizerLike) -> str:
+        """The text of one image token, by which a prompt's text says where its images stand."""
+        return tokenizer.decode([self.image_token])
+
+    def insert(
+        self,
+        text: str,
+        files: Sequence[bytes],
+        tokenizer: TokenizerLike,
+        limits: ImageLimits,
+        *,
+        context_length: int,
+        paths: Sequence[str] = (),
+        add_special_tokens: bool = False,
+    ) -> ImagePrompt:
+        """The tokens of a prompt whose text has one mark for each of the images in `files`.
+
+        `paths` name the images in errors. Raises `InvalidRequest` for an image that cannot be used, for other marks in
+        the text, and for a prompt that is far too long.
+        """
+        mark = self.mark(tokenizer)
+        parts = text.split(mark)
+        if len(parts) != len(files) + 1:
+            raise InvalidRequest(
+                f"The prompt has {len(parts) - 1} times the text {mark!r}, by which this model finds its images, and "
+                f"{len(files)} images; send that text only where an image stands.",
+                code="image_mark",
+                param="messages",
+            )
+        names = paths or [f"images[{index}]" for index in range(len(files))]
+        grids = [self._grid(data, limits, path) for data, path in zip(files, names, strict=True)]
+        written = [self._family.write(self._config, grid, mark) for grid in grids]
+        counts = [one.count(mark) for one in written]
+        if sum(counts) >= context_length:
+            raise InvalidRequest(
+                f"The images take {sum(counts)} tokens, but the context length of this model is {context_length} "
+                "tokens; send fewer or smaller ones.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        whole = parts[0] + "".join(one + after for one, after in zip(written, parts[1:], strict=True))
+        ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=add_special_tokens)
+        places = np.flatnonzero(np.array(ids, np.int64) == self.image_token)
+        if len(places) != sum(counts):
+            raise ModelLoadError(f"the tokenizer in {self._path} does not know {mark!r} as one token")
+        images = []
+        for (begin, end), data, grid in zip(pairwise((0, *accumulate(counts))), files, grids, strict=True):
+            first, last = int(places[begin]), int(places[end - 1])
+            digest = hashlib.sha256(data).hexdigest()
+            images.append(PromptImage(digest, first, last - first + 1, grid, limits.pixels, data))
+        return ImagePrompt(ids, tuple(images))
+
+    def inputs(self, image: PromptImage) -> dict[str, NDArray[Any]]:
+        """What the model's tower takes for an image. Raises `InvalidRequest` if the prompt was made for another."""
+        limits = ImageLimits(1 << 62, *image.pixels)  # it was let in before
+        made = self._process(image.data, limits, "image")
+        if self._family.grid(self._config, made) != image.grid:
+            raise InvalidRequest("The image was prepared by another version of the model's processor; send it again.")
+        return {name: np.asarray(made[name]) for name in _MODEL_INPUTS if name in made}
+
+    def sample(self) -> tuple[PromptImage, int]:
+        """A small picture to try the model with, and how many tokens show it."""
+        from PIL import Image
+
+        file = io.BytesIO()
+        Image.linear_gradient("L").resize((64, 48)).convert("RGB").save(file, "PNG")
+        data, limits = file.getvalue(), ImageLimits()
+        grid = self._grid(data, limits, "image")
+        count = self._family.write(self._config, grid, "\0").count("\0")
+        return PromptImage(hashlib.sha256(data).hexdigest(), 0, count, grid, limits.pixels, data), count
+
+    def _grid(self, data: bytes, limits: ImageLimits, path: str) -> Grid:
+        key = hashlib.sha256(data).hexdigest(), limits
+        with self._lock:
+            if (known := self._grids.get(key)) is not None:
+                self._grids.move_to_end(key)
+                return known
+        grid = self._family.grid(self._config, self._process(data, limits, path))
+        with self._lock:
+            self._grids[key] = grid
+            if len(self._grids) > MOST_GRIDS:
+                self._grids.popitem(last=False)
+        return grid
+
+    def _process(self, data: bytes, limits: ImageLimits, path: str) -> Mapping[str, Any]:
+        picture = decode_image(data, limits, path)
+        if not self.merge:
+            picture = within(picture, limits)
+        options = self._family.options(self._config)
+        if self.merge and limits.pixels != (None, None):  # these processors have limits of their own
+            own = dict(self._images.size)
+            own |= {"shortest_edge": limits.fewest} if limits.fewest else {}
+            own |= {"longest_edge": limits.most} if limits.most else {}
+            options |= {"size": own | {"shortest_edge": min(own["shortest_edge"], own["longest_edge"])}}
+        try:
+            found: Mapping[str, Any] = self._images(images=[picture], return_tensors="np", **options)
+        except ValueError as error:
+            raise refused(path, f"the model's processor refuses the image ({error}); send another one") from None
+        return found
+
+    @cached_property
+    def _images(self) -> Any:
+        with self._lock:
+            from transformers import AutoImageProcessor
+
+            try:
+                return AutoImageProcessor.from_pretrained(self._path, backend="pil", local_files_only=True)
+            except (OSError, ValueError, ImportError) as error:
+                raise ModelLoadError(f"{self._path} has no image processor that can be used: {error}") from error
+
+
+def processor_digest(path: Path) -> str:
+    """Identifies the settings of a model's image processor."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    found = [read_json(path / name) if (path / name).is_file() else {} for name in names]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,110 @@
+"""Reads images that strangers send: checked by their headers before anything is decoded."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...schemas.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+LEAST_SIDE, MOST_SIDE = 8, 65_500  # pixels; processors take thinner pictures for something else
+
+
+class ImageLimits(NamedTuple):
+    """What an image may be. `decoded` is how many pixels its file may hold; one with fewer than `fewest` pixels is
+    enlarged before the model sees it, one with more than `most` reduced; None leaves that to the model's processor."""
+
+    decoded: int = 40_000_000
+    fewest: int | None = None
+    most: int | None = None
+
+    @property
+    def pixels(self) -> tuple[int | None, int | None]:
+        return self.fewest, self.most
+
+
+def check_image(data: bytes, limits: ImageLimits, path: str, kind: str | None = None) -> tuple[int, int]:
+    """The width and height that an image's header gives; nothing is decoded.
+
+    `path` names it in errors, `kind` is the media type that its sender gave. Raises `InvalidRequest` for bytes that are
+    no image of `FORMATS`, and for an image that is animated, larger than `limits`, or of another type than it says.
+    """
+    with _opened(data, path) as image:
+        width, height = image.size
+        if width * height > limits.decoded or max(width, height) > MOST_SIDE:
+            raise refused(
+                path,
+                f"the image has {width} x {height} pixels, and {limits.decoded} are allowed; send a smaller one",
+                code="image_too_large",
+            )
+        if min(width, height) < LEAST_SIDE:
+            raise refused(
+                path,
+                f"the image has {width} x {height} pixels, and each side needs {LEAST_SIDE}; send a larger one",
+                code="image_too_small",
+            )
+        if getattr(image, "is_animated", False):
+            raise refused(path, "the image is animated; send one picture of it")
+        found = _TYPES[image.format or ""]
+        if kind is not None and kind not in (found, "image/jpg" if found == "image/jpeg" else found):
+            raise refused(path, f"the image is of type {found}, not {shortened_kind(kind)}; name its own type")
+    return width, height
+
+
+def decode_image(data: bytes, limits: ImageLimits, path: str) -> Image.Image:
+    """The picture in RGB, turned upright, transparent parts on white. Raises `InvalidRequest` for a damaged file."""
+    from PIL import Image, ImageOps
+
+    check_image(data, limits, path)
+    with _opened(data, path) as image:
+        try:
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            if upright.has_transparency_data:
+                upright = upright.convert("RGBA")
+                ground = Image.new("RGBA", upright.size, "white")
+                return Image.alpha_composite(ground, upright).convert("RGB")
+            return upright.convert("RGB")
+        except (OSError, ValueError, SyntaxError, IndexError, MemoryError) as error:
+            raise refused(path, f"the image is damaged ({error}); send it again") from None
+
+
+def within(image: Image.Image, limits: ImageLimits) -> Image.Image:
+    """The picture, enlarged or reduced to the pixels that `limits` ask for; its proportions stay."""
+    width, height = image.size
+    count = width * height
+    wanted = max(count, limits.fewest or 0)
+    wanted = min(wanted, limits.most or wanted)
+    if wanted == count:
+        return image
+    from PIL import Image
+
+    factor = (wanted / count) ** 0.5
+    size = max(round(width * factor), 1), max(round(height * factor), 1)
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def shortened_kind(kind: str) -> str:
+    return repr(kind if len(kind) <= 50 else f"{kind[:50]}…")
+
+
+def refused(path: str, fault: str, code: str = "invalid_image") -> InvalidRequest:
+    return InvalidRequest(f"{path}: {fault}.", code=code, param=path)
+
+
+def _opened(data: bytes, path: str) -> Image.Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise refused(path, "the image has too many pixels; send a smaller one", code="image_too_large") from None
+    except UnidentifiedImageError:
+        raise refused(path, "this is no PNG, JPEG, WebP or GIF image; send one of these") from None
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise refused(path, f"the image is damaged ({error}); send it again") from None

@@ -1,0 +1,169 @@
+"""A model that sees images, in two parts: the tower that makes features of pictures, and the language model.
+
+Both are transformers' own modules. The features take the place of the embeddings of an image's tokens; with "deepstack"
+(Qwen 3 VL) further features are added behind the first layers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...schemas.errors import ModelLoadError
+from ..request import EngineRequest
+from .images import PromptImage
+from .layout import ImageLayout, Placed
+from .processor import VisionProcessor
+
+CACHE_BYTES = 256 << 20  # of features that are kept for the next chunk, request or takeover
+
+
+class Seen(NamedTuple):
+    """What the tokens `rows` [K] of a step see instead of their embeddings: `features` [K, E], and for each of the
+    first layers what is added behind it, `deep` [K, E] each."""
+
+    rows: Tensor
+    features: Tensor
+    deep: Sequence[Tensor] = ()
+
+
+class Logits(NamedTuple):
+    logits: Tensor
+
+
+class Probe(NamedTuple):
+    """A prompt with an image, and the logits [1, V] of its last token."""
+
+    ids: list[int]
+    image: PromptImage
+    logits: Tensor
+
+
+class LanguageModel(nn.Module):
+    """The language model of one that sees, with the structure and face of transformers' causal language models."""
+
+    def __init__(self, whole: Any, text: Any, head: nn.Module, vision: Vision) -> None:
+        super().__init__()
+        self.model = text
+        self.lm_head = head
+        self.config = text.config
+        self.vision = vision
+        self.dtype: torch.dtype = text.dtype
+        self.device: torch.device = text.device
+        self._supports_attention_backend = bool(text._supports_attention_backend and whole._supports_attention_backend)
+        self._is_stateful = bool(text._is_stateful)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor,
+        use_cache: bool,
+        penstock: Callable[..., Tensor],
+        seen: Seen | None = None,
+    ) -> Logits:
+        """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in three dimensions, [1, 3, T]."""
+        embedded = self.model.get_input_embeddings()(input_ids)
+        more: dict[str, Any] = {}
+        if seen is not None:
+            embedded = embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
+            if seen.deep:
+                mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, seen.rows, True)
+                order = seen.rows.argsort()  # a mask has its rows in order
+                more = {"visual_pos_masks": mask, "deepstack_visual_embeds": [deep[order] for deep in seen.deep]}
+        positions = position_ids.transpose(0, 1) if position_ids.ndim == 3 else position_ids
+        hidden = self.model(
+            inputs_embeds=embedded, position_ids=positions, use_cache=use_cache, penstock=penstock, **more
+        ).last_hidden_state
+        return Logits(self.lm_head(hidden[:, logits_to_keep]))
+
+
+class Vision:
+    """Makes features of images, each once as long as they are kept. The engine's thread calls it."""
+
+    def __init__(self, body: Any, text: Any, processor: VisionProcessor, cache_bytes: int = CACHE_BYTES) -> None:
+        """`body` is transformers' model without its output head, `text` its language model."""
+        self.processor = processor
+        self._text = text
+        self._body = body
+        self._cache_bytes = cache_bytes
+        self._cache: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()  # [features and deep ones, K, E]
+        self._used = 0  # bytes
+        self.num_encoded = 0  # images that passed the tower
+
+    def layout(self, request: EngineRequest) -> ImageLayout | None:
+        if not request.images:
+            return None
+        return ImageLayout.of(request, self.processor.image_token, self.processor.merge)
+
+    def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
+        """What the tokens of a step see, by their rows in it; None if there is no image."""
+        if not placed:
+            return None
+        parts = [self._features(one)[:, one.first : one.first + len(one.rows)] for one in placed]
+        rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
+        features, *deep = torch.cat(parts, dim=1).unbind(0)
+        return Seen(rows, features, deep)
+
+    def probe(self, ids: Sequence[int], head: nn.Module) -> Probe:
+        """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
+        image, count = self.processor.sample()
+        before = len(ids) // 2
+        whole = [*ids[:before], *[self.processor.image_token] * count, *ids[before:]]
+        image = replace(image, offset=before, length=count)
+        config = self._text.config
+        own, config._attn_implementation = config._attn_implementation, "sdpa"
+        try:
+            tokens = torch.tensor([whole], device=self._device)
+            types = {"mm_token_type_ids": (tokens == self.processor.image_token).int()} if self.processor.merge else {}
+            made = self._body(input_ids=tokens, use_cache=False, **self.inputs(image), **types)
+            return Probe(whole, image, head(made.last_hidden_state[:, -1]))
+        finally:
+            config._attn_implementation = own
+
+    def inputs(self, image: PromptImage) -> dict[str, Tensor]:
+        """The tower's inputs for one image."""
+        arrays: Mapping[str, Any] = self.processor.inputs(image)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in arrays.items()}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._body.parameters()).device
+
+    def _features(self, placed: Placed) -> Tensor:
+        key = placed.owner, placed.image.identity
+        if (found := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return found
+        found = self._cache[key] = self._encode(placed.image)
+        self._used += found.nbytes
+        while self._used > self._cache_bytes and len(self._cache) > 1:
+            self._used -= self._cache.popitem(last=False)[1].nbytes
+        return found
+
+    def _encode(self, image: PromptImage) -> Tensor:
+        self.num_encoded += 1
+        made = self._body.get_image_features(**self.inputs(image), return_dict=True)
+        pooled = made.pooler_output
+        features = pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat([*pooled])
+        deep = [torch.cat([*one]) for one in getattr(made, "deepstack_features", None) or ()]
+        return torch.stack([features, *deep])
+
+
+def split(model: Any, processor: VisionProcessor) -> LanguageModel:
+    """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
+    body = model.model
+    text = getattr(body, "language_model", None) or getattr(body, "text_model", None)
+    head = model.get_output_embeddings()
+    if text is None or head is None or not hasattr(body, "get_image_features"):
+        raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
+    return LanguageModel(model, text, head, Vision(body, text, processor))

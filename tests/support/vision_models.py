@@ -1,0 +1,220 @@
+"""Tiny random models that see images, one of each family: a directory with weights, tokenizer and image processor."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+_SCRIPT = Path(__file__).parents[2] / "deploy" / "tiny_model.py"
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "initializer_range": 0.3,
+}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "initializer_range": 0.3,
+}
+_QWEN = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.3,
+}
+
+# The marks of each family, the first of which stands for a part of an image; configuration; image processor.
+FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "llava": (
+        ["<image>"],
+        {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -2},
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": 56},
+    ),
+    "smolvlm": (
+        [
+            "<image>",
+            "<fake_token_around_image>",
+            "<global-img>",
+            "<row_1_col_1>",
+            "<row_1_col_2>",
+            "<row_2_col_1>",
+            "<row_2_col_2>",
+        ],
+        {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _SIGLIP, "scale_factor": 2},
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 64},
+            "max_image_size": {"longest_edge": 32},
+        },
+    ),
+    "qwen2_vl": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | {"rope_parameters": _MROPE},
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "initializer_range": 0.3,
+            },
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "qwen2_5_vl": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | {"rope_parameters": _MROPE},
+            "vision_config": _QWEN
+            | {"intermediate_size": 64, "out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]},
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "qwen3_vl": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | {"rope_parameters": _MROPE, "head_dim": 16},
+            "vision_config": _QWEN
+            | {
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
+            },
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "internvl": (
+        ["<IMG_CONTEXT>", "<img>", "</img>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": _SIGLIP | {"image_size": [32, 32], "patch_size": [8, 8]},
+            "image_seq_length": 4,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
+    "mistral3": (
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "head_dim": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 112,
+                "patch_size": 14,
+                "initializer_range": 0.3,
+            },
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
+    ),
+}
+
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_vision_model(directory: Path, family: str, seed: int = 0) -> Path:
+    """Write a model of the family into `directory` and return it."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+    spec = importlib.util.spec_from_file_location("tiny_model", _SCRIPT)
+    assert spec is not None and spec.loader is not None
+    tiny_model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny_model)
+    marks, settings, processor = FAMILIES[family]
+    tokenizer = tiny_model._train_tokenizer(512)
+    tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
+    written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[0]
+    tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
+    end = tokenizer.eos_token_id
+    ids = tokenizer.convert_tokens_to_ids(marks)
+    own = {"image_token_id": ids[0]}
+    if "<|video_pad|>" in marks:
+        own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family in ("llava", "mistral3"):
+        own = {"image_token_index": ids[0]}
+    text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
+    config = library.AutoConfig.for_model(family, **settings | own | {"text_config": text})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():  # towers begin with small numbers, in which all images look alike
+            if parameter.ndim > 1 and parameter.std() < 0.1:
+                torch.nn.init.normal_(parameter, std=0.1)
+    model.generation_config = library.GenerationConfig(eos_token_id=end, pad_token_id=end)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return directory
+
+
+def picture(width: int = 60, height: int = 40, salt: int = 0, kind: str = "PNG") -> bytes:
+    """A file with a picture that differs by its salt."""
+    image = Image.new("RGB", (width, height))
+    image.putdata(
+        [
+            ((x * 7 + salt * 53) % 256, (y * 5 + salt * 91) % 256, (x * y + salt * 29) % 256)
+            for y in range(height)
+            for x in range(width)
+        ]
+    )
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def animation(frames: Sequence[int] = (0, 1)) -> bytes:
+    """A GIF that moves."""
+    first, *others = [Image.new("RGB", (16, 16), (80 * frame, 40, 20)) for frame in frames]
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=True, append_images=others)
+    return file.getvalue()
