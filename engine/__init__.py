@@ -18,6 +18,7 @@ from .models import ModelInfo, resolve_model
 from .output import CacheStats, ChoiceOutput, Embedding, EngineStats, GenerationOutput, GenerationStats
 from .plug_ins.found import FoundPlugIn, find_plug_ins
 from .plug_ins.port import CleanUp, Context, LogitsProcessor, PlugIn, StoppingCriterion
+from .prompts import ImageText
 from .request import EmbeddingInput, EngineRequest, check_request, resolve_seed
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike
@@ -39,6 +40,7 @@ __all__ = [
     "GenerationOutput",
     "GenerationParams",
     "GenerationStats",
+    "ImageText",
     "InferenceEngine",
     "LogitsProcessor",
     "Manifest",

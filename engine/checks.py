@@ -17,6 +17,7 @@ def check_supported(request: EngineRequest, backend: Backend) -> None:
         _check_embedding(request, backend)
         return
     check_request(request, backend.info)
+    check_images(request, backend)
     check_parameters(request.params, backend)
     _check_resume(request, backend)
 
@@ -35,6 +36,22 @@ def check_mode(request: EngineRequest, backend: Backend) -> None:
             f"the backend {name!r} serves only embeddings; call embed, or use another backend",
             code="unsupported_capability",
         )
+
+
+def check_images(request: EngineRequest, backend: Backend) -> None:
+    """Raise `InvalidRequest` for images that the model or `backend` does not see, or that do not lie in the prompt."""
+    if not request.images:
+        return
+    if "images" not in backend.manifest.modes or not backend.info.sees:
+        raise InvalidRequest(
+            f"{backend.info.source} takes text alone with the backend {backend.manifest.id!r}; leave the images out",
+            code="unsupported_capability",
+        )
+    end = 0
+    for image in request.images:
+        if not end <= image.offset < image.end <= len(request.prompt):
+            raise InvalidRequest("The images do not lie in the prompt, in its order; prepare the request again.")
+        end = image.end
 
 
 def check_parameters(params: GenerationParams, backend: Backend) -> None:
@@ -58,6 +75,7 @@ def lacks(request: EngineRequest, backend: Backend) -> str:
         check_mode(request, backend)
         if not isinstance(request, EmbeddingInput):
             check_parameters(request.params, backend)
+            check_images(request, backend)
     except InvalidRequest as error:
         return str(error)
     if request.adapter is not None and not backend.manifest.adapters:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from ..schemas.errors import ConfigurationError
+from .vision.reading import ANY, MOST_DECODED, ImageLimits
 
 
 class EngineConfig(BaseModel):
@@ -28,6 +29,9 @@ class EngineConfig(BaseModel):
     `allowed_backends` are the ids of the plug-ins that may be imported, None for all. `fallback_backend` loads the
     model as well, and runs the requests that need what `backend` lacks. `allowed_plug_ins` are the installed generation
     plug-ins that requests may name, None for all.
+
+    An image with more than `max_pixels` is reduced before the model sees it, one with fewer than `min_pixels` enlarged;
+    None leaves that to the model's own processor. One whose file holds more than `max_decoded_pixels` is refused.
 
     The backend checks, when the engine is built, that it can honour every setting: see `refuse`.
     """
@@ -57,7 +61,14 @@ class EngineConfig(BaseModel):
     allowed_backends: tuple[str, ...] | None = None
     fallback_backend: Annotated[str, Field(min_length=1)] | None = None
     allowed_plug_ins: tuple[str, ...] | None = None
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    min_pixels: Annotated[int, Field(ge=1)] | None = None
+    max_decoded_pixels: Annotated[int, Field(ge=1, le=MOST_DECODED)] = ANY.decoded
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        return ImageLimits(self.max_decoded_pixels, self.min_pixels, self.max_pixels)
 
     def refuse(self, *names: str) -> None:
         """Raise `ConfigurationError` naming each of these settings that is not at its default.

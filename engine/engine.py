@@ -33,9 +33,10 @@ from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
 from .progress import loading_bar
-from .prompts import Prompt, as_list, is_list
-from .request import EmbeddingInput, EngineRequest, resolve_seed
+from .prompts import Many, Prompt, Prompts, as_list, is_list
+from .request import EmbeddingInput, EngineRequest
 from .text.tokenizer_port import TokenizerLike
+from .vision.sight import NO_SIGHT, load_sight
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ class InferenceEngine:
             with loading_bar(f"loading {config.model}", progress) as report:
                 self._driver = driver(partial(load_backend, config, report), config.stall_timeout)
         self._backend = self._driver.backend
+        sees, name = self._backend.info.sees, self._backend.manifest.id
+        self.sight = load_sight(config.model, name, config.image_limits) if sees else NO_SIGHT
+        self._prompts = Prompts(self._backend, self.sight)
         self._fallback: InferenceEngine | None = None
         if config.fallback_backend is not None:
             change = {"backend": config.fallback_backend, "fallback_backend": None, "prefix_cache_dir": None}
@@ -104,6 +108,11 @@ class InferenceEngine:
         """The exception that ended the engine's thread, if any; then `healthy` is False and a new engine is needed."""
         return self._driver.error or (self._fallback.error if self._fallback else None)
 
+    @property
+    def image_mark(self) -> str:
+        """The text that stands for an image in an `ImageText`. Raises `InvalidRequest` if the model sees none."""
+        return self.sight.mark_of(self.tokenizer)
+
     def model_info(self) -> ModelInfo:
         return self._backend.info
 
@@ -135,12 +144,12 @@ class InferenceEngine:
 
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
+        self, prompts: Many, params: GenerationParams, adapter: str | None = None
     ) -> list[GenerationOutput]: ...
     @overload
     def generate(self, prompts: Prompt, params: GenerationParams, adapter: str | None = None) -> GenerationOutput: ...
     def generate(
-        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
+        self, prompts: Prompt | Many, params: GenerationParams, adapter: str | None = None
     ) -> GenerationOutput | list[GenerationOutput]:
         """`agenerate`, but blocking."""
         outputs = wait_for(self._generate_all(as_list(prompts), params, adapter))
@@ -148,16 +157,16 @@ class InferenceEngine:
 
     @overload
     async def agenerate(
-        self, prompts: list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
+        self, prompts: Many, params: GenerationParams, adapter: str | None = None
     ) -> list[GenerationOutput]: ...
     @overload
     async def agenerate(
         self, prompts: Prompt, params: GenerationParams, adapter: str | None = None
     ) -> GenerationOutput: ...
     async def agenerate(
-        self, prompts: Prompt | list[str] | list[list[int]], params: GenerationParams, adapter: str | None = None
+        self, prompts: Prompt | Many, params: GenerationParams, adapter: str | None = None
     ) -> GenerationOutput | list[GenerationOutput]:
-        """Answer one prompt, or a list of them together; a prompt is text or token ids.
+        """Answer one prompt, or a list of them together; a prompt is text, token ids, or an `ImageText`.
 
         Cancelling the call cancels the requests. Raises `InvalidRequest` before any of them runs, `ModelNotFound` if
         no adapter of that name is loaded.
@@ -173,7 +182,7 @@ class InferenceEngine:
         `request_id` is the id for `cancel`, by default a random one. Raises as `agenerate` does, at the first step.
         """
         await self.prepare(params)
-        handle = self.open(self._request(prompt, params, request_id, adapter))
+        handle = self.open(await self._prompts.request(prompt, params, request_id, adapter))
         try:
             while not handle.finished:
                 for delta in await handle.take():
@@ -228,7 +237,7 @@ class InferenceEngine:
         """
         name, params = uuid.uuid4().hex, GenerationParams()
         requests = [
-            EmbeddingInput(name, self._ids(prompt), params, seed=0, first_choice=index, dimensions=dimensions)
+            EmbeddingInput(name, self._prompts.ids(prompt), params, seed=0, first_choice=index, dimensions=dimensions)
             for index, prompt in enumerate(prompts)
         ]
         for request in requests:
@@ -307,7 +316,7 @@ class InferenceEngine:
     async def _generate_all(
         self, prompts: list[Prompt], params: GenerationParams, adapter: str | None
     ) -> list[GenerationOutput]:
-        requests = [self._request(prompt, params, adapter=adapter) for prompt in prompts]
+        requests = [await self._prompts.request(prompt, params, adapter=adapter) for prompt in prompts]
         for request in requests:
             self._check(request)
         await self.prepare(params)
@@ -332,15 +341,6 @@ class InferenceEngine:
         while not handle.finished:
             builder.add(await handle.take(), self._clock())
         return builder.build(self.tokenizer, self._clock())
-
-    def _request(
-        self, prompt: Prompt, params: GenerationParams, request_id: str | None = None, adapter: str | None = None
-    ) -> EngineRequest:
-        name, ids = request_id or uuid.uuid4().hex, self._ids(prompt)
-        return EngineRequest(name, ids, params, resolve_seed(params), adapter=adapter)
-
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
     def _check(self, request: EngineRequest) -> None:
         if self._fallback is not None and self.fallback_for(request):

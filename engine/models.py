@@ -18,6 +18,7 @@ from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import config_of, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
 from .checkpoints.quantized import Quantized
+from .vision.families import family_of
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
@@ -30,6 +31,7 @@ class ModelInfo:
 
     `dtype` is the checkpoint's, None if its config does not say. `parameters` is None until the weight files are read.
     `slow_paths` says, for each fast path that the loaded model does not take, why not and what to do about it.
+    `sees` images: with a backend that can.
     """
 
     source: str
@@ -40,6 +42,11 @@ class ModelInfo:
     dtype: str | None = None
     parameters: int | None = None
     slow_paths: tuple[str, ...] = ()
+    sees: bool = False
+
+    @property
+    def input_modalities(self) -> tuple[str, ...]:
+        return ("text", "image") if self.sees else ("text",)
 
 
 def user_cache() -> Path:
@@ -120,6 +127,7 @@ def read_model_info(path: Path, source: str, max_sequence_length: int | None = N
         vocabulary_size=text["vocab_size"],
         eos_token_ids=tuple(eos),
         dtype=config.get("dtype") or config.get("torch_dtype"),
+        sees=family_of(config) is not None,
     )
 
 

@@ -10,19 +10,25 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..schemas.bounds import load_json, shortened
+from ..schemas.bounds import load_json
 from ..schemas.errors import InvalidRequest
 from ..schemas.jobs import Form
 from ..schemas.openai.chat import ChatMessage, NamedTool, Tool
 from ..schemas.openai.completions import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
-from ..schemas.openai.embeddings import MAX_INPUTS, MAX_TOKENS, EmbeddingRequest
+from ..schemas.openai.embeddings import EmbeddingRequest
 from ..schemas.params import MAX_CHOICES, GenerationParams, Grammar
+from .chat_checks import check_messages
+from .embedding_inputs import prepare_inputs
 from .grammar.json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar, regex_grammar
 from .grammar.tool_grammar import answer_grammar
-from .request import check_ids, check_input, check_scores
+from .request import check_ids, check_scores
 from .text.forms import choose_form, ends_in_thought, markers
 from .text.tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike, encode_within
+from .vision.chat import NOTHING, Fetched
+from .vision.images import PromptImage
+from .vision.reading import ANY, ImageLimits
+from .vision.sight import NO_SIGHT, Sight, load_sight
 
 # Template variables that a client may not set: they would replace the template, or are options of its renderer.
 _NOT_FOR_TEMPLATES = frozenset(
@@ -43,20 +49,31 @@ class Prepared(NamedTuple):
     form: Form | None = None
     dimensions: int | None = None
     grammar_param: str = ""  # the request parameter that the grammar comes from
+    images: tuple[PromptImage, ...] = ()  # of the first prompt
 
 
-def load_preparer(source: str, backend: str, tool_format: str, reasoning_format: str) -> Preparer:
+def load_preparer(
+    source: str, backend: str, tool_format: str, reasoning_format: str, limits: ImageLimits = ANY
+) -> Preparer:
     """Load the preparer of a model, as its card describes it. Raises `ModelLoadError` and `ConfigurationError`."""
-    tokenizer = load_tokenizer(source, backend)
-    return Preparer(tokenizer, tool_format=tool_format, reasoning_format=reasoning_format)
+    tokenizer, sight = load_tokenizer(source, backend), load_sight(source, backend, limits)
+    return Preparer(tokenizer, tool_format=tool_format, reasoning_format=reasoning_format, sight=sight)
 
 
 class Preparer:
     """Prepares requests for one model; safe to use from several threads."""
 
-    def __init__(self, tokenizer: TokenizerLike, *, tool_format: str = "auto", reasoning_format: str = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        *,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+        sight: Sight = NO_SIGHT,
+    ) -> None:
         """The formats are names in the engine's tables, "auto" or "none". Raises `ConfigurationError`."""
         self.tokenizer = tokenizer
+        self._sight = sight
         self._form = choose_form(
             tokenizer.chat_template,
             tokenizer.vocabulary,
@@ -65,9 +82,16 @@ class Preparer:
         )
 
     def prepare(
-        self, request: ChatRequest | CompletionRequest | EmbeddingRequest, *, context_length: int, name: str, seed: int
+        self,
+        request: ChatRequest | CompletionRequest | EmbeddingRequest,
+        *,
+        context_length: int,
+        name: str,
+        seed: int,
+        fetched: Fetched = NOTHING,
     ) -> Prepared:
-        """Prepare a request; `name` is the model's, for error messages; `seed` is for a request without one.
+        """Prepare a request; `name` is the model's, for error messages; `seed` is for a request without one, `fetched`
+        has the files of remote images by URL.
 
         Raises `InvalidRequest`.
         """
@@ -79,12 +103,15 @@ class Preparer:
                 f"{name} serves only embeddings; send texts to /v1/embeddings.", code="unsupported_capability"
             )
         form: Form | None
+        images: tuple[PromptImage, ...] = ()
         grammar, param = _response_grammar(request)
         match request:
             case ChatRequest():
                 tools, named = _tools(request)
+                given = self._sight.look(request.messages, name, fetched)
                 text, form = self._chat(request, tools, named)
-                prompts = [encode_within(self.tokenizer, text, context_length, "messages", add_special_tokens=False)]
+                ids, images = self._sight.encode(text, given, self.tokenizer, context_length)
+                prompts = [ids]
                 if form is not None:
                     choice = (
                         request.tool_choice if isinstance(request.tool_choice, str) else "named" if named else "auto"
@@ -130,10 +157,10 @@ class Preparer:
         visible = tuple(sorted(shown))
         if grammar is not None or visible:
             params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
-        return Prepared(prompts, params, form, grammar_param=param)
+        return Prepared(prompts, params, form, grammar_param=param, images=images)
 
     def _chat(self, request: ChatRequest, tools: Sequence[Tool], named: str | None) -> tuple[str, Form | None]:
-        _check_messages(request.messages)
+        check_messages(request.messages)
         if tools and self._form.tool_format is None:
             raise InvalidRequest(
                 "This model's chat template takes no tools, or uses an unknown format; leave them out, or name the "
@@ -142,7 +169,7 @@ class Preparer:
                 param="tools",
             )
         definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        messages = [_for_template(message) for message in request.messages]
+        messages = [self._sight.mark(message, _for_template(message), self.tokenizer) for message in request.messages]
         text = self.tokenizer.render_chat(messages, definitions, **self._options(request))
         form = Form(
             tool_format=self._form.tool_format if tools else None,
@@ -201,46 +228,6 @@ class Preparer:
             )
         check_ids(prompt, "prompt", self.tokenizer.vocabulary_size)
         return prompt
-
-
-def prepare_inputs(
-    request: EmbeddingRequest, tokenizer: TokenizerLike, *, context_length: int, name: str
-) -> list[list[int]]:
-    """The token ids of every input; `name` is the model's, for error messages. Raises `InvalidRequest`."""
-    inputs = request.prompts
-    if len(inputs) > MAX_INPUTS:
-        raise InvalidRequest(f"The request has {len(inputs)} inputs; send at most {MAX_INPUTS}.", param="input")
-    prompts = []
-    for index, text in enumerate(inputs):
-        path = "input" if len(inputs) == 1 else f"input[{index}]"
-        if not text or (isinstance(text, str) and not text.strip()):
-            raise InvalidRequest(f"The input {path} is blank; send some text.", code="empty_prompt", param=path)
-        prompts.append(encode_within(tokenizer, text, context_length, path) if isinstance(text, str) else text)
-        check_input(prompts[-1], path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
-    if (total := sum(map(len, prompts))) > MAX_TOKENS:
-        raise InvalidRequest(
-            f"The inputs have {total} tokens together; send {name} at most {MAX_TOKENS} a request.", param="input"
-        )
-    return prompts
-
-
-def _check_messages(messages: Sequence[ChatMessage]) -> None:
-    called: set[str] = set()
-    for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            fault = "null; send text" if "content" in message.model_fields_set else "missing; send it"
-            raise InvalidRequest(f"{path}.content is {fault}.", param=f"{path}.content")
-        if message.role == "tool" and message.tool_call_id is None:
-            raise InvalidRequest(f"{path}.tool_call_id is missing; send the call's id.", param=f"{path}.tool_call_id")
-        if message.role == "tool" and message.tool_call_id not in called:
-            fault = f"{path}.tool_call_id: no earlier call has the id {shortened(str(message.tool_call_id), 100)!r}."
-            raise InvalidRequest(fault, param=f"{path}.tool_call_id")
-        if message.tool_calls and message.role != "assistant":
-            raise InvalidRequest("Only assistant messages may have tool_calls.", param=f"{path}.tool_calls")
-        called.update(call.id for call in message.tool_calls or ())
-    if not any(message.text.strip() or message.tool_calls for message in messages):
-        raise InvalidRequest("Every message is blank; send some text.", code="empty_prompt", param="messages")
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:

@@ -71,6 +71,18 @@ class AdapterSource(Record):
     digest: str = ""
 
 
+class JobImage(Record):
+    """An image of a job's prompt: the fields of the engine's `PromptImage` (see `engine/vision/images.py`), and the
+    `key` of its bytes in the bucket of images."""
+
+    key: Annotated[str, Field(min_length=1)]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    offset: Annotated[int, Field(ge=0)]
+    length: Annotated[int, Field(ge=1)]
+    grid: Annotated[tuple[int, ...], Field(strict=False)]
+    pixels: Annotated[tuple[int | None, int | None], Field(strict=False)] = (None, None)
+
+
 class ValidatedJob(Record):
     """A validated job, its prompt rendered and tokenised. Custom stages read and may change it.
 
@@ -78,9 +90,10 @@ class ValidatedJob(Record):
     `c // params.n`. Only workers of the model's `revision` take the job. They apply its `adapter`, if there is one,
     which they load first unless they have. `keep_alive`: how many seconds the model is to stay loaded after the request
     (negative: for ever; None: as the catalogue says). `deadline` and `created` are Unix seconds.
-    `body` is the client's original request; changing it has no effect. `form` tells how to parse the answer. For
-    `/v1/embeddings` every prompt is one input, whose vector has `dimensions` numbers (if None, as many as the model
-    gives).
+    `body` is the client's original request, its images replaced by their digests; changing it has no effect. `form`
+    tells how to parse the answer. For `/v1/embeddings` every prompt is one input, whose vector has `dimensions` numbers
+    (if None, as many as the model
+    gives). `images` are those of the first prompt, in its order.
     """
 
     id: SubjectToken
@@ -99,6 +112,7 @@ class ValidatedJob(Record):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     adapter: AdapterSource | None = None
     keep_alive: float | None = None
+    images: Annotated[tuple[JobImage, ...], Field(strict=False)] = ()
 
     @property
     def served_name(self) -> str:

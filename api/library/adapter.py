@@ -50,7 +50,9 @@ class OpenAIAdapter:
         """Raises `ConfigurationError` for an unknown format."""
         self.name = name or engine.model_info().source
         self.engine = engine
-        self._preparer = Preparer(engine.tokenizer, tool_format=tool_format, reasoning_format=reasoning_format)
+        self._preparer = Preparer(
+            engine.tokenizer, tool_format=tool_format, reasoning_format=reasoning_format, sight=engine.sight
+        )
 
     def create(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
         """Like `acreate`, for callers without an event loop."""
@@ -140,6 +142,7 @@ class _Running:
                 seed=prepared.params.seed or 0,
                 first_choice=index * n,
                 adapter=adapter,
+                images=prepared.images,
             )
             self._handles.append(engine.open(request))
 

@@ -19,10 +19,11 @@ def normalise(
 
     Role "developer" becomes "system", content parts become one string (or the other way round for a template that only
     takes parts), null content an empty string, and arguments of tool calls, JSON in a string, become objects. Those
-    that are no JSON object stay text, as the model wrote them, or are left out with `objects_alone`.
-    Raises `InvalidRequest` for content that is not text.
+    that are no JSON object stay text, as the model wrote them, or are left out with `objects_alone`. Content with parts
+    of type "image", which are marks without data, stays as it is.
+    Raises `InvalidRequest` for content that is neither.
     """
-    takes_parts = _LOOPS_OVER_CONTENT.search(template) is not None and "is string" not in template
+    takes_parts = reads_parts(template) and "is string" not in template
     return [_message(message, takes_parts, objects_alone) for message in messages]
 
 
@@ -30,6 +31,18 @@ def has_other_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the arguments of some call are no JSON object."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     return not all(isinstance(_arguments(function["arguments"]), dict) for function in functions)
+
+
+def reads_parts(template: str) -> bool:
+    """Whether a template reads lists of parts as content, at least where they are no strings."""
+    return _LOOPS_OVER_CONTENT.search(template) is not None
+
+
+def has_marks(content: object) -> bool:
+    """Whether some part of the content is the mark of an image."""
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and part.get("type") == "image" for part in content
+    )
 
 
 def flatten(content: object) -> str:
@@ -66,8 +79,9 @@ def _message(message: Mapping[str, Any], takes_parts: bool, objects_alone: bool)
     result = dict(message)
     if result.get("role") == "developer":
         result["role"] = "system"
-    text = flatten(result.get("content"))
-    result["content"] = [{"type": "text", "text": text}] if takes_parts else text
+    if not has_marks(result.get("content")):
+        text = flatten(result.get("content"))
+        result["content"] = [{"type": "text", "text": text}] if takes_parts else text
     if calls := result.get("tool_calls"):
         result["tool_calls"] = [_tool_call(call, objects_alone) for call in calls]
     return result

@@ -28,20 +28,23 @@ class Family(NamedTuple):
 
 
 def family_of(config: Config) -> Family | None:
-    """The family of a model with this config.json; None for a model of text alone.
-
-    Raises `ModelLoadError` for a model that sees images in a way that is not supported.
-    """
+    """The family of a model with this config.json; None if it sees no images, or in a way that is not supported."""
     kind = config.get("model_type", "")
     if kind in FAMILIES:
         if kind == "llava" and config.get("vision_config", {}).get("model_type") == "pixtral":
             return _PIXTRAL
         return FAMILIES[kind]
-    if "vision_config" in config and "text_config" in config:
-        known = ", ".join(sorted(FAMILIES))
-        why = "it lets the tokens of an image see each other" if kind in _BIDIRECTIONAL else "its kind is not known"
-        raise ModelLoadError(f"models of type {kind!r} cannot be served: {why}; those that see images are {known}")
     return None
+
+
+def why_blind(config: Config) -> str:
+    """Why a model without a family takes no images, as the end of a sentence."""
+    kind = config.get("model_type", "")
+    if kind in _BIDIRECTIONAL:
+        return f"takes text alone: {kind} lets the tokens of an image see each other, which is not supported"
+    if "vision_config" in config:
+        return f"takes text alone: images are not supported for {kind}, but for {', '.join(sorted(FAMILIES))}"
+    return "takes text alone"
 
 
 def image_token(config: Config) -> int:

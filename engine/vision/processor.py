@@ -24,6 +24,7 @@ from ...schemas.errors import InvalidRequest, ModelLoadError
 from ..checkpoints.files import read_json
 from ..models import read_config
 from ..text.tokenizer_port import TokenizerLike, encode_within
+from .chat import GivenImage
 from .families import Family, Grid, family_of, image_token
 from .images import PromptImage
 from .reading import ImageLimits, decode_image, refused, within
@@ -51,7 +52,8 @@ class VisionProcessor:
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """The processor of the model at `path`; None for one of text alone. Raises `ModelLoadError`."""
+        """The processor of the model at `path`; None if it is not one of the families that see. Raises
+        `ModelLoadError`."""
         if not path.is_dir():
             return None
         config = read_config(path)
@@ -65,30 +67,27 @@ class VisionProcessor:
     def insert(
         self,
         text: str,
-        files: Sequence[bytes],
+        given: Sequence[GivenImage],
         tokenizer: TokenizerLike,
-        limits: ImageLimits,
         *,
         context_length: int,
-        paths: Sequence[str] = (),
         add_special_tokens: bool = False,
     ) -> ImagePrompt:
-        """The tokens of a prompt whose text has one mark for each of the images in `files`.
+        """The tokens of a prompt whose text has one mark for each of the images.
 
-        `paths` name the images in errors. Raises `InvalidRequest` for an image that cannot be used, for other marks in
-        the text, and for a prompt that is far too long.
+        Raises `InvalidRequest` for an image that cannot be used, for other marks in the text, and for a prompt that is
+        far too long.
         """
         mark = self.mark(tokenizer)
         parts = text.split(mark)
-        if len(parts) != len(files) + 1:
+        if len(parts) != len(given) + 1:
             raise InvalidRequest(
                 f"The prompt has {len(parts) - 1} times the text {mark!r}, by which this model finds its images, and "
-                f"{len(files)} images; send that text only where an image stands.",
+                f"{len(given)} images; send that text only where an image stands.",
                 code="image_mark",
                 param="messages",
             )
-        names = paths or [f"images[{index}]" for index in range(len(files))]
-        grids = [self._grid(data, limits, path) for data, path in zip(files, names, strict=True)]
+        grids = [self._grid(*one) for one in given]
         written = [self._family.write(self._config, grid, mark) for grid in grids]
         counts = [one.count(mark) for one in written]
         if sum(counts) >= context_length:
@@ -104,10 +103,10 @@ class VisionProcessor:
         if len(places) != sum(counts):
             raise ModelLoadError(f"the tokenizer in {self._path} does not know {mark!r} as one token")
         images = []
-        for (begin, end), data, grid in zip(pairwise((0, *accumulate(counts))), files, grids, strict=True):
+        for (begin, end), one, grid in zip(pairwise((0, *accumulate(counts))), given, grids, strict=True):
             first, last = int(places[begin]), int(places[end - 1])
-            digest = hashlib.sha256(data).hexdigest()
-            images.append(PromptImage(digest, first, last - first + 1, grid, limits.pixels, data))
+            digest = hashlib.sha256(one.data).hexdigest()
+            images.append(PromptImage(digest, first, last - first + 1, grid, one.limits.pixels, one.data))
         return ImagePrompt(ids, tuple(images))
 
     def inputs(self, image: PromptImage) -> dict[str, NDArray[Any]]:

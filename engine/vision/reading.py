@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+MOST_DECODED = 170_000_000  # pixels; Pillow refuses more
 LEAST_SIDE, MOST_SIDE = 8, 65_500  # pixels; processors take thinner pictures for something else
 
 
@@ -26,6 +27,9 @@ class ImageLimits(NamedTuple):
     @property
     def pixels(self) -> tuple[int | None, int | None]:
         return self.fewest, self.most
+
+
+ANY = ImageLimits()
 
 
 def check_image(data: bytes, limits: ImageLimits, path: str, kind: str | None = None) -> tuple[int, int]:

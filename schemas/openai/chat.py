@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema
 
 from ..base import Strict, ToolName
 from ..bounds import bounded
@@ -70,14 +70,34 @@ class TextPart(OpenBody):
     type: Literal["text"]
     text: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_media(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type", "text") != "text":
-            raise PydanticCustomError(
-                "part_kind", "Input should be a part of type 'text'; images, files and audio are not supported"
-            )
-        return part
+
+class ImageUrl(OpenBody):
+    """`url` is a data URL with base64, or one that the server may fetch; `detail` "low" shows the model fewer pixels,
+    the others as many as it takes."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(OpenBody):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _part_kind(part: object) -> str | None:
+    if isinstance(part, OpenBody):
+        return f"<{getattr(part, 'type', None)}>"
+    return f"<{part.get('type', 'text')}>" if isinstance(part, dict) else "<text>"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
+    Discriminator(
+        _part_kind,
+        custom_error_type="part_kind",
+        custom_error_message="Input should be a part of type 'text' or 'image_url'; files and audio are not supported",
+    ),
+]
 
 
 def _content_kind(value: object) -> str | None:
@@ -86,11 +106,11 @@ def _content_kind(value: object) -> str | None:
 
 # With the tags pydantic reports only the faults of one member; `_path` drops them.
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<parts>")],
     Discriminator(
         _content_kind,
         custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of text parts",
+        custom_error_message="Input should be a string or a list of parts",
     ),
 ]
 
@@ -130,8 +150,14 @@ class ChatMessage(OpenBody):
     @property
     def text(self) -> str:
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "".join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
+
+    @property
+    def images(self) -> list[tuple[int, ImagePart]]:
+        """The parts that are images, each with its index."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [(index, part) for index, part in enumerate(parts) if isinstance(part, ImagePart)]
 
 
 class Function(OpenBody):

@@ -1,0 +1,86 @@
+"""What a model can see, as those need it who prepare its requests: the images of a chat, or why there may be none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...schemas.errors import InvalidRequest
+from ...schemas.openai.chat import ChatMessage
+from ...schemas.sources import looks_like_path
+from ..models import read_config, resolve_model
+from ..text.tokenizer_port import TokenizerLike, encode_within
+from .chat import Fetched, GivenImage, given_images, image_parts, marked
+from .families import why_blind
+from .processor import ImagePrompt, VisionProcessor
+from .reading import ANY, ImageLimits, check_image
+
+SEEING = ("paged",)  # backends
+
+
+class Sight:
+    """`processor` is None for a model that sees nothing, and `blind` says why, as the end of a sentence."""
+
+    def __init__(
+        self, processor: VisionProcessor | None = None, limits: ImageLimits = ANY, blind: str = "takes text alone"
+    ) -> None:
+        self.processor, self._limits, self._blind = processor, limits, blind
+
+    def look(self, messages: Sequence[ChatMessage], name: str, fetched: Fetched) -> list[GivenImage]:
+        """The images of a chat with the model `name`. Raises `InvalidRequest` for some that cannot be used."""
+        if self.processor is None:
+            if parts := image_parts(messages):
+                raise InvalidRequest(
+                    f"{name} {self._blind}; leave the image out, or ask a model that sees.",
+                    code="unsupported_capability",
+                    param=parts[0][0],
+                )
+            return []
+        return given_images(messages, self._limits, fetched)
+
+    def mark(self, message: ChatMessage, values: dict[str, Any], tokenizer: TokenizerLike) -> dict[str, Any]:
+        """What the chat template gets of a message: `values`, but with marks for its images."""
+        if self.processor is None or not message.images:
+            return values
+        mark = self.processor.mark(tokenizer)
+        return values | {"content": marked(values["content"], tokenizer.chat_template, mark)}
+
+    def encode(
+        self, text: str, given: Sequence[GivenImage], tokenizer: TokenizerLike, context_length: int
+    ) -> ImagePrompt:
+        """The tokens of a rendered chat. Raises `InvalidRequest`."""
+        if self.processor is None or not given:
+            ids = encode_within(tokenizer, text, context_length, "messages", add_special_tokens=False)
+            return ImagePrompt(ids, ())
+        return self.processor.insert(text, given, tokenizer, context_length=context_length)
+
+    def mark_of(self, tokenizer: TokenizerLike) -> str:
+        """The text that stands for an image. Raises `InvalidRequest` for a model that sees none."""
+        if self.processor is None:
+            raise InvalidRequest(f"this model {self._blind}", code="unsupported_capability")
+        return self.processor.mark(tokenizer)
+
+    def tokenize(self, text: str, files: Sequence[bytes], tokenizer: TokenizerLike, context_length: int) -> ImagePrompt:
+        """The tokens of a text with a mark for each of the images in `files`. Raises `InvalidRequest`."""
+        self.mark_of(tokenizer)
+        assert self.processor is not None
+        given = [GivenImage(data, self._limits, f"images[{index}]") for index, data in enumerate(files)]
+        for one in given:
+            check_image(*one)
+        return self.processor.insert(text, given, tokenizer, context_length=context_length, add_special_tokens=True)
+
+
+NO_SIGHT = Sight()
+
+
+def load_sight(source: str, backend: str, limits: ImageLimits = ANY) -> Sight:
+    """What the model `source` sees with this backend. Raises `ModelLoadError`."""
+    is_path = Path(source).expanduser().is_dir() or looks_like_path(source)
+    if backend == "echo" and not is_path:
+        return Sight(limits=limits)
+    if backend not in SEEING:
+        return Sight(limits=limits, blind=f"takes text alone with the backend {backend!r}")
+    path = resolve_model(source)
+    processor = VisionProcessor.of(path)
+    return Sight(processor, limits, "" if processor else why_blind(read_config(path)))
