@@ -238,7 +238,7 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
     try:
         card = WorkerCard(
             id=name,
-            model=model_card(settings, engine.model_info().context_length, revision),
+            model=model_card(settings, engine.model_info(), revision),
             capacity=capacity,
             pid=os.getpid(),
             incarnation=uuid.uuid4().hex,

@@ -282,6 +282,17 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
         ByteSize(10 << 30), gt=0, description="Size of that directory; what was used least recently is removed."
     )
     cache_answers: bool = Field(False, description="Answer identical greedy requests from memory.")
+    max_pixels: int | None = Field(
+        None, ge=1, description="Images with more pixels are reduced before the model sees them; by default as it says."
+    )
+    min_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="Images with fewer pixels are enlarged before the model sees them; by default as it says.",
+    )
+    max_decoded_pixels: int = Field(
+        40_000_000, ge=1, le=170_000_000, description="Pixels of an image's file; one with more is refused unread."
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."
     )

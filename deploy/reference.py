@@ -31,7 +31,7 @@ from penstock.api.terminal.options import PANELS
 from penstock.config import metrics
 from penstock.config.settings import Settings
 from penstock.config.sources import flag
-from penstock.engine import CacheStats, EngineStats
+from penstock.engine import CacheStats, EngineStats, ModelInfo
 from penstock.schemas import errors
 from penstock.schemas.asyncapi import CHANNELS
 from penstock.schemas.deployment import SHARED
@@ -223,7 +223,9 @@ async def _deployment() -> list[Metric]:
     broker = MemoryBroker()
     await broker.ensure(layout(Settings()).streams, layout(Settings()).buckets)
     bridge, registry = Bridge(broker, Subjects("penstock"), "reference"), Registry(broker, interval=1.0)
-    registry.models = {"model": model_card(Settings(backend="echo", served_model_name="model"), 1)}
+    registry.models = {
+        "model": model_card(Settings(backend="echo", served_model_name="model"), ModelInfo("", "", 1, 1, ()))
+    }
     gateway = Gateway(bridge, broker, registry, Settings(), Quotas(broker, 0), Preparers(registry))
 
     async def states() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from ..schemas.errors import ConfigurationError
-from .vision.reading import ANY, MOST_DECODED, ImageLimits
+from .vision.reading import ANY, MOST_DECODED
 
 
 class EngineConfig(BaseModel):
@@ -65,10 +65,6 @@ class EngineConfig(BaseModel):
     min_pixels: Annotated[int, Field(ge=1)] | None = None
     max_decoded_pixels: Annotated[int, Field(ge=1, le=MOST_DECODED)] = ANY.decoded
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
-
-    @property
-    def image_limits(self) -> ImageLimits:
-        return ImageLimits(self.max_decoded_pixels, self.min_pixels, self.max_pixels)
 
     def refuse(self, *names: str) -> None:
         """Raise `ConfigurationError` naming each of these settings that is not at its default.

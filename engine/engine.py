@@ -33,10 +33,9 @@ from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
 from .progress import loading_bar
-from .prompts import Many, Prompt, Prompts, as_list, is_list
+from .prompts import Many, Prompt, Prompts, as_list, is_list, sight_of
 from .request import EmbeddingInput, EngineRequest
 from .text.tokenizer_port import TokenizerLike
-from .vision.sight import NO_SIGHT, load_sight
 
 _log = logging.getLogger(__name__)
 
@@ -71,8 +70,7 @@ class InferenceEngine:
             with loading_bar(f"loading {config.model}", progress) as report:
                 self._driver = driver(partial(load_backend, config, report), config.stall_timeout)
         self._backend = self._driver.backend
-        sees, name = self._backend.info.sees, self._backend.manifest.id
-        self.sight = load_sight(config.model, name, config.image_limits) if sees else NO_SIGHT
+        self.sight = sight_of(self._backend, config)
         self._prompts = Prompts(self._backend, self.sight)
         self._fallback: InferenceEngine | None = None
         if config.fallback_backend is not None:

@@ -44,10 +44,6 @@ class ModelInfo:
     slow_paths: tuple[str, ...] = ()
     sees: bool = False
 
-    @property
-    def input_modalities(self) -> tuple[str, ...]:
-        return ("text", "image") if self.sees else ("text",)
-
 
 def user_cache() -> Path:
     """Where Penstock keeps what it can make again."""

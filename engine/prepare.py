@@ -57,6 +57,7 @@ def load_preparer(
 ) -> Preparer:
     """Load the preparer of a model, as its card describes it. Raises `ModelLoadError` and `ConfigurationError`."""
     tokenizer, sight = load_tokenizer(source, backend), load_sight(source, backend, limits)
+    sight.warm()
     return Preparer(tokenizer, tool_format=tool_format, reasoning_format=reasoning_format, sight=sight)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from ..schemas.registry import ModelCard
 from .prepare import Preparer, load_preparer
+from .vision.reading import ANY, ImageLimits
 
 
 class PreparerKey(NamedTuple):
@@ -30,9 +31,9 @@ class PreparerKey(NamedTuple):
 class PreparerCache:
     """Loads each preparer when it is first needed and keeps it; requests at the same time share one load."""
 
-    def __init__(self, on_load: Callable[[], None] = lambda: None) -> None:
-        """`on_load` is called after each load."""
-        self._on_load = on_load
+    def __init__(self, on_load: Callable[[], None] = lambda: None, limits: ImageLimits = ANY) -> None:
+        """`on_load` is called after each load; `limits` are those of images."""
+        self._on_load, self._limits = on_load, limits
         self._loads: dict[PreparerKey, asyncio.Task[Preparer]] = {}
 
     @property
@@ -62,6 +63,6 @@ class PreparerCache:
             self._loads = {key: load for key, load in self._loads.items() if key in kept or not load.done()}
 
     async def _load(self, key: PreparerKey) -> Preparer:
-        preparer = await asyncio.to_thread(load_preparer, *key[:4])
+        preparer = await asyncio.to_thread(load_preparer, *key[:4], self._limits)
         self._on_load()
         return preparer

@@ -11,8 +11,10 @@ from typing import cast
 from ..schemas.errors import InvalidRequest
 from ..schemas.params import GenerationParams
 from .backend import Backend
+from .config import EngineConfig
 from .request import EngineRequest, resolve_seed
-from .vision.sight import Sight
+from .vision.reading import ImageLimits
+from .vision.sight import NO_SIGHT, Sight, load_sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,13 @@ def is_list(prompts: Prompt | Many) -> bool:
 
 def as_list(prompts: Prompt | Many) -> list[Prompt]:
     return list(cast("list[Prompt]", prompts)) if is_list(prompts) else [cast("Prompt", prompts)]
+
+
+def sight_of(backend: Backend, config: EngineConfig) -> Sight:
+    """What a loaded model sees. Raises `ModelLoadError`."""
+    if not backend.info.sees:
+        return NO_SIGHT
+    return load_sight(config.model, backend.manifest.id, ImageLimits.of(config))
 
 
 class Prompts:

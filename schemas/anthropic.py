@@ -15,6 +15,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from .anthropic_blocks import (
+    Block,
+    ImageBlock,
+    Marked,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    as_blocks,
+)
 from .errors import InvalidRequest
 from .jobs import Priority
 from .openai.chat import MOST_MESSAGES, Body, ModelName, OpenBody, Unsupported
@@ -24,89 +35,12 @@ _OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # fields of 
 _THINKS = {"enable_thinking": True, "thinking": True}  # the names of the switch in chat templates
 
 
-class _Marked(OpenBody):
-    cache_control: dict[str, Any] | None = None  # no effect: every prefix is cached
-
-
-class TextBlock(_Marked):
-    type: Literal["text"]
-    text: str
-    citations: None = None
-
-
-class ThinkingBlock(_Marked):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUseBlock(_Marked):
-    type: Literal["tool_use"]
-    id: Annotated[str, Field(min_length=1)]
-    name: Annotated[str, Field(min_length=1)]
-    input: dict[str, Any]
-    caller: dict[str, Any] | None = None
-
-
-def _as_blocks(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])]
-
-
-class ToolReference(_Marked):
-    """A tool of the same request that a client's tool search has found."""
-
-    type: Literal["tool_reference"]
-    tool_name: str
-
-    @property
-    def text(self) -> str:
-        return f"Tool found: {self.tool_name}"
-
-
-Result = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReference, Tag("<tool_reference>")],
-    Discriminator(
-        lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
-        custom_error_type="block_type",
-        custom_error_message="Input should be a block of type text or tool_reference; "
-        "images and documents are not supported",
-    ),
-]
-
-
-class ToolResultBlock(_Marked):
-    type: Literal["tool_result"]
-    tool_use_id: Annotated[str, Field(min_length=1)]
-    content: Annotated[list[Result], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Result])] = Field(
-        default_factory=list
-    )
-    is_error: bool | None = None
-
-
-# The tags keep pydantic from naming the block's type in the path of a fault.
-Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    Discriminator(
-        lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
-        custom_error_type="block_type",
-        custom_error_message="Input should be a block of type text, thinking, tool_use or tool_result; "
-        "images, documents and server tools are not supported",
-    ),
-]
-
-
 class InputMessage(OpenBody):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+    content: Annotated[list[Block], BeforeValidator(as_blocks, json_schema_input_type=str | list[Block])]
 
 
-class Tool(_Marked):
+class Tool(Marked):
     """The model sees every tool from the start and calls it itself; the last three fields have no effect."""
 
     name: str
@@ -120,7 +54,7 @@ class Tool(_Marked):
     allowed_callers: list[str] | None = None
 
 
-class ServerTool(_Marked):
+class ServerTool(Marked):
     """A tool that Anthropic's servers run; the model does not see it."""
 
     type: str
@@ -281,6 +215,8 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
             match block, message.role:
                 case TextBlock(), role:
                     _add(chat, role, "content", block.text)
+                case ImageBlock(), "user":
+                    _parts(_turn(chat, "user")).append(block.part)
                 case ThinkingBlock(), "assistant":
                     _add(chat, "assistant", "reasoning", block.thinking)
                 case ToolUseBlock(), "assistant":
@@ -309,6 +245,17 @@ def _turn(chat: list[dict[str, Any]], role: str) -> dict[str, Any]:
     return chat[-1]
 
 
+def _parts(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """The content of a turn as a list of parts."""
+    if isinstance(turn["content"], str):
+        turn["content"] = [{"type": "text", "text": turn["content"]}] if turn["content"] else []
+    parts: list[dict[str, Any]] = turn["content"]
+    return parts
+
+
 def _add(chat: list[dict[str, Any]], role: str, field: str, text: str) -> None:
     turn = _turn(chat, role)
+    if isinstance(turn.get(field), list):
+        turn[field].append({"type": "text", "text": text})
+        return
     turn[field] = f"{turn[field]}\n{text}" if turn.get(field) else text

@@ -17,7 +17,8 @@ class ModelCard(Record):
     another gets the next `revision`. `aliases` are its further names, `defaults` the sampling parameters of requests
     that leave them out. While it has no worker, at most `queue_limit` requests wait for it, and those that do not
     stream wait at most `wait_limit` seconds (None: no limit of its own). A `catalogued` model is announced by the agent
-    of its host, and not by its workers. `adapters` are asked for by their own names, and run on this model."""
+    of its host, and not by its workers. `adapters` are asked for by their own names, and run on this model.
+    `modalities` are what prompts may hold."""
 
     name: Annotated[str, Field(min_length=1)]
     source: str
@@ -33,6 +34,7 @@ class ModelCard(Record):
     wait_limit: float | None = None
     catalogued: bool = False
     adapters: Annotated[tuple[AdapterSource, ...], Field(strict=False)] = ()
+    modalities: Annotated[tuple[str, ...], Field(strict=False)] = ("text",)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ..config.models import parse_adapters
 from ..config.settings import Settings
 from ..engine.adapter_files import adapter_source
 from ..engine.discovery import find_backend
-from ..engine.models import read_model_info
+from ..engine.models import ModelInfo, read_model_info
 from ..schemas.errors import PenstockError
 from ..schemas.registry import LoadProgress, ModelCard
 from ..streams.lanes import open_lanes
@@ -29,22 +29,24 @@ def early_card(settings: Settings, revision: int | None = None) -> ModelCard | N
     if settings.model is None or not find_backend(settings.backend, settings.allowed_backends).cache:
         return None
     info = read_model_info(Path(settings.model), settings.model, settings.max_sequence_length)
-    return model_card(settings, info.context_length, revision)
+    return model_card(settings, info, revision)
 
 
-def model_card(settings: Settings, context_length: int, revision: int | None = None) -> ModelCard:
+def model_card(settings: Settings, info: ModelInfo, revision: int | None = None) -> ModelCard:
     """What a worker with these settings serves; `revision` is that of a model of the catalogue."""
+    sees = info.sees and "images" in find_backend(settings.backend, settings.allowed_backends).modes
     source = settings.model or "echo"
     return ModelCard(
         name=settings.served_model_name or source,
         source=source,
         backend=settings.backend,
-        context_length=context_length,
+        context_length=info.context_length,
         created=int(time.time()),
         tool_format=settings.tool_format,
         reasoning_format=settings.reasoning_format,
         revision=revision or 1,
         catalogued=revision is not None,
+        modalities=("text", "image") if sees else ("text",),
         adapters=tuple(adapter_source(*each) for each in parse_adapters(settings.lora_modules).items()),
     )
 

@@ -16,6 +16,8 @@ from typing import Any, get_args
 from ..engine.grammar.checker import GrammarChecker
 from ..engine.plug_ins.found import PlugIns
 from ..engine.preparers import PreparerCache, PreparerKey
+from ..engine.vision.chat import has_images
+from ..engine.vision.reading import ImageLimits
 from ..schemas import codec
 from ..schemas.codec import DecodeError
 from ..schemas.errors import (
@@ -38,6 +40,7 @@ from ..streams.stores.quotas import Quotas
 from ..streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
 from . import endings
 from .contract import SETTLED, Intake, Pipe, Stage
+from .images import lean_body, stored_images
 from .visits import headers_until, traceparent
 
 _BAD_SUBJECT = (
@@ -62,7 +65,7 @@ class Validate(Stage):
     def __init__(self, pipe: Pipe, on_load: Callable[[], None] = lambda: None) -> None:
         """`on_load` is called after each load of a tokenizer."""
         super().__init__(pipe)
-        self._preparers = PreparerCache(on_load)
+        self._preparers = PreparerCache(on_load, ImageLimits.of(pipe.settings))
         self._grammars = GrammarChecker()
         self._plug_ins = PlugIns(pipe.settings.allowed_plug_ins)
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
@@ -183,7 +186,7 @@ class Validate(Stage):
             name=model.name,
             seed=secrets.randbits(63),
         )
-        if len(message.data) <= LONG:
+        if len(message.data) <= LONG and not has_images(request):
             prepared = prepare()
         else:
             async with self._long:
@@ -194,6 +197,8 @@ class Validate(Stage):
             )
         if prepared.params.plug_ins:
             await asyncio.to_thread(self._plug_ins.check, prepared.params, preparer.tokenizer, prepared.prompts[0])
+        images = await stored_images(self.pipe.broker, self._quotas, tenant, prepared.images, created)
+        job = lean_body(job, prepared.images)
         return ValidatedJob(
             id=job.id or endings.request_id(message),
             endpoint=endpoint,
@@ -211,6 +216,7 @@ class Validate(Stage):
             dimensions=prepared.dimensions,
             adapter=model.adapter(request.model),
             keep_alive=getattr(request, "keep_alive", None) if model.catalogued else None,
+            images=images,
         )
 
     async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:

@@ -45,9 +45,11 @@ FILES = "files"
 BATCH_STATES = "batches"
 BATCH_RESULTS = "batch-results"
 DEAD_DATA = "dead-data"  # large bodies of dead letters
+IMAGES = "images"  # of prompts, and their bytes
 OBJECT_DATA = "object-data"  # the bytes of objects that other buckets describe
 
 RELAY_GRACE = 180.0  # seconds that outputs and events outlive the longest request, until its last worker counts as dead
+IMAGE_WINDOW = 3600.0  # seconds in which an image that a tenant sends again is stored once
 GRACE = 2 * 86400.0  # seconds: two of a batch's windows
 RATES_TTL = 86400.0  # seconds after which the account of a tenant that sent nothing is full again
 CONSUMER_IDLE = 3600.0  # seconds after which the server deletes the consumer of a process that is gone
@@ -277,6 +279,7 @@ def topology(
         BucketSpec(STATE, storage="file"),
         BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + GRACE, storage="file"),
         BucketSpec(DEAD_DATA, ttl=dead_ttl, storage="file", discard="old"),
+        BucketSpec(IMAGES, ttl=IMAGE_WINDOW + relay_age, storage="file"),
         BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
         BucketSpec(LEASES, ttl=leases_ttl),
         BucketSpec(FAILURES, ttl=3600.0),

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.api_keys import Keys
 from ...config.settings import Settings
+from ...engine.vision.reading import ImageLimits
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal, StorageFull, StreamFull
 from ...schemas.events import ErrorBody
 from ...streams.family import FamilyMetrics
@@ -75,7 +76,7 @@ def create_app(
     app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
     _add_error_handlers(app)
     _add_middleware(app, settings, bridge)
-    preparers = Preparers(registry)
+    preparers = Preparers(registry, ImageLimits.of(settings))
     readiness = readiness or Readiness(bridge, broker, registry, settings)
     gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota), preparers)
     add_completions(app, gateway)

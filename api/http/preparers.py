@@ -9,6 +9,7 @@ import structlog
 
 from ...engine.prepare import Preparer
 from ...engine.preparers import PreparerCache
+from ...engine.vision.reading import ANY, ImageLimits
 from ...schemas.errors import Fatal, InvalidRequest, Overloaded
 from ...schemas.openai.completions import ChatRequest, CompletionRequest
 from ...schemas.openai.embeddings import EmbeddingRequest
@@ -21,9 +22,10 @@ log = structlog.get_logger(__name__)
 class Preparers:
     """The preparers of the models in `registry`, each loaded when it is first needed."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, limits: ImageLimits = ANY) -> None:
+        """`limits` are those of images."""
         self._registry = registry
-        self._cache = PreparerCache()
+        self._cache = PreparerCache(limits=limits)
 
     async def card(self, name: str | None) -> ModelCard:
         """The model of this name, or the only one. Raises `InvalidRequest` and `ModelNotFound`."""

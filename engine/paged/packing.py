@@ -157,7 +157,7 @@ def _rotations(packed: PackedSegments) -> Ints:
     segments = packed.segments
     if not any(segment.shift or segment.positions is not None for segment in segments):
         return packed.positions
-    plain = packed.positions + np.array([segment.shift for segment in segments])[packed.rows]
+    plain: Ints = packed.positions + np.array([segment.shift for segment in segments])[packed.rows]
     if all(segment.positions is None for segment in segments):
         return plain
     found: Ints = np.tile(plain, (3, 1))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage, ImagePart
+from ...schemas.openai.completions import ChatRequest
 from ..text.chat_messages import reads_parts
 from .reading import ImageLimits, check_image, refused
 
@@ -32,6 +33,11 @@ class GivenImage(NamedTuple):
 
 def is_remote(url: str) -> bool:
     return url[:8].lower().startswith(("http://", "https://"))
+
+
+def has_images(request: object) -> bool:
+    """Whether a request of any kind has images."""
+    return isinstance(request, ChatRequest) and any(message.images for message in request.messages)
 
 
 def image_parts(messages: Sequence[ChatMessage]) -> list[tuple[str, ImagePart]]:

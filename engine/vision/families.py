@@ -72,7 +72,7 @@ def _shape(_: Config, made: Mapping[str, Any]) -> Grid:
 def _write_llava(config: Config, grid: Grid, mark: str) -> str:
     tower = _tower(config)
     patch = _side(tower.get("patch_size", 14))
-    count = (grid[0] // patch) * (grid[1] // patch)
+    count: int = (grid[0] // patch) * (grid[1] // patch)
     count += tower.get("model_type", "clip_vision_model") == "clip_vision_model"  # it has a token for the class
     return mark * (count - (config.get("vision_feature_select_strategy", "default") == "default"))
 
@@ -84,7 +84,7 @@ def _rows(_: Config, made: Mapping[str, Any]) -> Grid:
 def _write_tiles(config: Config, grid: Grid, mark: str) -> str:
     tower, (rows, columns) = _tower(config), grid
     side = _side(tower.get("image_size", 224)) // _side(tower.get("patch_size", 32))
-    tile, edge = mark * (side**2 // config.get("scale_factor", 2) ** 2), "<fake_token_around_image>"
+    tile, edge = mark * (side**2 // int(config.get("scale_factor", 2)) ** 2), "<fake_token_around_image>"
     whole = f"{edge}<global-img>{tile}{edge}"
     if not rows and not columns:
         return whole

@@ -160,10 +160,11 @@ class VisionProcessor:
     @cached_property
     def _images(self) -> Any:
         with self._lock:
-            from transformers import AutoImageProcessor
+            import transformers
 
+            library: Any = transformers  # most of it is not typed
             try:
-                return AutoImageProcessor.from_pretrained(self._path, backend="pil", local_files_only=True)
+                return library.AutoImageProcessor.from_pretrained(self._path, backend="pil", local_files_only=True)
             except (OSError, ValueError, ImportError) as error:
                 raise ModelLoadError(f"{self._path} has no image processor that can be used: {error}") from error
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
+from ...schemas.bounds import shortened
 from ...schemas.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 MOST_DECODED = 170_000_000  # pixels; Pillow refuses more
 LEAST_SIDE, MOST_SIDE = 8, 65_500  # pixels; processors take thinner pictures for something else
+
+
+class ImageSettings(Protocol):
+    """The settings of `ImageLimits`, under their names there."""
+
+    @property
+    def max_decoded_pixels(self) -> int: ...
+
+    @property
+    def min_pixels(self) -> int | None: ...
+
+    @property
+    def max_pixels(self) -> int | None: ...
 
 
 class ImageLimits(NamedTuple):
@@ -23,6 +37,10 @@ class ImageLimits(NamedTuple):
     decoded: int = 40_000_000
     fewest: int | None = None
     most: int | None = None
+
+    @classmethod
+    def of(cls, settings: ImageSettings) -> Self:
+        return cls(settings.max_decoded_pixels, settings.min_pixels, settings.max_pixels)
 
     @property
     def pixels(self) -> tuple[int | None, int | None]:
@@ -35,9 +53,11 @@ ANY = ImageLimits()
 def check_image(data: bytes, limits: ImageLimits, path: str, kind: str | None = None) -> tuple[int, int]:
     """The width and height that an image's header gives; nothing is decoded.
 
-    `path` names it in errors, `kind` is the media type that its sender gave. Raises `InvalidRequest` for bytes that are
-    no image of `FORMATS`, and for an image that is animated, larger than `limits`, or of another type than it says.
+    `path` names it in errors, `kind` is the media type that its sender gave; of several for images, the bytes decide.
+    Raises `InvalidRequest` for bytes that are no image of `FORMATS`, and for one that is animated, too large or small.
     """
+    if kind is not None and kind not in TYPES:
+        raise refused(path, f"the type {shortened(kind, 50)!r} is not supported; send one of {', '.join(TYPES)}")
     with _opened(data, path) as image:
         width, height = image.size
         if width * height > limits.decoded or max(width, height) > MOST_SIDE:
@@ -54,9 +74,6 @@ def check_image(data: bytes, limits: ImageLimits, path: str, kind: str | None = 
             )
         if getattr(image, "is_animated", False):
             raise refused(path, "the image is animated; send one picture of it")
-        found = _TYPES[image.format or ""]
-        if kind is not None and kind not in (found, "image/jpg" if found == "image/jpeg" else found):
-            raise refused(path, f"the image is of type {found}, not {shortened_kind(kind)}; name its own type")
     return width, height
 
 
@@ -91,10 +108,6 @@ def within(image: Image.Image, limits: ImageLimits) -> Image.Image:
     factor = (wanted / count) ** 0.5
     size = max(round(width * factor), 1), max(round(height * factor), 1)
     return image.resize(size, Image.Resampling.BICUBIC)
-
-
-def shortened_kind(kind: str) -> str:
-    return repr(kind if len(kind) <= 50 else f"{kind[:50]}…")
 
 
 def refused(path: str, fault: str, code: str = "invalid_image") -> InvalidRequest:

@@ -27,6 +27,11 @@ class Sight:
     ) -> None:
         self.processor, self._limits, self._blind = processor, limits, blind
 
+    def warm(self) -> None:
+        """Load what the first image would wait for. Raises `ModelLoadError`."""
+        if self.processor is not None:
+            self.processor.sample()
+
     def look(self, messages: Sequence[ChatMessage], name: str, fetched: Fetched) -> list[GivenImage]:
         """The images of a chat with the model `name`. Raises `InvalidRequest` for some that cannot be used."""
         if self.processor is None:

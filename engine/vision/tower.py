@@ -137,7 +137,8 @@ class Vision:
 
     @property
     def _device(self) -> torch.device:
-        return next(self._body.parameters()).device
+        device: torch.device = next(self._body.parameters()).device
+        return device
 
     def _features(self, placed: Placed) -> Tensor:
         key = placed.owner, placed.image.identity

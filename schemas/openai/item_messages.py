@@ -54,7 +54,7 @@ def chat_messages(
                 turn = chat.turn(item)
                 turn["content"] += _text(item["content"])
             case "message":
-                chat.say(item["role"], _text(item["content"]))
+                chat.say(item["role"], _content(item["content"]))
             case "reasoning":
                 turn = chat.turn(item)
                 thought = _text(item.get("content") or item["summary"])
@@ -93,9 +93,9 @@ class _Chat:
         self._results: list[dict[str, Any]] = []
         self._called: set[str] = set()
 
-    def say(self, role: str, text: str) -> None:
+    def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
         self.close()
-        self.messages.append({"role": role, "content": text})
+        self.messages.append({"role": role, "content": content})
 
     def turn(self, item: dict[str, Any]) -> dict[str, Any]:
         """The assistant's message that the item is part of."""
@@ -146,6 +146,18 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text") or part.get("refusal", "") for part in content)
+
+
+def _content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A message's content: one text, or parts where there are images."""
+    if isinstance(content, str) or all(part["type"] != "input_image" for part in content):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
+        if part["type"] == "input_image"
+        else {"type": "text", "text": _text([part])}
+        for part in content
+    ]
 
 
 def _arguments(text: str) -> str:

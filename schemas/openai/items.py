@@ -50,6 +50,21 @@ class InputText(_Part):
     prompt_cache_breakpoint: dict[str, Any] | None = None  # no effect: every prefix is cached
 
 
+class InputImage(_Part):
+    """`image_url` is a data URL with base64, or one that the server may fetch; `detail` as in `chat.ImageUrl`."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+    @model_validator(mode="after")
+    def _has_url(self) -> InputImage:
+        if self.file_id is not None or self.image_url is None:
+            raise ValueError("must have image_url, and no file_id: images of files are not supported")
+        return self
+
+
 class OutputText(_Part):
     type: Literal["output_text"]
     text: str
@@ -64,15 +79,29 @@ class Refusal(_Part):
 
 Part = Annotated[
     Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[Refusal, Tag("<refusal>")],
     by_type(
         "part_kind",
-        "a part of type input_text, output_text or refusal; images, files and audio are not supported",
+        "a part of type input_text, input_image, output_text or refusal; files and audio are not supported",
     ),
 ]
 Content = Annotated[
     Annotated[str, Tag("<str>")] | Annotated[list[Part], Tag("<list>")],
+    by_type("content_type", "a string or a list of parts"),
+]
+TextPart = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[OutputText, Tag("<output_text>")]
+    | Annotated[Refusal, Tag("<refusal>")],
+    by_type(
+        "part_kind",
+        "a part of type input_text, output_text or refusal; images are supported only in messages of the user",
+    ),
+]
+Texts = Annotated[
+    Annotated[str, Tag("<str>")] | Annotated[list[TextPart], Tag("<list>")],
     by_type("content_type", "a string or a list of parts"),
 ]
 
@@ -90,6 +119,8 @@ class MessageItem(_Item):
     def _who_refuses(self) -> MessageItem:
         if self.role != "assistant" and any(isinstance(part, Refusal) for part in self.content):
             raise ValueError("must not have a refusal unless its role is assistant")
+        if self.role != "user" and any(isinstance(part, InputImage) for part in self.content):
+            raise ValueError("must not have an image unless its role is user")
         return self
 
 
@@ -131,7 +162,7 @@ class FunctionCall(_Item):
 class FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: Id
-    output: Content
+    output: Texts
     status: Status | None = None
 
 
@@ -232,7 +263,7 @@ def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
     if isinstance(item, MessageItem):
         kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
         parts = [{"type": "", "text": item.content}] if isinstance(item.content, str) else whole["content"]
-        kept = ("refusal", kind["type"])
+        kept = ("refusal", "input_image", kind["type"])
         whole["content"] = [part if part["type"] in kept else kind | {"text": part["text"]} for part in parts]
     return whole
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 from ...engine import RequestHandle
+from ...engine.vision.images import PromptImage
 from ...schemas import codec
 from ...schemas.errors import PayloadTooLarge, Superseded
 from ...schemas.events import Delta, Output, Started
@@ -42,10 +43,12 @@ class OutputPublisher:
         interval: Callable[[], float],
         metrics: RequestMetrics,
         adapter: str | None = None,
+        images: tuple[PromptImage, ...] = (),
     ) -> None:
-        """`adapter` is the engine's name for the adapter of the job."""
+        """`adapter` is the engine's name for the adapter of the job, `images` are those of its prompt."""
         self.job = job
         self.adapter = adapter
+        self.images = images
         self.metrics = metrics
         self.fallback: str | None = None  # the backend that runs it instead of the worker's first; set by Infer
         self.epoch = 1  # set by Infer

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 
 import structlog
 
 from ...config import metrics
-from ...engine import EmbeddingInput, EngineRequest, InferenceEngine
+from ...engine import InferenceEngine
 from ...engine.grammar.checker import SIMPLE
+from ...engine.vision.images import PromptImage
 from ...schemas import codec
 from ...schemas.canaries import CANARY
 from ...schemas.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, Refusal
 from ...schemas.events import FINAL
-from ...schemas.jobs import InferenceBatch, Priority, ValidatedJob
+from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.params import GenerationParams
 from ...schemas.registry import Room, WorkerCard, reserve_of
 from ...streams.family import share_metrics, watch_loop
@@ -33,17 +33,18 @@ from ...streams.topology import CONSUMER_IDLE, EVENTS, INFER
 from .. import endings
 from ..contract import SETTLED, Intake, Pipe, Stage
 from ..degradation import slots
+from ..images import StoredImages
 from ..transcript import Transcript
 from ..visits import CURRENT
 from .adapters import WorkerAdapters
 from .arrivals import Arrivals
 from .relay import OutputPublisher
 from .request_metrics import RequestMetrics, Unmeasured, WorkerMetrics, exposed
+from .requests import request_of, requests_of
 from .spans import InferSpan
 
 log = structlog.get_logger(__name__)
 
-_RANKS: dict[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 _MESSAGES = 1_000  # of a worker's streams in a second, above which they are made larger instead
 _ROOM_PAUSE = 0.0005  # least seconds between two reports of free seats
 
@@ -66,6 +67,7 @@ class Infer(Stage):
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
         self._adapters = WorkerAdapters(engine)
+        self._images = StoredImages(pipe.broker)
         self._metrics = own or WorkerMetrics(card.model.name, card.id)
         self._arrivals = Arrivals()  # set by handle
         self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
@@ -199,6 +201,7 @@ class Infer(Stage):
             # These wait, and the checks below must not be followed by a wait.
             await self._note_keep_alive(job)
             await self._engine.prepare(job.params)
+            images = await self._images.of(job)
             async with self._adapters.using(job.adapter) as adapter:
                 if running := self._publishers.get((job.tenant, job.id)):
                     # Redelivered after a lost lease, or dispatched twice: this delivery ends when the running one does.
@@ -210,7 +213,7 @@ class Infer(Stage):
                     raise Overloaded(f"The worker no longer serves {job.model}.", retry_after=1.0)
                 if job.deadline <= self.pipe.now():
                     raise DeadlineExceeded("No worker began the request before its deadline.")
-                await self._publish_outputs(job, newest, adapter)
+                await self._publish_outputs(job, newest, adapter, images)
         except Exception as error:
             if not self._engine.healthy:
                 raise
@@ -233,10 +236,12 @@ class Infer(Stage):
         """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""
         return max(self.pipe.settings.relay_interval, len(self._publishers) / _MESSAGES)
 
-    async def _publish_outputs(self, job: ValidatedJob, newest: int, adapter: str | None) -> None:
+    async def _publish_outputs(
+        self, job: ValidatedJob, newest: int, adapter: str | None, images: tuple[PromptImage, ...]
+    ) -> None:
         measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics, self.pipe.now)
-        publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter)
-        publisher.fallback = self._engine.fallback_for(_request(job, job.prompts[0], adapter))
+        publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter, images)
+        publisher.fallback = self._engine.fallback_for(request_of(job, job.prompts[0], adapter, images))
         if (visit := CURRENT.get()) is not None and visit.span is not None:
             publisher.span = InferSpan(visit.span, job, self._card.id)
         self._publishers[job.tenant, job.id] = publisher
@@ -308,7 +313,7 @@ class Infer(Stage):
         publisher.finished = frozenset(
             choice for choice, reason in enumerate(transcript.finish_reasons) if reason is not None
         )
-        publisher.handles += [self._engine.open(request) for request in _requests(publisher, transcript)]
+        publisher.handles += [self._engine.open(request) for request in requests_of(publisher, transcript)]
         if publisher.expired:  # meanwhile
             publisher.cancel()
         with self.pipe.cancellations.calling(publisher.job.tenant, publisher.job.id, publisher.cancel):
@@ -317,34 +322,3 @@ class Infer(Stage):
             publisher.metrics.ended()
         if publisher.is_cut:
             raise DeadlineExceeded("The deadline passed before every input was embedded.")
-
-
-def _requests(publisher: OutputPublisher, transcript: Transcript) -> list[EngineRequest]:
-    """One engine request for each prompt that is not finished yet."""
-    job = publisher.job
-    requests = []
-    n = job.params.n
-    for index, prompt in enumerate(job.prompts):
-        choices = slice(index * n, (index + 1) * n)
-        if transcript.finish_reasons and None not in transcript.finish_reasons[choices]:
-            continue
-        request = _request(job, prompt, publisher.adapter, publisher.epoch)
-        generated = tuple(map(tuple, transcript.token_ids[choices]))
-        requests.append(replace(request, first_choice=choices.start, generated=generated))
-    return requests
-
-
-def _request(job: ValidatedJob, prompt: tuple[int, ...], adapter: str | None, epoch: int = 1) -> EngineRequest:
-    """The engine request of one prompt of a job, from its beginning; `adapter` is the engine's name for the job's."""
-    embeds = job.endpoint == "/v1/embeddings"
-    kind = partial(EmbeddingInput, dimensions=job.dimensions) if embeds else EngineRequest
-    return kind(
-        id=f"{job.tenant}.{job.id}.{epoch}",
-        prompt=prompt,
-        params=job.params,
-        seed=job.params.seed or 0,
-        epoch=epoch,
-        cache_salt=job.tenant,
-        priority=_RANKS[job.priority],
-        adapter=adapter,
-    )

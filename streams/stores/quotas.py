@@ -1,4 +1,4 @@
-"""One quota per tenant for everything stored for it: files, results of batches, responses and conversations.
+"""One quota per tenant for everything stored for it: files, results of batches, responses, conversations and images.
 
 Usage is counted from the buckets, not in a counter that a crash could leave wrong. Counting takes time, so a bridge
 counts seldom and adds what it admits in between. Several bridges may therefore exceed the quota slightly and briefly.
@@ -18,7 +18,7 @@ import orjson
 from ...schemas.errors import QuotaExceeded
 from ...schemas.openai.batches import FINAL, Batch
 from ..port import Broker, Entry
-from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, RESPONSES
+from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, IMAGES, RESPONSES
 
 NO_SPACE = "insufficient_quota"  # error code; retrying does not help
 ENTRY = 512  # bytes charged per entry in addition to its size
@@ -70,7 +70,7 @@ class Quotas:
     async def _held(self, tenant: str) -> int:
         states = await (await self._broker.bucket(BATCH_STATES)).entries(f"{tenant}.")
         entries = list(states)
-        for name in (FILES, RESPONSES):
+        for name in (FILES, RESPONSES, IMAGES):
             entries += await (await self._broker.bucket(name)).entries(f"{tenant}.")
         results = await self._broker.bucket(BATCH_RESULTS)
         for state in states:

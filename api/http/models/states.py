@@ -209,7 +209,7 @@ class ModelRoutes:
             "max_model_len": card.context_length,
             "aliases": card.aliases,
             "status": self._wire(card, states),
-            "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+            "architecture": {"input_modalities": card.modalities, "output_modalities": ["text"]},
         }
 
     def _adapted(self, card: ModelCard, states: Mapping[RevisionKey, ModelState]) -> list[dict[str, Any]]:

@@ -17,7 +17,14 @@ import pytest
 from plug_ins import install
 from serving import Serve
 
-from penstock.engine import EngineConfig, GenerationParams, InferenceEngine, find_backend, find_backends
+from penstock.engine import (
+    EngineConfig,
+    EngineRequest,
+    GenerationParams,
+    InferenceEngine,
+    find_backend,
+    find_backends,
+)
 from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.discovery import GROUP, why_not
 from penstock.engine.manifests import ECHO
@@ -190,7 +197,7 @@ def test_what_a_backend_cannot_resume_is_refused(site: Path) -> None:
 
     own = config(backend="echo")
     with InferenceEngine(own, backend=Forgetful(own)) as engine:
-        request = engine._request("abc", GenerationParams(temperature=0.0))
+        request = EngineRequest("r", (97, 98, 99), GenerationParams(temperature=0.0), seed=0)
         with pytest.raises(GenerationFailed, match="continues no answers of another one; send the request again"):
             engine.open(replace(request, generated=((97,),)))
 

@@ -1,0 +1,277 @@
+"""Models that see images, of each family that the engine claims, against transformers' own generation.
+
+The oracle is eager attention in float32, one prompt at a time. Nothing may depend on what runs beside a request, on how
+its prompt was cut, on what the cache still held, or on how often it was preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ByteSize
+from vision_models import FAMILIES, make_vision_model, picture
+
+from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
+from penstock.engine.choice import Choice
+from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.vision.images import PromptImage
+from penstock.engine.vision.processor import VisionProcessor
+from penstock.schemas.errors import InvalidRequest, ModelLoadError
+
+COUNT = 20  # tokens generated
+GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+TEXT = "A sentence without any picture, which runs beside the others."
+
+Tokens = tuple[int, ...]
+Start = Callable[..., InferenceEngine]
+ConfigOf = Callable[..., EngineConfig]
+Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
+all_families = pytest.mark.parametrize("family", FAMILIES)
+# One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
+some_families = pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen3_vl"])
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("seeing")
+    return cache(lambda family: make_vision_model(root / family, family))
+
+
+@pytest.fixture(scope="module")
+def config_of(directory_of: Callable[[str], Path]) -> ConfigOf:
+    def make(family: str, **changes: Any) -> EngineConfig:
+        settings = {"kv_cache_memory": ByteSize(16 << 20), "dtype": "float32", "device": "cpu", **changes}
+        return EngineConfig(model=str(directory_of(family)), **settings)
+
+    return make
+
+
+@pytest.fixture
+def start(config_of: ConfigOf) -> Iterator[Start]:
+    """A new engine, its cache cold."""
+    with ExitStack() as stack:
+        yield lambda family, **changes: stack.enter_context(InferenceEngine(config_of(family, **changes)))
+
+
+@pytest.fixture(scope="module")
+def truth(config_of: ConfigOf, reference_of: Callable[[str], Any]) -> Truth:
+    """Requests, and what transformers answers, by family; the last one has no picture."""
+
+    def make(family: str) -> tuple[list[EngineRequest], list[Tokens]]:
+        with InferenceEngine(config_of(family)) as engine:
+            requests, processor = requests_of(engine, [*prompts(engine), TEXT]), engine.sight.processor
+            assert processor is not None
+            return requests, [expected(reference_of(family), one, processor, family) for one in requests]
+
+    return cache(make)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_machine() -> Iterator[None]:
+    """Tiny matrices are fastest on one thread, and each engine that closes collects garbage: not all that is loaded."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def reference_of(directory_of: Callable[[str], Path]) -> Callable[[str], Any]:
+    from transformers import AutoModelForImageTextToText
+
+    def load(family: str) -> Any:
+        model: Any = AutoModelForImageTextToText.from_pretrained(
+            directory_of(family), dtype="float32", attn_implementation="eager"
+        )
+        model.generation_config.eos_token_id = None
+        return model
+
+    return cache(load)
+
+
+def prompts(engine: InferenceEngine) -> list[ImageText]:
+    """Prompts with one and with two images, of different shapes."""
+    mark = engine.image_mark
+    return [
+        ImageText(f"Here is {mark} and nothing else. What do you see?", (picture(),)),
+        ImageText(f"{mark} is one, {mark} another. Say which is larger.", (picture(80, 30, 1), picture(40, 90, 2))),
+    ]
+
+
+def joined(images: Sequence[PromptImage], processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
+    """The inputs of all images of a prompt, as transformers' processors put them together."""
+    each = [processor.inputs(image) for image in images]
+    if family == "mistral3":
+        height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (2, 3))
+        for one in each:
+            pixels = one["pixel_values"]
+            lacking = (0, height - pixels.shape[2]), (0, width - pixels.shape[3])
+            one["pixel_values"] = np.pad(pixels, ((0, 0), (0, 0), *lacking))
+    axis = 1 if family == "smolvlm" else 0
+    return {name: torch.from_numpy(np.concatenate([one[name] for one in each], axis)) for name in each[0]}
+
+
+def expected(model: Any, request: EngineRequest, processor: VisionProcessor, family: str) -> tuple[int, ...]:
+    """What transformers makes of a prompt, ends of text ignored."""
+    ids = torch.tensor([request.prompt])
+    inputs = joined(request.images, processor, family) if request.images else {}
+    if processor.merge and request.images:
+        inputs["mm_token_type_ids"] = (ids == processor.image_token).int()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False, **inputs)
+    return tuple(output[0, len(request.prompt) :].tolist())
+
+
+def requests_of(engine: InferenceEngine, given: Sequence[ImageText | str]) -> list[EngineRequest]:
+    async def make() -> list[EngineRequest]:
+        return [await engine._prompts.request(prompt, GREEDY) for prompt in given]
+
+    return asyncio.run(make())
+
+
+def run(backend: PagedBackend, requests: Sequence[EngineRequest]) -> list[tuple[int, ...]]:
+    """Step a backend until all requests have ended; every step must leave it in order."""
+    choices = [Choice(request, 0, backend.tokenizer, backend.info) for request in requests]
+    for choice in choices:
+        backend.add(choice)
+    while any(choice.finish is None for choice in choices):
+        backend.step()
+        backend.check_integrity()
+    assert all(choice.finish == "length" for choice in choices), [choice.finish for choice in choices]
+    return [tuple(choice.tokens) for choice in choices]
+
+
+@all_families
+def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, truth: Truth) -> None:
+    engine = start(family)
+    requests, wanted = truth(family)
+    assert len(set(wanted)) == 3, "the answers do not depend on the pictures"
+    together = [output.token_ids for output in engine.generate([*prompts(engine), TEXT], GREEDY)]
+    assert together == wanted
+    again = [engine.generate(prompt, GREEDY) for prompt in prompts(engine)]
+    assert [output.token_ids for output in again] == wanted[:2]
+    for output, request in zip(again, requests[:2], strict=True):
+        assert output.stats.cached_tokens == (len(request.prompt) - 1) // 16 * 16
+    assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
+
+
+@all_families
+def test_pieces_and_takeovers_change_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
+    requests, wanted = truth(family)
+    backend = PagedBackend(config_of(family, prefill_chunk_size=16, max_batch_size=4))
+    assert run(backend, requests) == wanted
+    taken_over = [
+        replace(request, generated=(answer[:9],), cache_salt="somebody else", epoch=2)
+        for request, answer in zip(requests, wanted, strict=True)
+    ]
+    assert run(backend, taken_over) == wanted
+    backend.close()
+
+
+@some_families
+def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
+    requests, wanted = truth(family)
+    bytes_per_block = 16 * 3 * 2 * 2 * 16 * 4
+    longest = max(len(request.prompt) for request in requests) + COUNT
+    memory = ByteSize((longest // 16 + 2) * bytes_per_block)
+    backend = PagedBackend(config_of(family, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest))
+    assert backend.runner.vision is not None
+    before = backend.runner.vision.num_encoded
+    assert run(backend, [replace(request, cache_salt=request.id) for request in requests]) == wanted
+    stats = backend.cache_stats()
+    assert stats is not None and stats.num_preemptions > 0
+    assert backend.runner.vision.num_encoded == before + 3, "each picture passes the tower once"
+    backend.close()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_the_same_words_about_another_picture_share_no_block(family: str, start: Start) -> None:
+    engine, cold = start(family), start(family)
+    text = f"{engine.image_mark} What do you see, in as many words as you can find for all of it?"
+    first, second = (ImageText(text, (picture(salt=salt),)) for salt in (1, 2))
+    one, other = requests_of(engine, [first, second])
+    assert one.prompt == other.prompt, "only the pictures differ"
+    engine.generate(first, GREEDY)
+    output = engine.generate(second, GREEDY)
+    assert output.stats.cached_tokens == 0
+    assert output.token_ids == cold.generate(second, GREEDY).token_ids
+    assert engine.generate(first, GREEDY).stats.cached_tokens > 0, "and its own are still there"
+
+
+def test_features_that_no_longer_fit_are_made_again(config_of: ConfigOf, truth: Truth) -> None:
+    requests, wanted = truth("qwen3_vl")
+    backend = PagedBackend(config_of("qwen3_vl", prefill_chunk_size=16, max_batch_size=4))
+    assert backend.runner.vision is not None
+    backend.runner.vision._cache_bytes = 1
+    assert run(backend, requests) == wanted
+    assert backend.runner.vision.num_encoded > 4
+    backend.close()
+
+
+def test_guessed_tokens_change_nothing_behind_a_picture(start: Start) -> None:
+    engine = start("qwen2_vl", speculation="auto")
+    plain = start("qwen2_vl", speculation="off")
+    prompt = prompts(engine)[0]
+    params = GREEDY.model_copy(update={"max_tokens": 200})
+    assert engine.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+    cache_stats = engine.stats().cache
+    assert cache_stats is not None and cache_stats.speculation.num_accepted_tokens > 0
+
+
+def test_images_for_a_model_of_text_are_refused(tiny_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), dtype="float32", device="cpu", kv_cache_memory=ByteSize(8 << 20))
+    with InferenceEngine(config) as engine:
+        with pytest.raises(InvalidRequest, match="takes text alone"):
+            engine.generate(ImageText("What is this?", (picture(),)), GREEDY)
+        image = PromptImage("0" * 64, 0, 1, (1,))
+        request = EngineRequest("r", (5, 6, 7), GREEDY, seed=0, images=(image,))
+        with pytest.raises(InvalidRequest, match="takes text alone"):
+            asyncio.run(_open(engine, request))
+
+
+async def _open(engine: InferenceEngine, request: EngineRequest) -> None:
+    engine.open(request).cancel()
+
+
+def test_a_model_that_sees_in_another_way_is_refused(
+    directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one would whose pictures change the tokens before them."""
+    from transformers.models.llava.modeling_llava import LlavaModel
+
+    forward = LlavaModel.forward
+
+    def otherwise(self: Any, *arguments: Any, **options: Any) -> Any:
+        made = forward(self, *arguments, **options)
+        made.last_hidden_state = made.last_hidden_state * 1.5
+        return made
+
+    monkeypatch.setattr(LlavaModel, "forward", otherwise)
+    config = EngineConfig(model=str(directory_of("llava")), dtype="float32", device="cpu")
+    with pytest.raises(ModelLoadError, match="sees images in a way that is not supported"):
+        InferenceEngine(config)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl"])
+def test_pixels_are_bounded(family: str, start: Start) -> None:
+    few, many = start(family, max_pixels=56 * 56), start(family)
+    prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
+    (small,), (large,) = (requests_of(engine, [prompt]) for engine in (few, many))
+    assert len(small.prompt) <= len(large.prompt)
+    assert few.generate(prompt, GREEDY).token_ids != many.generate(prompt, GREEDY).token_ids
+    if family == "qwen2_5_vl":
+        assert len(small.prompt) < len(large.prompt)
+        least = start(family, min_pixels=84 * 112)
+        (larger,) = requests_of(least, [ImageText(prompt.text, (picture(30, 30),))])
+        assert larger.images[0].grid[1] * larger.images[0].grid[2] * 14 * 14 >= 84 * 112
