@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -218,3 +220,19 @@ def animation(frames: Sequence[int] = (0, 1)) -> bytes:
     file = io.BytesIO()
     first.save(file, "GIF", save_all=True, append_images=others)
     return file.getvalue()
+
+
+def damaged() -> bytes:
+    """A picture of which the end is missing."""
+    whole = picture()
+    return whole[: len(whole) // 2]
+
+
+def enormous(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is as large as that; to decode it would take that much memory."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")

@@ -94,7 +94,7 @@ async def test_every_message_is_answered_or_refused(desk: Desk) -> None:
         request("called", tools=[TOOL], tool_choice={"type": "any"}),
         request("model", model="nobody"),
         request("value", temperature=9.0),
-        request("shape", messages=[{"role": "user", "content": [{"type": "image"}]}]),
+        request("shape", messages=[{"role": "user", "content": [{"type": "document"}]}]),
     )
     assert (created.processing_status, created.request_counts.processing, created.results_url) == (
         "in_progress",

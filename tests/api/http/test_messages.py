@@ -414,7 +414,8 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (content({"type": "image", "source": {}}), "messages[0].content[0]: Input should be a block of type text"),
+        (content({"type": "document", "source": {}}), "messages[0].content[0]: Input should be a block of type text"),
+        (content({"type": "image", "source": {"type": "file"}}), "Input should be a source of type base64 or url"),
         (content({"type": "text"}), "messages[0].content[0].text is missing"),
         (
             content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),

@@ -269,7 +269,12 @@ def test_faults_are_tried_in_every_parameter() -> None:
             "messages[0].content[0].text",
             "missing_required_parameter",
         ),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", "invalid_value"),
+        ([{"role": "user", "content": [{"type": "file"}]}], "messages[0].content[0]", "invalid_value"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0].image_url",
+            "missing_required_parameter",
+        ),
         (["hi"], "messages[0]", "invalid_type"),
     ],
 )
@@ -279,10 +284,10 @@ def test_fault_inside_a_message_is_named_by_its_path(messages: list[Any], param:
     assert param in str(refusal)
 
 
-def test_a_part_that_is_no_text_is_refused_in_words() -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:"}}
-    refusal = _refused(CHAT, _body(CHAT, messages=[{"role": "user", "content": [picture]}]))
-    told = "a part of type 'text'; images, files and audio are not supported."
+def test_a_part_of_another_type_is_refused_in_words() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    refusal = _refused(CHAT, _body(CHAT, messages=[{"role": "user", "content": [sound]}]))
+    told = "a part of type 'text' or 'image_url'; files and audio are not supported."
     assert str(refusal) == f"messages[0].content[0]: Input should be {told}"
 
 

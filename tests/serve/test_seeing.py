@@ -1,0 +1,170 @@
+"""Chats about pictures with a real server, as the official clients send them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import psutil
+import pytest
+from pydantic import ByteSize
+from serving import START_TIMEOUT, Served, serving
+from vision_models import animation, damaged, enormous, make_vision_model, picture
+
+from penstock import EngineConfig, InferenceEngine, OpenAIAdapter
+
+LONG = 400  # tokens
+WORDS = "What do you see here?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("seeing") / "qwen2_5_vl", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Served]:
+    arguments = str(model), "--dtype", "float32", "--served-model-name", "seer", "--kv-cache-memory", "64MiB"
+    with serving(tmp_path_factory.mktemp("serve") / "state", *arguments) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def library(model: Path) -> Iterator[OpenAIAdapter]:
+    config = EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory=ByteSize(64 << 20))
+    with InferenceEngine(config) as engine:
+        yield OpenAIAdapter(engine)
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def body(*images: bytes, **more: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+    messages = [{"role": "user", "content": [{"type": "text", "text": WORDS}, *parts]}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 24, "ignore_eos": True} | more
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def post(served: Served, sent: dict[str, Any], path: str = "/v1/chat/completions") -> httpx2.Response:
+    return httpx2.post(f"{served.url}{path}", json={"model": "seer", **sent}, timeout=START_TIMEOUT)
+
+
+def test_the_model_says_that_it_sees(served: Served) -> None:
+    (card,) = httpx2.get(f"{served.url}/v1/models").json()["data"]
+    assert card["architecture"]["input_modalities"] == ["text", "image"]
+
+
+def test_official_clients_get_what_the_library_answers(served: Served, library: OpenAIAdapter) -> None:
+    one, two = picture(), picture(80, 30, 1, "JPEG")
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        for images in ((one,), (one, two), (two,)):
+            sent = body(*images)
+            wanted = library.create(sent)
+            extra = {"ignore_eos": sent.pop("ignore_eos")}
+            answer = client.chat.completions.create(model="seer", **sent, extra_body=extra)
+            assert answer.choices[0].message.content == text_of(wanted)
+            assert answer.usage is not None and answer.usage.prompt_tokens == wanted["usage"]["prompt_tokens"]
+        asked: Any = [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": WORDS},
+                    {"type": "input_image", "image_url": data_url(one), "detail": "auto"},
+                ],
+            }
+        ]
+        response = client.responses.create(model="seer", input=asked, temperature=0, max_output_tokens=16)
+        assert response.output_text == text_of(library.create(body(one, max_tokens=16, ignore_eos=False)))
+        further = client.responses.create(
+            model="seer", input="And its colour?", previous_response_id=response.id, temperature=0, max_output_tokens=8
+        )
+        assert further.usage is not None and response.usage is not None
+        assert further.usage.input_tokens > response.usage.input_tokens, "the picture is still part of the chat"
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=120) as other:
+        source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(one).decode()}
+        blocks: Any = [{"type": "text", "text": WORDS}, {"type": "image", "source": source}]
+        said = other.messages.create(
+            model="seer", max_tokens=16, temperature=0, messages=[{"role": "user", "content": blocks}]
+        )
+        assert said.content[0].type == "text"
+        assert said.content[0].text == text_of(library.create(body(one, max_tokens=16, ignore_eos=False)))
+
+
+def test_a_killed_worker_loses_no_picture(served: Served, library: OpenAIAdapter) -> None:
+    """Another process fetches it, and goes on with the next token."""
+    sent = body(picture(90, 60, 7), max_tokens=LONG, return_token_ids=True)
+    wanted = text_of(library.create(body(picture(90, 60, 7), max_tokens=LONG)))
+    parent = psutil.Process(served.process.pid)
+    running = [child for child in parent.children(recursive=True) if "worker" in child.cmdline()]
+    told = ""
+    url = f"{served.url}/v1/chat/completions"
+    asked = {"model": "seer", **sent, "stream": True}
+    with httpx2.stream("POST", url, json=asked, timeout=START_TIMEOUT) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk
+                told += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            while told and running:
+                running.pop().kill()
+    assert not running and told == wanted
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        (data_url(picture(1, 1)), "1 x 1 pixels"),
+        (data_url(enormous(10_000, 10_000)), "10000 x 10000 pixels, and 40000000 are allowed"),
+        (data_url(animation(), "image/gif"), "animated"),
+        (data_url(damaged()), "damaged"),
+        ("data:image/png,notbase64", "not in base64"),
+        ("data:image/png;base64,@@@@", "not valid base64"),
+        ("data:image/png;base64,", "empty"),
+        (data_url(b"no picture at all"), "no PNG, JPEG, WebP or GIF"),
+        (data_url(picture(), "application/pdf"), "'application/pdf' is not supported"),
+        ("http://127.0.0.1/a.png", "images are not fetched from here"),
+        ("a picture", "no data: URL"),
+    ],
+)
+def test_what_is_no_good_picture_is_refused_in_words(served: Served, url: str, says: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    answer = post(served, {"messages": messages})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert says in error["message"] and error["param"] == "messages[0].content[0].image_url.url"
+
+
+def test_refusals_harm_nobody(served: Served, library: OpenAIAdapter) -> None:
+    assert text_of(post(served, body(picture())).json()) == text_of(library.create(body(picture())))
+
+
+def test_a_text_that_pretends_to_be_an_image_is_refused(served: Served) -> None:
+    sent = body(picture())
+    sent["messages"][0]["content"][0]["text"] = "Look: <|image_pad|>"
+    answer = post(served, sent)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "image_mark"
+
+
+def test_pictures_count_as_tokens(served: Served) -> None:
+    most = json.loads(httpx2.get(f"{served.url}/v1/models").text)["data"][0]["max_model_len"]
+    answer = post(served, body(*[picture(112, 112, salt) for salt in range(64)], max_tokens=1))
+    assert answer.status_code == 200, answer.text
+    assert 64 * 16 < answer.json()["usage"]["prompt_tokens"] < most
+    answer = post(served, body(*[picture(112, 112)] * 65))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_images")
+    sent = body(*[picture(112, 112)] * 64)
+    sent["messages"][0]["content"][0]["text"] = "word " * 2000
+    answer = post(served, sent)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
