@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from ..schemas.jobs import TOKEN_PATTERN, Priority
 from .api_keys import ApiKey
 from .broker import BrokerSettings
+from .images import ImageSettings
 from .models import split_commas
 from .plugins import PluginSettings
 from .tenants import TenantSettings
@@ -43,7 +44,7 @@ def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
     return pipeline[1 : pipeline.index("batch")]
 
 
-class Settings(TenantSettings, BrokerSettings, PluginSettings):
+class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     """The effective configuration of one process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)
@@ -58,7 +59,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
         min_length=1,
         description="Name under which clients ask for the model; by default its directory's or file's.",
     )
-    max_body_size: ByteSize = Field(ByteSize(4 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
+    max_body_size: ByteSize = Field(ByteSize(7 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
     body_timeout: float = Field(30.0, gt=0, description="How long a request's body may take to arrive; then 408.")
     max_header_size: ByteSize = Field(
         ByteSize(64 << 10),
@@ -282,17 +283,6 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings):
         ByteSize(10 << 30), gt=0, description="Size of that directory; what was used least recently is removed."
     )
     cache_answers: bool = Field(False, description="Answer identical greedy requests from memory.")
-    max_pixels: int | None = Field(
-        None, ge=1, description="Images with more pixels are reduced before the model sees them; by default as it says."
-    )
-    min_pixels: int | None = Field(
-        None,
-        ge=1,
-        description="Images with fewer pixels are enlarged before the model sees them; by default as it says.",
-    )
-    max_decoded_pixels: int = Field(
-        40_000_000, ge=1, le=170_000_000, description="Pixels of an image's file; one with more is refused unread."
-    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."
     )

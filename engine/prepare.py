@@ -82,6 +82,11 @@ class Preparer:
             reasoning_format=reasoning_format,
         )
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return self._sight.processor is not None
+
     def prepare(
         self,
         request: ChatRequest | CompletionRequest | EmbeddingRequest,

@@ -41,6 +41,7 @@ from ..streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
 from . import endings
 from .contract import SETTLED, Intake, Pipe, Stage
 from .images import lean_body, stored_images
+from .remote_images import RemoteImages
 from .visits import headers_until, traceparent
 
 _BAD_SUBJECT = (
@@ -69,6 +70,7 @@ class Validate(Stage):
         self._grammars = GrammarChecker()
         self._plug_ins = PlugIns(pipe.settings.allowed_plug_ins)
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
+        self._remote = RemoteImages(pipe.settings.image_allowed_urls)
         self._long = asyncio.Semaphore(MAX_LONG_JOBS)
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
 
@@ -179,9 +181,11 @@ class Validate(Stage):
         if model.defaults and not isinstance(request, EmbeddingRequest):
             request = parse_request(endpoint, with_defaults(job.body, model.defaults))
         preparer = await self._preparers.get(model)
+        fetched = await self._remote.fetch(request) if preparer.sees else {}
         prepare = partial(
             preparer.prepare,
             request,
+            fetched=fetched,
             context_length=model.context_length,
             name=model.name,
             seed=secrets.randbits(63),

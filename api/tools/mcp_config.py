@@ -16,35 +16,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx2
 from pydantic import AfterValidator, Field, ValidationError
 
 from ...schemas.base import Strict
 from ...schemas.errors import ConfigurationError
+from ...schemas.urls import parse_url
 
 TIMEOUT = 30.0  # seconds, for connecting, listing and calling each
 FUNCTIONS = "functions"  # the label of the source whose tools are Python functions
 
 _variable = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _is_name = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}").fullmatch
-_plain = re.compile(r"[!-~]+").fullmatch
-
-
-def parse_url(text: str) -> httpx2.URL:
-    """Parse a URL that a request can be sent to. Raises `ValueError`, whose text does not repeat the URL."""
-    if not _plain(text) or "\\" in text:
-        raise ValueError("a URL holds neither spaces, backslashes nor characters beyond ASCII")
-    try:
-        url = httpx2.URL(text)
-    except httpx2.InvalidURL:
-        raise ValueError("not a URL") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError("a URL begins with http:// or https:// and a host")
-    if url.userinfo or "@" in text.split("//", 1)[1].split("/", 1)[0]:
-        raise ValueError("a URL holds no user name or password; send them as a header")
-    if "#" in text:
-        raise ValueError("a URL of a server has no fragment")
-    return url
 
 
 def _checked_url(text: str) -> str:

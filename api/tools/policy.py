@@ -13,44 +13,25 @@ from typing import NamedTuple, NoReturn, Self, TypeVar
 from ...schemas.errors import ConfigurationError, InvalidRequest
 from ...schemas.jobs import TOKEN_PATTERN
 from ...schemas.loops import Source
-from .mcp_config import parse_url
+from ...schemas.urls import UrlLocation
 
 Parsed = TypeVar("Parsed")
 
-_hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
+
+def location_of(text: str) -> UrlLocation:
+    """Raises `InvalidRequest` for a URL that a server might interpret as another one."""
+    try:
+        return UrlLocation.of(text)
+    except ValueError as error:
+        refuse(f"The server_url cannot be used: {error}.")
 
 
-class UrlLocation(NamedTuple):
-    """A URL to compare with prefixes, by whole segments of its path."""
-
-    origin: tuple[str, str, int | None]
-    path: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        """Raises `InvalidRequest` for a URL that a server might interpret as another one."""
-        try:
-            url = parse_url(text)
-        except ValueError as error:
-            refuse(f"The server_url cannot be used: {error}.")
-        path = text.split("?")[0].split("//", 1)[1]
-        if _hidden_step(path) or "//" in path or any(step == "." or step.startswith("..") for step in path.split("/")):
-            refuse("The server_url cannot be used: its path has empty, dotted or escaped segments; write it plainly.")
-        steps = tuple(step for step in url.raw_path.split(b"?")[0].split(b"/") if step)
-        return cls((url.scheme, url.host, url.port), steps)
-
-    @classmethod
-    def prefix(cls, text: str) -> Self:
-        """An allowed prefix of URLs. Raises `ConfigurationError`."""
-        try:
-            if "?" in text:
-                raise ValueError("a prefix has no query")
-            return cls.of(text)
-        except (ValueError, InvalidRequest) as error:
-            raise ConfigurationError([f"the allowed MCP URL {text!r}: {error}"]) from None
-
-    def is_within(self, prefix: UrlLocation) -> bool:
-        return self.origin == prefix.origin and self.path[: len(prefix.path)] == prefix.path
+def mcp_prefix(text: str) -> UrlLocation:
+    """An allowed prefix of URLs. Raises `ConfigurationError`."""
+    try:
+        return UrlLocation.prefix(text)
+    except ValueError as error:
+        raise ConfigurationError([f"the allowed MCP URL {text!r}: {error}"]) from None
 
 
 class _Tools(NamedTuple):
@@ -64,7 +45,7 @@ class _Tools(NamedTuple):
     def parse(cls, text: str) -> Self:
         """Raises `ConfigurationError`."""
         if "://" in text:
-            return cls("", None, UrlLocation.prefix(text))
+            return cls("", None, mcp_prefix(text))
         server, named, tool = text.partition("/")
         if (server != "*" and re.fullmatch(TOKEN_PATTERN, server) is None) or (named and not tool):
             fault = "tools are written SERVER, SERVER/TOOL, https://BEGINNING-OF-URLS or *"
@@ -74,7 +55,7 @@ class _Tools(NamedTuple):
     def covers(self, source: Source, tool: str | None) -> bool:
         """Whether the rule names this tool of the source; with None, any of its tools."""
         if self.prefix is not None:
-            return source.url is not None and UrlLocation.of(source.url).is_within(self.prefix)
+            return source.url is not None and location_of(source.url).is_within(self.prefix)
         is_server = self.server == "*" or (source.url is None and source.label == self.server)
         return is_server and (self.tool is None or tool in (None, self.tool))
 

@@ -22,7 +22,7 @@ from ...schemas.loops import LoopTool, Source, ToolResult
 from .functions import Function, find_functions
 from .mcp_client import McpClient
 from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers
-from .policy import ToolPolicy, UrlLocation, each, refuse
+from .policy import ToolPolicy, each, location_of, mcp_prefix, refuse
 from .sealing import unseal
 
 MAX_CLIENTS = 256  # connections to servers that requests bring, one for each set of headers
@@ -52,7 +52,7 @@ class Toolbox:
     ) -> None:
         self._servers = servers
         self._functions = {function.name: function for function in functions}
-        self._allowed = each(UrlLocation.prefix, allowed_urls)
+        self._allowed = each(mcp_prefix, allowed_urls)
         self._unseal = unseal
         self._policy = policy or ToolPolicy()
         self._clients: dict[
@@ -63,7 +63,7 @@ class Toolbox:
     def check(self, source: Source) -> None:
         """Raise `InvalidRequest` for a source that its request may not use. Opens no connection."""
         if source.url is not None:
-            location = UrlLocation.of(source.url)
+            location = location_of(source.url)
             if not any(location.is_within(one) for one in self._allowed):
                 refuse(
                     f"This installation does not allow the server_url of {source.label}; the setting "

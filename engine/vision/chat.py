@@ -77,7 +77,7 @@ def given_images(messages: Sequence[ChatMessage], limits: ImageLimits, fetched: 
 def read_data_url(url: str, path: str) -> tuple[bytes, str | None]:
     """The bytes of a data URL with base64, and the media type that it names. Raises `InvalidRequest`."""
     if is_remote(url):
-        raise refused(path, "images are not fetched from here; send a data: URL with base64", code="remote_image")
+        raise refused(path, "images are not fetched here; send a data: URL with base64", code="remote_image")
     if (head := _data_url(url[:300])) is None:
         raise refused(path, "this is no data: URL; send data:image/png;base64,… with the image's bytes")
     if not head["options"].lower().endswith(";base64"):

@@ -70,6 +70,7 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         servers = st.tuples(st.sampled_from(["", "nats://", "tls://"]), TOKENS, st.sampled_from(["", ":1"]))
         return st.lists(servers.map("".join), min_size=1, max_size=3).map(",".join)
     if name in (
+        "image_allowed_urls",
         "mcp_allowed_urls",
         "tool_functions",
         "tool_grants",

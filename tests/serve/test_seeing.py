@@ -96,7 +96,10 @@ def test_official_clients_get_what_the_library_answers(served: Served, library: 
         source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(one).decode()}
         blocks: Any = [{"type": "text", "text": WORDS}, {"type": "image", "source": source}]
         said = other.messages.create(
-            model="seer", max_tokens=16, temperature=0, messages=[{"role": "user", "content": blocks}]
+            model="seer",
+            max_tokens=16,
+            messages=[{"role": "user", "content": blocks}],
+            extra_body={"temperature": 0},
         )
         assert said.content[0].type == "text"
         assert said.content[0].text == text_of(library.create(body(one, max_tokens=16, ignore_eos=False)))
@@ -134,7 +137,7 @@ def test_a_killed_worker_loses_no_picture(served: Served, library: OpenAIAdapter
         ("data:image/png;base64,", "empty"),
         (data_url(b"no picture at all"), "no PNG, JPEG, WebP or GIF"),
         (data_url(picture(), "application/pdf"), "'application/pdf' is not supported"),
-        ("http://127.0.0.1/a.png", "images are not fetched from here"),
+        ("http://127.0.0.1/a.png", "images are not fetched from this address"),
         ("a picture", "no data: URL"),
     ],
 )

@@ -1,0 +1,29 @@
+"""The settings of images in requests."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode
+
+from .models import split_commas
+
+
+class ImageSettings(BaseSettings):
+    """A part of `Settings`."""
+
+    image_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+        (), description="Beginnings of URLs from which requests may have images fetched; none by default."
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="Images with more pixels are reduced before the model sees them; by default as it says."
+    )
+    min_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="Images with fewer pixels are enlarged before the model sees them; by default as it says.",
+    )
+    max_decoded_pixels: int = Field(
+        40_000_000, ge=1, le=170_000_000, description="Pixels of an image's file; one with more is refused unread."
+    )

@@ -1,0 +1,55 @@
+"""URLs that requests name and operators allow by their beginnings."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, Self
+
+import httpx2
+
+_plain = re.compile(r"[!-~]+").fullmatch
+_hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
+
+
+def parse_url(text: str) -> httpx2.URL:
+    """Parse a URL that a request can be sent to. Raises `ValueError`, whose text does not repeat the URL."""
+    if not _plain(text) or "\\" in text:
+        raise ValueError("a URL holds neither spaces, backslashes nor characters beyond ASCII")
+    try:
+        url = httpx2.URL(text)
+    except httpx2.InvalidURL:
+        raise ValueError("not a URL") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError("a URL begins with http:// or https:// and a host")
+    if url.userinfo or "@" in text.split("//", 1)[1].split("/", 1)[0]:
+        raise ValueError("a URL holds no user name or password; send them as a header")
+    if "#" in text:
+        raise ValueError("a URL of a server has no fragment")
+    return url
+
+
+class UrlLocation(NamedTuple):
+    """A URL to compare with prefixes, by whole segments of its path."""
+
+    origin: tuple[str, str, int | None]
+    path: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Raises `ValueError` for a URL that a server might interpret as another one."""
+        url = parse_url(text)
+        path = text.split("?")[0].split("//", 1)[1]
+        if _hidden_step(path) or "//" in path or any(step == "." or step.startswith("..") for step in path.split("/")):
+            raise ValueError("its path has empty, dotted or escaped segments; write it plainly")
+        steps = tuple(step for step in url.raw_path.split(b"?")[0].split(b"/") if step)
+        return cls((url.scheme, url.host, url.port), steps)
+
+    @classmethod
+    def prefix(cls, text: str) -> Self:
+        """An allowed prefix of URLs. Raises `ValueError`."""
+        if "?" in text:
+            raise ValueError("a prefix has no query")
+        return cls.of(text)
+
+    def is_within(self, prefix: UrlLocation) -> bool:
+        return self.origin == prefix.origin and self.path[: len(prefix.path)] == prefix.path
