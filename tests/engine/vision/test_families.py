@@ -1,0 +1,157 @@
+"""How images are written into prompts, against transformers' own processors and positions."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+
+from penstock.engine import EngineRequest, GenerationParams
+from penstock.engine.models import read_model_info
+from penstock.engine.vision.families import FAMILIES, family_of, image_token, why_blind
+from penstock.engine.vision.images import PromptImage, marks
+from penstock.engine.vision.layout import ImageLayout
+from penstock.engine.vision.sight import load_sight
+from penstock.schemas.errors import ModelLoadError
+
+TILES: dict[str, Any] = {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4}
+QWEN: dict[str, Any] = {"vision_config": {"spatial_merge_size": 2}}
+CLIP: dict[str, Any] = {"vision_config": {"model_type": "clip_vision_model", "patch_size": 14}}
+SIGLIP: dict[str, Any] = {"vision_config": {"model_type": "siglip_vision_model", "patch_size": 14}}
+PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "patch_size": 16}}
+TOKENS = {"image_token": "*", "fake_image_token": "<fake_token_around_image>", "image_seq_len": 64}
+
+
+def written(kind: str, config: dict[str, Any], made: dict[str, Any]) -> str:
+    family = family_of(config | {"model_type": kind})
+    assert family is not None
+    return family.write(config | {"model_type": kind}, family.grid(config, made), "*")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (1, 1), (2, 3)])
+@pytest.mark.parametrize(("kind", "theirs"), [("smolvlm", SmolVLMProcessor), ("idefics3", Idefics3Processor)])
+def test_tiles_are_written_as_by_transformers(kind: str, theirs: Any, rows: int, columns: int) -> None:
+    made = {"rows": [[rows]], "cols": [[columns]]}
+    own = SimpleNamespace(**TOKENS, global_image_token="<global-img>", global_image_tag="<global-img>")
+    assert written(kind, TILES, made) == theirs.replace_image_token(own, made, 0)
+
+
+@pytest.mark.parametrize("grid", [(1, 4, 6), (1, 36, 2)])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_patches_are_written_as_by_transformers(kind: str, grid: tuple[int, int, int]) -> None:
+    made = {"image_grid_thw": np.array([grid])}
+    own = SimpleNamespace(image_token="*", image_processor=SimpleNamespace(merge_size=2))
+    theirs: Any = Qwen2_5_VLProcessor.replace_image_token
+    assert written(kind, QWEN, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize(("config", "extra"), [(CLIP, 1), (SIGLIP, 0)])
+def test_features_of_a_tower_are_counted_as_by_transformers(config: Any, extra: int, strategy: str) -> None:
+    made = {"pixel_values": np.zeros((1, 3, 336, 336))}
+    own = SimpleNamespace(
+        image_token="*", patch_size=14, num_additional_image_tokens=extra, vision_feature_select_strategy=strategy
+    )
+    theirs: Any = LlavaProcessor.replace_image_token
+    assert written("llava", config | {"vision_feature_select_strategy": strategy}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "merge", "wanted"),
+    [
+        ("mistral3", 2, "***[IMG_BREAK]***[IMG_END]"),
+        ("llava", 1, "******[IMG_BREAK]******[IMG_BREAK]******[IMG_BREAK]******[IMG_END]"),
+    ],
+)
+def test_rows_end_in_breaks(kind: str, merge: int, wanted: str) -> None:
+    """As in transformers' processor of Pixtral, which cannot be imported without torchvision."""
+    assert written(kind, PIXTRAL | {"spatial_merge_size": merge}, {"image_sizes": [(64, 96)]}) == wanted
+
+
+def test_internvl_is_written_as_by_transformers() -> None:
+    made = {"num_patches": [3]}
+    own = SimpleNamespace(
+        start_image_token="<img>", end_image_token="</img>", image_token="*", image_seq_length=256, image_seq_len=256
+    )
+    theirs: Any = InternVLProcessor.replace_image_token
+    assert written("internvl", {"image_seq_length": 256}, made) == theirs(own, made, 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4), st.data())
+def test_positions_are_those_of_transformers(parts: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Text before each image, and some behind: every range of tokens gets its part of the whole."""
+    ids: list[int] = []
+    images = []
+    for text, rows, columns in parts:
+        ids += [5] * text
+        grid = 1, 2 * rows, 2 * columns
+        images.append(PromptImage("0" * 64, len(ids), rows * columns, grid))
+        ids += [9] * (rows * columns)
+    ids += [5] * 3
+    tokens = torch.tensor([ids])
+    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+    own: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    own.get_vision_position_ids = partial(Qwen2_5_VLModel.get_vision_position_ids, own)
+    grids = torch.tensor([image.grid for image in images])
+    wanted, deltas = Qwen2_5_VLModel.get_rope_index(own, tokens, (tokens == 9).int(), image_grid_thw=grids)
+    delta = int(deltas[0, 0])
+    later = np.tile(np.arange(len(ids), len(ids) + 9) + delta, (3, 1))
+    whole = np.concatenate([wanted[:, 0].numpy(), later], axis=1)
+    request = EngineRequest("r", tuple(ids), GenerationParams(), seed=0, images=tuple(images))
+    layout = ImageLayout.of(request, 9, 2)
+    start = data.draw(st.integers(0, whole.shape[1] - 1))
+    end = data.draw(st.integers(start + 1, whole.shape[1]))
+    place = layout.place(start, end)
+    found = np.tile(np.arange(start, end) + place.shift, (3, 1)) if place.positions is None else place.positions
+    assert found.tolist() == whole[:, start:end].tolist()
+    shown = [(one.image.offset, one.first + index, row) for one in place.images for index, row in enumerate(one.rows)]
+    assert [offset + token for offset, token, _ in shown] == [
+        at for at in range(start, end) if at < len(ids) and ids[at] == 9
+    ]
+    assert [start + row for _, _, row in shown] == [offset + token for offset, token, _ in shown]
+
+
+def test_marks_tell_images_and_their_parts_apart() -> None:
+    one, other = (PromptImage(digit * 64, 10, 20, (1, 4, 4)) for digit in "ab")
+    assert marks([one], 0, 10) == marks([one], 30, 46) == b""
+    seen = [marks([image], begin, begin + 16) for image in (one, other) for begin in (0, 16)]
+    assert len(set(seen)) == 4
+    assert marks([one], 16, 32) == marks([PromptImage("a" * 64, 10, 20, (1, 4, 4))], 16, 32)
+    assert marks([PromptImage("a" * 64, 10, 20, (1, 4, 4), (None, 99))], 16, 32) != marks([one], 16, 32)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
+def test_images_that_see_both_ways_are_not_supported(kind: str) -> None:
+    config = {"model_type": kind, "vision_config": {}, "text_config": {}}
+    assert family_of(config) is None
+    assert "lets the tokens of an image see each other" in why_blind(config)
+
+
+def test_other_models_take_text_alone(tmp_path: Path) -> None:
+    config = {"model_type": "new_vl", "vision_config": {}, "text_config": {}}
+    assert family_of(config) is None and family_of({"model_type": "llama"}) is None
+    assert why_blind({"model_type": "llama"}) == "takes text alone"
+    assert all(name in why_blind(config) for name in FAMILIES)
+    with pytest.raises(ModelLoadError, match="image_token_id"):
+        image_token({"model_type": "llava"})
+    text = {"vocab_size": 9, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llava", "text_config": text, "image_token_index": 3})
+    )
+    assert read_model_info(tmp_path, "m").sees
+    assert load_sight(str(tmp_path), "paged").processor is not None
+    assert load_sight(str(tmp_path), "hf").processor is None
