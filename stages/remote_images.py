@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
 from ..engine.vision.chat import has_images, image_parts, is_remote
-from ..engine.vision.reading import refused
+from ..engine.vision.reading import not_fetched
 from ..schemas.errors import ConfigurationError
 from ..schemas.openai.completions import ChatRequest
 from ..schemas.urls import UrlLocation
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MOST_BYTES = 20 << 20  # of one image
 PATIENCE = 10.0  # seconds for one image
 TOGETHER = 4  # images of one request that are fetched at the same time
-_CODE = "remote_image"
 
 Address = IPv4Address | IPv6Address
 
@@ -74,13 +73,12 @@ class RemoteImages:
         try:
             location = UrlLocation.of(url)
         except ValueError as error:
-            raise refused(path, f"the URL cannot be used: {error}", code=_CODE) from None
+            raise not_fetched(path, f"the URL cannot be used: {error}") from None
         if not any(location.is_within(prefix) for prefix in self._allowed):
-            raise refused(
+            raise not_fetched(
                 path,
                 "images are not fetched from this address; send a data: URL with base64, or have the operator allow "
                 "the address with image_allowed_urls",
-                code=_CODE,
             )
 
     async def _fetched(self, text: str, path: str) -> bytes:
@@ -99,9 +97,9 @@ class RemoteImages:
                 ):
                     return await _body(answer, path)
         except TimeoutError:
-            raise refused(path, f"the image did not arrive within {PATIENCE:g} s", code=_CODE) from None
+            raise not_fetched(path, f"the image did not arrive within {PATIENCE:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-            raise refused(path, f"the image cannot be fetched ({type(error).__name__})", code=_CODE) from None
+            raise not_fetched(path, f"the image cannot be fetched ({type(error).__name__})") from None
 
     async def _resolved(self, url: httpx2.URL, path: str) -> str:
         """An address of the host, if all of them are permitted."""
@@ -109,22 +107,22 @@ class RemoteImages:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
         except OSError:
-            raise refused(path, f"the host {url.host} is not known", code=_CODE) from None
+            raise not_fetched(path, f"the host {url.host} is not known") from None
         addresses: Sequence[str] = [str(entry[4][0]).partition("%")[0] for entry in found]
         if not addresses or not all(self._permits(ip_address(address)) for address in addresses):
-            raise refused(path, f"the host {url.host} is not on the public internet", code=_CODE)
+            raise not_fetched(path, f"the host {url.host} is not on the public internet")
         return addresses[0]
 
 
 async def _body(answer: httpx2.Response, path: str) -> bytes:
     if answer.status_code != 200:
         note = "; redirects are not followed" if 300 <= answer.status_code < 400 else ""
-        raise refused(path, f"the image's server answered {answer.status_code}{note}", code=_CODE)
+        raise not_fetched(path, f"the image's server answered {answer.status_code}{note}")
     data = bytearray()
     async for chunk in answer.aiter_bytes():
         data += chunk
         if len(data) > MOST_BYTES:
-            raise refused(path, f"the image is larger than {MOST_BYTES >> 20} MiB", code=_CODE)
+            raise not_fetched(path, f"the image is larger than {MOST_BYTES >> 20} MiB")
     return bytes(data)
 
 

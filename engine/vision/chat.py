@@ -13,7 +13,7 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage, ImagePart
 from ...schemas.openai.completions import ChatRequest
 from ..text.chat_messages import reads_parts
-from .reading import ImageLimits, check_image, refused
+from .reading import ImageLimits, check_image, not_fetched, refused
 
 MOST_IMAGES = 64  # of one request
 LOW = 512 * 512  # pixels that the model sees of an image with detail "low"
@@ -77,7 +77,7 @@ def given_images(messages: Sequence[ChatMessage], limits: ImageLimits, fetched: 
 def read_data_url(url: str, path: str) -> tuple[bytes, str | None]:
     """The bytes of a data URL with base64, and the media type that it names. Raises `InvalidRequest`."""
     if is_remote(url):
-        raise refused(path, "images are not fetched here; send a data: URL with base64", code="remote_image")
+        raise not_fetched(path, "images are not fetched here; send a data: URL with base64")
     if (head := _data_url(url[:300])) is None:
         raise refused(path, "this is no data: URL; send data:image/png;base64,… with the image's bytes")
     if not head["options"].lower().endswith(";base64"):

@@ -19,12 +19,14 @@ Grid = tuple[int, ...]
 class Family(NamedTuple):
     """How a family's processor describes an image: `grid` are numbers, of which `write` makes the text that stands for
     it, where `mark` is the text of one image token. `options` are for the image processor; `merge` is the side of the
-    square of patches that make one token of a model with positions in three dimensions, 0 for plain positions."""
+    square of patches that make one token of a model with positions in three dimensions, 0 for plain positions.
+    `is_rigid`: transformers' code for it converts features to the dtype of the weights, whatever runs in float32."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
     options: Callable[[Config], dict[str, Any]] = lambda _: {}
     merge: Callable[[Config], int] = lambda _: 0
+    is_rigid: bool = False
 
 
 def family_of(config: Config) -> Family | None:
@@ -74,7 +76,7 @@ def _write_llava(config: Config, grid: Grid, mark: str) -> str:
     patch = _side(tower.get("patch_size", 14))
     count: int = (grid[0] // patch) * (grid[1] // patch)
     count += tower.get("model_type", "clip_vision_model") == "clip_vision_model"  # it has a token for the class
-    return mark * (count - (config.get("vision_feature_select_strategy", "default") == "default"))
+    return mark * (count - bool(config.get("vision_feature_select_strategy", "default") == "default"))
 
 
 def _rows(_: Config, made: Mapping[str, Any]) -> Grid:
@@ -132,7 +134,7 @@ def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
 
 
 _QWEN = Family(_patches, _write_patches, merge=_merge)
-_TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True})
+_TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True)
 _PIXTRAL = Family(_sizes, _write_pixtral, lambda config: {"patch_size": _pixtral_patch(config)})
 FAMILIES: dict[str, Family] = {
     "llava": Family(_shape, _write_llava),

@@ -49,6 +49,7 @@ class VisionProcessor:
         self._lock = Lock()  # guards the grids, and the loading of transformers' processor
         self.image_token = image_token(config)
         self.merge = family.merge(config)
+        self.is_rigid = family.is_rigid
 
     @classmethod
     def of(cls, path: Path) -> Self | None:

@@ -61,16 +61,14 @@ def check_image(data: bytes, limits: ImageLimits, path: str, kind: str | None = 
     with _opened(data, path) as image:
         width, height = image.size
         if width * height > limits.decoded or max(width, height) > MOST_SIDE:
-            raise refused(
+            raise of_wrong_size(
                 path,
                 f"the image has {width} x {height} pixels, and {limits.decoded} are allowed; send a smaller one",
-                code="image_too_large",
             )
         if min(width, height) < LEAST_SIDE:
-            raise refused(
+            raise of_wrong_size(
                 path,
                 f"the image has {width} x {height} pixels, and each side needs {LEAST_SIDE}; send a larger one",
-                code="image_too_small",
             )
         if getattr(image, "is_animated", False):
             raise refused(path, "the image is animated; send one picture of it")
@@ -110,8 +108,17 @@ def within(image: Image.Image, limits: ImageLimits) -> Image.Image:
     return image.resize(size, Image.Resampling.BICUBIC)
 
 
-def refused(path: str, fault: str, code: str = "invalid_image") -> InvalidRequest:
-    return InvalidRequest(f"{path}: {fault}.", code=code, param=path)
+def refused(path: str, fault: str) -> InvalidRequest:
+    """The error for the image at `path`."""
+    return InvalidRequest(f"{path}: {fault}.", code="invalid_image", param=path)
+
+
+def of_wrong_size(path: str, fault: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {fault}.", code="image_size", param=path)
+
+
+def not_fetched(path: str, fault: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {fault}.", code="remote_image", param=path)
 
 
 def _opened(data: bytes, path: str) -> Image.Image:
@@ -120,7 +127,7 @@ def _opened(data: bytes, path: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise refused(path, "the image has too many pixels; send a smaller one", code="image_too_large") from None
+        raise of_wrong_size(path, "the image has too many pixels; send a smaller one") from None
     except UnidentifiedImageError:
         raise refused(path, "this is no PNG, JPEG, WebP or GIF image; send one of these") from None
     except (OSError, ValueError, SyntaxError, EOFError) as error:

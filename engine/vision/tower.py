@@ -125,7 +125,12 @@ class Vision:
         try:
             tokens = torch.tensor([whole], device=self._device)
             types = {"mm_token_type_ids": (tokens == self.processor.image_token).int()} if self.processor.merge else {}
-            made = self._body(input_ids=tokens, use_cache=False, **self.inputs(image), **types)
+            if self.processor.is_rigid and self._body.dtype != torch.float32:
+                embedded = self._text.get_input_embeddings()(tokens)
+                embedded[0, before : before + count] = self._encode(image)[0].to(embedded.dtype)
+                made = self._text(inputs_embeds=embedded, use_cache=False)
+            else:
+                made = self._body(input_ids=tokens, use_cache=False, **self.inputs(image), **types)
             return Probe(whole, image, head(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own

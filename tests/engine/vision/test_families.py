@@ -102,11 +102,11 @@ def test_positions_are_those_of_transformers(parts: list[tuple[int, int, int]], 
         images.append(PromptImage("0" * 64, len(ids), rows * columns, grid))
         ids += [9] * (rows * columns)
     ids += [5] * 3
-    tokens = torch.tensor([ids])
+    tokens: Any = torch.tensor([ids])
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
     own: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     own.get_vision_position_ids = partial(Qwen2_5_VLModel.get_vision_position_ids, own)
-    grids = torch.tensor([image.grid for image in images])
+    grids: Any = torch.tensor([image.grid for image in images])
     wanted, deltas = Qwen2_5_VLModel.get_rope_index(own, tokens, (tokens == 9).int(), image_grid_thw=grids)
     delta = int(deltas[0, 0])
     later = np.tile(np.arange(len(ids), len(ids) + 9) + delta, (3, 1))

@@ -50,12 +50,12 @@ def test_every_format_is_read(kind: str) -> None:
 @pytest.mark.parametrize(
     ("data", "says", "code"),
     [
-        (enormous(9_000, 9_000), "has 9000 x 9000 pixels, and 40000000 are allowed", "image_too_large"),
-        (enormous(10_000, 10_000), "pixels", "image_too_large"),
-        (enormous(60_000, 60_000), "pixels", "image_too_large"),
-        (enormous(70_000, 9), "has 70000 x 9 pixels", "image_too_large"),
-        (picture(1, 1), "has 1 x 1 pixels, and each side needs 8", "image_too_small"),
-        (picture(500, 3), "has 500 x 3 pixels", "image_too_small"),
+        (enormous(9_000, 9_000), "has 9000 x 9000 pixels, and 40000000 are allowed", "image_size"),
+        (enormous(10_000, 10_000), "pixels", "image_size"),
+        (enormous(60_000, 60_000), "pixels", "image_size"),
+        (enormous(70_000, 9), "has 70000 x 9 pixels", "image_size"),
+        (picture(1, 1), "has 1 x 1 pixels, and each side needs 8", "image_size"),
+        (picture(500, 3), "has 500 x 3 pixels", "image_size"),
         (animation(), "is animated", "invalid_image"),
         (b"<svg/>", "no PNG, JPEG, WebP or GIF", "invalid_image"),
         (in_memory(lambda file: Image.new("RGB", (20, 20)).save(file, "BMP")), "no PNG", "invalid_image"),

@@ -24,6 +24,7 @@ from vision_models import FAMILIES, make_vision_model, picture
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.prompts import Prompt
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.processor import VisionProcessor
 from penstock.schemas.errors import InvalidRequest, ModelLoadError
@@ -157,7 +158,8 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
     engine = start(family)
     requests, wanted = truth(family)
     assert len(set(wanted)) == 3, "the answers do not depend on the pictures"
-    together = [output.token_ids for output in engine.generate([*prompts(engine), TEXT], GREEDY)]
+    mixed: list[Prompt] = [*prompts(engine), TEXT]
+    together = [output.token_ids for output in engine.generate(mixed, GREEDY)]
     assert together == wanted
     again = [engine.generate(prompt, GREEDY) for prompt in prompts(engine)]
     assert [output.token_ids for output in again] == wanted[:2]
@@ -193,6 +195,21 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
     assert stats is not None and stats.num_preemptions > 0
     assert backend.runner.vision.num_encoded == before + 3, "each picture passes the tower once"
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("smolvlm", {}), ("qwen3_vl", {}), ("llava", {"quantization": "int8"}), ("mistral3", {"compile_kernels": False})],
+)
+def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
+    """In bfloat16, the default, and quantised: no exact truth, but the pictures matter, and nothing else does."""
+    engine = start(family, **{"dtype": "bfloat16"} | changes)
+    one, two = prompts(engine)
+    other = ImageText(one.text, (picture(salt=5),))
+    mixed: list[Prompt] = [one, two, other, TEXT]
+    answers = [output.token_ids for output in engine.generate(mixed, GREEDY)]
+    assert len(set(answers)) == 4
+    assert engine.generate(one, GREEDY).stats.cached_tokens > 0
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
