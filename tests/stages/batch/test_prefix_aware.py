@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schemas.jobs import AdapterSource, ValidatedJob
+from penstock.schemas.jobs import AdapterSource, JobImage, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.stages.batch.prefixes import BLOCK, CROWDED, SLACK, WINDOW, PrefixAware, prefix_keys
 from penstock.stages.batch.scheduling import Candidate
@@ -200,6 +200,16 @@ def test_what_workers_do_not_share_has_no_key_in_common() -> None:
     keys = [key for job in kinds for key in prefix_keys(job)]
     assert len(set(keys)) == len(keys)
     assert prefix_keys(asking(0, 1))[:4] == prefix_keys(asking(0, 2))[:4]
+
+
+def test_another_picture_is_another_beginning_from_its_place_on() -> None:
+    def about(digit: str) -> list[bytes]:
+        image = JobImage(key="k", digest=digit * 64, offset=BLOCK + 5, length=20, grid=(1, 4, 4))
+        return prefix_keys(asking(0).model_copy(update={"images": (image,)}))
+
+    one, other = about("a"), about("b")
+    assert [first == second for first, second in zip(one, other, strict=True)] == [True] + [False] * (len(one) - 1)
+    assert about("a") == one
 
 
 def test_one_of_inputs_has_no_beginning_that_a_worker_keeps() -> None:
