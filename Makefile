@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile --no-build-isolation
 MODEL ?=
 
-.PHONY: run test clean
+.PHONY: run test wheel clean
 
 run: $(VENV)/run.done
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
@@ -20,6 +20,12 @@ test: $(VENV)/test.done
 	cd $(VENV)/src && ../bin/mypy --config-file ../../pyproject.toml penstock
 	# One more than there are processors: many tests wait for processes of their own. tests/conftest.py orders the files.
 	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# In dist/, with the compiled kernels for all processors that the compilers here can build for.
+wheel: $(VENV)/run.done
+	$(INSTALL) ziglang
+	$(BIN)/python deploy/build_kernels.py
+	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w dist .
 
 # torch goes first and by its exact version: a looser requirement can bring gigabytes of CUDA.
 $(VENV)/venv.done: deploy/constraints.txt
@@ -37,4 +43,4 @@ $(VENV)/test.done: $(VENV)/venv.done pyproject.toml deploy/examples/package-lock
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .cache build *.egg-info deploy/examples/node_modules
+	rm -rf $(VENV) .cache build dist *.egg-info engine/cpu/built deploy/examples/node_modules

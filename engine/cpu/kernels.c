@@ -1,4 +1,4 @@
-/* One step of a plain decoder over few tokens, in one call, on OpenMP threads.
+/* One step of a plain decoder over few tokens, in one call, on several threads.
 
    With few rows, reading the weights takes most of a step. One call saves the rest: the operations between products,
    each a pass over a row of a few KB, and starting and ending every product.
@@ -8,8 +8,7 @@
    at every use: the compiler specialises each `INLINE` function for each of their values. */
 
 #include "levels.h"
-
-#include <omp.h>
+#include "threads.h"
 
 enum { CHUNK = 512 }; /* pairs of inputs */
 enum { AHEAD = 64 };  /* keys that attention fetches ahead */
@@ -88,7 +87,8 @@ INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t
 
 /* The even (first) or odd (second) number of each pair, as float32. */
 INLINE __m512 even_or_odd(__m512i pair, int odd) {
-    return _mm512_castsi512_ps(odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pair, 16));
+    if (odd) return _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
 }
 
 /* Inputs that a block has room for: the same padding as oneDNN's for the same T. */
@@ -198,10 +198,10 @@ static __attribute__((noinline)) void plain_tiles(const Product *p, int64_t bloc
 INLINE int takes_levels(const Product *p, int half) { return half && p->kind != PLAIN; }
 
 /* Quantise inputs T [rows, I] into `to`, for products that share them. Every thread must call it. */
-INLINE void quantize(const Product *p, const void *x, int64_t rows, const Inputs *to, int half) {
+INLINE void quantize(Thread *t, const Product *p, const void *x, int64_t rows, const Inputs *to, int half) {
     if (!takes_levels(p, half)) return;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) quantize_row(x, r, p->inputs, to, half);
+    EACH(r, t, rows) quantize_row(x, r, p->inputs, to, half);
+    wait_for_all(t);
 }
 
 /* Rows `first` to `first + rows` of x [R, I] times one block of 64 outputs, plus the bias -> [rows, 64]. x are the same
@@ -229,11 +229,11 @@ INLINE void prepare_tiles(const Product *p, int64_t rows, int half) {
 
 /* Rows that a thread multiplies at a time: few enough for the L2 cache to hold them, so that tiles do not wait for
    inputs, and for the threads to finish at about the same time. Without tiles, as many as there is room for. */
-INLINE int64_t rows_of_item(const Product *p, int64_t rows, int half) {
+INLINE int64_t rows_of_item(const Thread *t, const Product *p, int64_t rows, int half) {
     int64_t most = MOST_ROWS;
     if (half && has_tiles && rows > 2 * TILE_ROWS) {
         const int64_t near = NEAR / ((p->kind == PLAIN ? 2 : 1) * p->inputs);
-        const int64_t fair = rows * blocks(p) / (8 * omp_get_num_threads());
+        const int64_t fair = rows * blocks(p) / (8 * t->count);
         most = (near < fair ? near : fair) / TILE_ROWS * TILE_ROWS;
         if (most < 2 * TILE_ROWS) most = 2 * TILE_ROWS;
         if (most > MOST_ROWS) most = MOST_ROWS;
@@ -293,11 +293,10 @@ typedef struct {
 } Adapters;
 
 /* Compute `low` for these parts, which share the input x T [rows, I]. Every thread must call it. */
-INLINE void make_low(const Adapters *s, const void *x, int64_t inputs, int half) {
+INLINE void make_low(Thread *t, const Adapters *s, const void *x, int64_t inputs, int half) {
     const Model *m = s->model;
     const int64_t columns = m->most_rank / 16, stride = 3 * m->most_rank;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < s->num_runs * s->count * columns; item++) {
+    NEXT(item, t, s->num_runs * s->count * columns) {
         const Run *run = s->runs + item / (s->count * columns);
         const int64_t part = item / columns % s->count, column = item % columns * 16;
         const LowRank *p = s->tokens[run->first].adapter + s->layer * NUM_PARTS + s->first + part;
@@ -306,6 +305,7 @@ INLINE void make_low(const Adapters *s, const void *x, int64_t inputs, int half)
         float *to = m->low + run->first * stride + part * m->most_rank;
         (half ? low_bf16 : low_f32)(p, from, inputs, column, to, stride, run->count);
     }
+    wait_for_all(t);
 }
 
 /* Add the adapter's products to one row's outputs in a block. */
@@ -337,15 +337,14 @@ static __attribute__((noinline)) void add_low(const Adapters *s, int64_t row, in
 enum { STORE, ADD, SILU, TIMES, ROUND };
 
 /* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD and SILU (the SiLU of the
-   product) write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every thread must
-   call it; there is no barrier at its end. Guided scheduling hands out ever shorter runs of blocks: memory bandwidth
-   differs between threads, and a run of adjacent blocks reads faster than as many scattered ones. */
-INLINE void product(const Product *p, const void *x, const Inputs *levels, int64_t rows, void *to, int how,
+   product) write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every
+   thread must call it; none waits at its end. The runs of blocks get ever shorter: memory bandwidth differs between
+   threads, and a run of adjacent blocks reads faster than as many scattered ones. */
+INLINE void product(Thread *t, const Product *p, const void *x, const Inputs *levels, int64_t rows, void *to, int how,
                     const float *gates, const Adapters *adapters, int half) {
-    const int64_t each = rows_of_item(p, rows, half), count = blocks(p);
+    const int64_t each = rows_of_item(t, p, rows, half), count = blocks(p);
     prepare_tiles(p, rows, half);
-#pragma omp for schedule(guided) nowait
-    for (int64_t item = 0; item < (rows + each - 1) / each * count; item++) {
+    GUIDED(item, t, (rows + each - 1) / each * count) {
         float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
         const int64_t block = item % count, from = item / count * each, left = rows - from < each ? rows - from : each;
         int64_t outputs = multiply(p, block, x, levels, from, left, sums, half);
@@ -369,11 +368,10 @@ INLINE void product(const Product *p, const void *x, const Inputs *levels, int64
 INLINE const int64_t *table_of(const Token *token, const Layer *l) { return token->tables + l->group * token->width; }
 
 /* Normalise and rotate every token's queries and keys in place, then store its keys and values in their cache slots. */
-INLINE void rotate_and_store(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
+INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
     const int64_t head_dim = m->head_dim, middle = head_dim / 2;
     const int64_t rotated = m->num_q_heads + m->num_kv_heads, num_heads = rotated + m->num_kv_heads;
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < rows * num_heads; item++) {
+    EACH(item, t, rows * num_heads) {
         const int64_t row = item / num_heads, head = item % num_heads;
         float *x = m->qkv + item * head_dim;
         const int64_t position = tokens[row].position, angle = tokens[row].turn * head_dim;
@@ -399,6 +397,7 @@ INLINE void rotate_and_store(const Model *m, const Layer *l, const Token *tokens
             }
         }
     }
+    wait_for_all(t);
 }
 
 INLINE __m512 interleaved_sum(__m512 a, __m512 b) {
@@ -429,12 +428,12 @@ INLINE void widen_rows(const void *pool, int64_t from, int64_t count, int64_t he
 }
 
 /* Causal attention of every token's queries over its cached keys, 16 at a time -> T `mixed` [rows, Hq D]. */
-INLINE void attend(const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim, int half) {
+INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim,
+                   int half) {
     const int64_t group_size = m->num_q_heads / m->num_kv_heads, num_heads = m->num_q_heads + 2 * m->num_kv_heads;
     const int64_t stride = (head_dim + 63) / 64 * 64, block_numbers = m->block_size * head_dim;
     const int64_t to_values = m->num_kv_heads * l->num_blocks * block_numbers; /* from a key to its value */
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < rows * m->num_kv_heads; item++) {
+    NEXT(item, t, rows * m->num_kv_heads) {
         const int64_t row = item / m->num_kv_heads, head = item % m->num_kv_heads, length = tokens[row].position + 1;
         const float *queries = m->qkv + (row * num_heads + head * group_size) * head_dim;
         const int64_t *table = table_of(tokens + row, l);
@@ -501,33 +500,42 @@ INLINE void attend(const Model *m, const Layer *l, const Token *tokens, int64_t 
             }
         }
     }
+    wait_for_all(t);
 }
 
 /* ---- Entry points ---- */
 
+__attribute__((visibility("hidden"))) OpenMP openmp;
+
+/* Pass the functions that start threads, before any other call. */
+void use_openmp(void *parallel, void *barrier, void *thread_num, void *num_threads) {
+    openmp.parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
+    openmp.barrier = (void (*)(void))barrier;
+    openmp.thread_num = (int (*)(void))thread_num, openmp.num_threads = (int (*)(void))num_threads;
+}
+
 /* Rows r = 0 to `rows` of the residual stream, normalised, become inputs; `indices` says which if not NULL. */
-INLINE void norms(const Model *m, const float *weight, float epsilon, const int64_t *indices, int64_t rows,
+INLINE void norms(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices, int64_t rows,
                   int to_levels, const Inputs *levels, int half) {
     const int64_t E = m->embedding;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    EACH(r, t, rows) {
         const float *from = m->stream + (indices ? indices[r] : r) * E;
         rms_norm(from, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
         if (to_levels) quantize_row(m->input, r, E, levels, half);
     }
+    wait_for_all(t);
 }
 
 /* The rows' logits [rows, V], their maxima `most` [rows] and the indices of these, `best` [rows]: the first of
    equals, or -1 where the maximum is not finite. The caller initialises `most` to -INFINITY and `best` to INT64_MAX. */
-INLINE void logits_argmax(const Model *m, const Inputs *levels, int64_t rows, float *logits, float *most,
+INLINE void logits_argmax(Thread *t, const Model *m, const Inputs *levels, int64_t rows, float *logits, float *most,
                           int64_t *best, int half) {
     const int64_t V = m->head.outputs;
     prepare_tiles(&m->head, rows, half);
     float own_most[rows];
     int64_t own_best[rows];
     for (int64_t r = 0; r < rows; r++) own_most[r] = -INFINITY, own_best[r] = V;
-#pragma omp for schedule(guided) nowait
-    for (int64_t block = 0; block < blocks(&m->head); block++) {
+    GUIDED(block, t, blocks(&m->head)) {
         float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
         int64_t count = multiply(&m->head, block, m->input, levels, 0, rows, sums, half);
         for (int64_t r = 0; r < rows; r++)
@@ -544,70 +552,92 @@ INLINE void logits_argmax(const Model *m, const Inputs *levels, int64_t rows, fl
                 own_best[r] = block * BLOCK + j + __builtin_ctz(above);
             }
     }
-#pragma omp critical
+    lock(t->team);
     for (int64_t r = 0; r < rows; r++)
         if (own_most[r] > most[r] || (own_most[r] == most[r] && own_best[r] < best[r]))
             most[r] = own_most[r], best[r] = own_best[r];
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
+    unlock(t->team);
+    wait_for_all(t);
+    EACH(r, t, rows)
         if (!isfinite(most[r])) best[r] = -1;
 }
 
 /* A product with those of the adapters, of which it has `count` parts from `first` on. */
-INLINE void adapted(const Product *p, Adapters *step, int64_t first, int64_t count, const void *x,
+INLINE void adapted(Thread *t, const Product *p, Adapters *step, int64_t first, int64_t count, const void *x,
                     const Inputs *levels, int64_t rows, void *to, int how, const float *gates, int half) {
     if (!step->num_runs) {
-        product(p, x, levels, rows, to, how, gates, NULL, half);
+        product(t, p, x, levels, rows, to, how, gates, NULL, half);
         return;
     }
     step->first = first, step->count = count;
-    make_low(step, x, p->inputs, half);
-    product(p, x, levels, rows, to, how, gates, step, half);
+    make_low(t, step, x, p->inputs, half);
+    product(t, p, x, levels, rows, to, how, gates, step, half);
 }
 
-/* The whole model; `keep` [kept] are the indices of the tokens whose logits are wanted, `runs` the rows that have
-   adapters. */
-INLINE void forward(const Model *m, const Token *tokens, int64_t rows, const Run *runs, int64_t num_runs,
-                    const int64_t *keep, int64_t kept, float *logits, float *most, int64_t *best, int half) {
-    const int64_t E = m->embedding;
-    Adapters own = {m, tokens, runs, num_runs, 0, 0, 0};
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
+/* `keep` [kept] are the indices of the tokens whose logits are wanted, `runs` the rows that have adapters. */
+typedef struct {
+    Team team;
+    const Model *model;
+    const Token *tokens;
+    int64_t rows;
+    const Run *runs;
+    int64_t num_runs;
+    const int64_t *keep;
+    int64_t kept;
+    float *logits, *most;
+    int64_t *best;
+} Step;
+
+/* The whole model. */
+INLINE void forward(Thread *t, const Step *s, int half) {
+    const Model *m = s->model;
+    const Token *tokens = s->tokens;
+    const int64_t E = m->embedding, rows = s->rows;
+    Adapters own = {m, tokens, s->runs, s->num_runs, 0, 0, 0};
+    EACH(r, t, rows)
         for (int64_t i = 0; i < E; i += 16) {
             __mmask16 mask = tail_mask(E - i);
             store(m->stream, r * E + i, load(m->embeddings, tokens[r].id * E + i, mask, half), mask, 0);
         }
+    wait_for_all(t);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
-        norms(m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), &in, half);
-        adapted(&l->qkv, &own, QKV, 3, m->input, &in, rows, m->qkv, STORE, NULL, half);
-#pragma omp barrier
-        rotate_and_store(m, l, tokens, rows, half);
+        norms(t, m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), &in, half);
+        adapted(t, &l->qkv, &own, QKV, 3, m->input, &in, rows, m->qkv, STORE, NULL, half);
+        wait_for_all(t);
+        rotate_and_store(t, m, l, tokens, rows, half);
         switch (m->head_dim) { /* a constant head_dim halves the time */
-        case 32: attend(m, l, tokens, rows, 32, half); break;
-        case 64: attend(m, l, tokens, rows, 64, half); break;
-        case 128: attend(m, l, tokens, rows, 128, half); break;
-        default: attend(m, l, tokens, rows, m->head_dim, half);
+        case 32: attend(t, m, l, tokens, rows, 32, half); break;
+        case 64: attend(t, m, l, tokens, rows, 64, half); break;
+        case 128: attend(t, m, l, tokens, rows, 128, half); break;
+        default: attend(t, m, l, tokens, rows, m->head_dim, half);
         }
         const Inputs mixed = inputs_at(m->levels, MOST_ROWS, groups(&l->output));
-        quantize(&l->output, m->mixed, rows, &mixed, half);
-        adapted(&l->output, &own, OUTPUT, 1, m->mixed, &mixed, rows, m->stream, ADD, NULL, half);
-#pragma omp barrier
+        quantize(t, &l->output, m->mixed, rows, &mixed, half);
+        adapted(t, &l->output, &own, OUTPUT, 1, m->mixed, &mixed, rows, m->stream, ADD, NULL, half);
+        wait_for_all(t);
         const int to_levels = takes_levels(&l->gate, half) || takes_levels(&l->up, half);
-        norms(m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
-        adapted(&l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, SILU, NULL, half);
-#pragma omp barrier
-        adapted(&l->up, &own, UP, 1, m->input, &in, rows, m->gated, TIMES, m->gates, half);
-#pragma omp barrier
+        norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
+        adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, SILU, NULL, half);
+        wait_for_all(t);
+        adapted(t, &l->up, &own, UP, 1, m->input, &in, rows, m->gated, TIMES, m->gates, half);
+        wait_for_all(t);
         const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(&l->down));
-        quantize(&l->down, m->gated, rows, &gated, half);
-        adapted(&l->down, &own, DOWN, 1, m->gated, &gated, rows, m->stream, ADD, NULL, half);
-#pragma omp barrier
+        quantize(t, &l->down, m->gated, rows, &gated, half);
+        adapted(t, &l->down, &own, DOWN, 1, m->gated, &gated, rows, m->stream, ADD, NULL, half);
+        wait_for_all(t);
     }
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
-    norms(m, m->norm, m->epsilon, keep, kept, takes_levels(&m->head, half), &last, half);
-    logits_argmax(m, &last, kept, logits, most, best, half);
+    norms(t, m, m->norm, m->epsilon, s->keep, s->kept, takes_levels(&m->head, half), &last, half);
+    logits_argmax(t, m, &last, s->kept, s->logits, s->most, s->best, half);
+}
+
+static void compute_step(void *given) {
+    const Step *s = given;
+    Thread t = this_thread(&((Step *)given)->team);
+    if (s->model->half) forward(&t, s, 1);
+    else forward(&t, s, 0);
+    release_tiles();
 }
 
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
@@ -638,30 +668,40 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
         if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
         segments = tables + m->num_groups * width;
     }
-#pragma omp parallel num_threads(m->threads)
-    {
-        if (m->half) forward(m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, 1);
-        else forward(m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, 0);
-        release_tiles();
-    }
+    Step step = {{0}, m, tokens, rows, runs, num_runs, keep, kept, logits, most, best};
+    run_threads(compute_step, &step, m->threads);
     return 0;
 }
 
 /* Switch AMX on or off. Returns whether products use it from now on: only if the processor has it. */
 int64_t use_tiles(int64_t wanted) { return has_tiles = wanted && may_have_tiles; }
 
+typedef struct {
+    Team team;
+    const Product *product;
+    const void *x;
+    int64_t rows;
+    void *to;
+    int64_t half;
+    const Inputs *levels;
+} Rows;
+
+static void compute_rows(void *given) {
+    Rows *g = given;
+    Thread t = this_thread(&g->team);
+    if (g->half) {
+        quantize(&t, g->product, g->x, g->rows, g->levels, 1);
+        product(&t, g->product, g->x, g->levels, g->rows, g->to, ROUND, NULL, NULL, 1);
+    } else {
+        product(&t, g->product, g->x, NULL, g->rows, g->to, ROUND, NULL, NULL, 0);
+    }
+    release_tiles();
+}
+
 /* T [rows, I] -> T [rows, O]. With AMX, more rows than one tile holds must be a multiple of TILE_ROWS. `room` is for
    the quantised inputs: INPUT_BYTES for each row, rounded up to whole tiles, and group. */
 void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int64_t half, int64_t threads, void *room) {
     const Inputs levels = inputs_at(room, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, groups(p));
-#pragma omp parallel num_threads(threads)
-    {
-        if (half) {
-            quantize(p, x, rows, &levels, 1);
-            product(p, x, &levels, rows, to, ROUND, NULL, NULL, 1);
-        } else {
-            product(p, x, NULL, rows, to, ROUND, NULL, NULL, 0);
-        }
-        release_tiles();
-    }
+    Rows given = {{0}, p, x, rows, to, half, &levels};
+    run_threads(compute_rows, &given, threads);
 }

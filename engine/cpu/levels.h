@@ -2,8 +2,8 @@
 
    The inputs are quantised, too: signed bytes by groups of 32, the largest of which is 127 times the group's scale. The
    sum over a group is a whole number, and so exact, whatever instruction computes it: `vpdpbusd`, which multiplies
-   unsigned by signed bytes, or AMX. Its float32 sums are added group by group in the same order everywhere. So a row
-   has the same bits in any batch. */
+   unsigned by signed bytes, AMX, or ARM's `sdot`. Its float32 sums are added group by group in the same order
+   everywhere. So a row has the same bits in any batch and on every processor. */
 
 #pragma once
 
@@ -13,6 +13,11 @@
 #include <string.h>
 
 enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outputs; fours of a group */
+#ifdef __aarch64__
+enum { BIAS = 0 };
+#else
+enum { BIAS = 128 }; /* x86 multiplies unsigned by signed bytes */
+#endif
 enum { CHUNK_GROUPS = 16 };                   /* groups of a block that stay in the cache while all rows pass */
 
 /* Quantised inputs of a product, by rows. */
@@ -69,19 +74,20 @@ INLINE __m512 load_scales(const Product *p, int64_t group, int64_t j) {
     return load(p->scales, i, 0xffff, p->scale_type == BF16);
 }
 
-/* Four inputs of 64 outputs, or those of the vector j, as unsigned bytes: INT4 as stored, others plus 128. */
+/* Four inputs of 64 outputs, or those of the vector j: INT4 as stored, others as bytes plus BIAS. */
 INLINE __m512i load_four(const uint8_t *from, int kind, int j) {
-    if (kind != INT4) return _mm512_xor_si512(_mm512_loadu_si512(from + 64 * j), _mm512_set1_epi8((char)0x80));
+    if (kind != INT4) {
+        __m512i all = _mm512_loadu_si512(from + 64 * j);
+        return BIAS ? _mm512_xor_si512(all, _mm512_set1_epi8((char)0x80)) : all;
+    }
     __m512i both = _mm512_loadu_si512(from + 64 * (j / 2));
     return _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
 }
 
-INLINE void load_quad(const uint8_t *from, int kind, __m512i to[4]) {
-    for (int j = 0; j < 4; j++) to[j] = load_four(from, kind, j);
-}
-
-/* Add to each sum of 32 bits the products of its four unsigned and signed bytes. */
-#if defined __AVX512VNNI__ && defined __AVX512BW__
+/* Add to each sum of 32 bits the products of its four bytes: those of weights plus BIAS, and signed ones. */
+#ifdef __aarch64__
+#define DOT(sum, weight, input, kind) sum = ints_dot(sum, weight, input)
+#elif defined __AVX512VNNI__ && defined __AVX512BW__
 /* The compiler would keep copies of the sums in memory. */
 #define DOT(sum, weight, input, kind) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(input))
 #elif defined __AVXVNNI__
@@ -120,8 +126,8 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
                 for (int r = 0; r < rows; r++) {
                     const int64_t at = (row + r) * G + g;
                     __m512i offset = _mm512_setzero_si512();
-                    if (kind == FINE) offset = _mm512_set1_epi32(-128 * x->halves[2 * at + part]);
-                    else if (kind == INT8) offset = _mm512_slli_epi32(_mm512_set1_epi32(x->offsets[at]), 4);
+                    if (kind == FINE) offset = _mm512_set1_epi32(-BIAS * x->halves[2 * at + part]);
+                    else if (kind == INT8) offset = _mm512_set1_epi32(BIAS / 8 * x->offsets[at]);
                     else if (p->middle) offset = _mm512_set1_epi32(x->offsets[at]);
 #pragma GCC unroll 4
                     for (int j = 0; j < wide; j++) sums[r][j] = offset;
@@ -264,11 +270,11 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
             if (kind == INT4) {                                                                                       \
                 weight = unpacked;                                                                                    \
                 for (int64_t q = 0; q < (b - a) * QUADS; q++) {                                                       \
-                    __m512i quad[4];                                                                                  \
-                    load_quad(chunk + q * (QUAD / 2), INT4, quad);                                                    \
-                    for (int j = 0; j < 4; j++)                                                                       \
+                    for (int j = 0; j < 4; j++) {                                                                     \
+                        __m512i four = load_four(chunk + q * (QUAD / 2), INT4, j);                                    \
                         _mm512_store_si512(unpacked + q * QUAD + 64 * j,                                              \
-                                           _mm512_sub_epi8(quad[j], _mm512_set1_epi8(p->middle)));                    \
+                                           _mm512_sub_epi8(four, _mm512_set1_epi8(p->middle)));                       \
+                    }                                                                                                 \
                 }                                                                                                     \
             }                                                                                                         \
             for (int64_t r = 0; r < rows; r += TILE_ROWS)                                                             \
@@ -317,11 +323,12 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
         for (int64_t i = 0; i < end; i++) {
-            __m512i quad[4];
-            load_quad(weight + i / 4 * (bytes / QUADS), kind, quad);
+            const int32_t zero = kind == INT4 ? p->middle : 128;
             for (int j = 0; j < 4; j++) {
-                __m512i level = _mm512_and_si512(_mm512_srli_epi32(quad[j], 8 * (i % 4)), _mm512_set1_epi32(255));
-                __m512 one = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(kind == INT4 ? p->middle : 128)));
+                __m512i quad = load_four(weight + i / 4 * (bytes / QUADS), kind, j);
+                if (kind != INT4 && !BIAS) quad = _mm512_xor_si512(quad, _mm512_set1_epi8((char)0x80));
+                __m512i level = _mm512_and_si512(_mm512_srli_epi32(quad, 8 * (i % 4)), _mm512_set1_epi32(255));
+                __m512 one = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(zero)));
                 for (int r = 0; r < rows; r++) {
                     __m512 input = _mm512_set1_ps(x[r * p->inputs + g * size + i]);
                     sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);

@@ -1,15 +1,8 @@
-"""Compiles `kernels.c` and `sampling.c` for this machine at first use, caches the library and calls it.
-
-The compiled code runs on torch's threads: it must use the OpenMP library that torch has loaded.
-"""
+"""Loads the compiled kernels and calls them. They run on torch's threads: its OpenMP starts them."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import re
-import subprocess
-import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -21,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..models import user_cache
+from .compiling import NATIVE, NotCompiled, compiled
 from .machine import KERNEL_FLAGS, cpu_flags
+from .variants import BUILT, find
 
 MOST_ROWS = 256
 """The most rows of a product and the most tokens of a step, as in the source."""
@@ -36,12 +31,8 @@ PLAIN, INT8, INT4, FINE = range(4)
 _SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
-_SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in ("narrow.h", "vectors.h", "product.h", "tiles.h", "levels.h", "kernels.c", "sampling.c")
-)
-_FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC")
 _TILE = 16  # rows of AMX's tiles, as in the source
+_OPENMP = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -109,6 +100,8 @@ class Kernels:
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
         library.draw.restype = None
+        library.use_openmp.argtypes, library.use_openmp.restype = [_POINTER] * 4, None
+        library.use_openmp(*_openmp())
         self._room = torch.empty(0)
         self.has_tiles = bool(library.use_tiles(True))
 
@@ -169,67 +162,31 @@ class NoKernels(Exception):
     """The compiled kernels cannot be used on this machine; the message says why and what to do."""
 
 
-def load_kernels(compiler: str = "cc", cache: Path | None = None, architecture: str = "native") -> Kernels:
-    """Load the library from `cache`, compiling it first if need be, for an `architecture` as gcc names it.
+def load_kernels(compiler: str = "cc", cache: Path | None = None, built: Path = BUILT) -> Kernels:
+    """Load the library: compiled for this machine, in `cache` or now, or else the best one in `built`.
 
-    Raises `NoKernels` where that fails.
+    Raises `NoKernels` where there is none.
     """
-    flags = cpu_flags()
-    if not set(flags.split()) >= KERNEL_FLAGS:
-        raise NoKernels("the compiled kernels need an x86 CPU with AVX2, FMA, F16C and BMI2")
+    flags = frozenset(cpu_flags().split())
+    if not flags >= KERNEL_FLAGS:
+        raise NoKernels("the compiled kernels need an x86 CPU with AVX2, FMA, F16C and BMI2, or an ARM CPU of 64 bits")
     try:
-        return Kernels(_load(compiler, cache or user_cache(), flags, architecture))
-    except FileNotFoundError as error:
-        reason = f"{error.filename} does not exist"
-        remedy = "install a C compiler, such as gcc" if error.filename == compiler else "reinstall Penstock"
-    except subprocess.SubprocessError as error:
-        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        reason, remedy = f"{compiler} failed ({lines[0] if lines else error})", "install gcc 11 or newer"
+        path = compiled(compiler, cache or user_cache(), NATIVE)
+    except NotCompiled as error:
+        other = find(flags, built)
+        if other is None:
+            raise NoKernels(str(error)) from None
+        path = other
+    try:
+        return Kernels(ctypes.CDLL(str(path)))
     except OSError as error:
-        reason, remedy = str(error), "set XDG_CACHE_HOME to a writable directory"
-    raise NoKernels(f"{reason}; {remedy}")
+        raise NoKernels(f"{error}; set XDG_CACHE_HOME to a directory from which programs may run") from error
 
 
-def _load(compiler: str, cache: Path, flags: str, architecture: str) -> ctypes.CDLL:
-    version = _run([compiler, "--version"])
-    parts = (version, flags, architecture, *_FLAGS, torch.__version__)
-    sources = b"".join(source.read_bytes() for source in _SOURCES)
-    name = hashlib.sha256(sources + "\n".join(parts).encode()).hexdigest()[:16]
-    path = cache / f"kernels-{name}.so"
-    if not _is_whole(path):
-        _compile(compiler, path, architecture)
-    before = _openmp_libraries()
-    library = ctypes.CDLL(str(path))
-    if own := _openmp_libraries() - before:
-        raise OSError(f"the kernels loaded a second OpenMP beside torch's: {', '.join(sorted(own))}")
-    return library
-
-
-def _compile(compiler: str, path: Path, architecture: str) -> None:
-    """Compile to `path`, atomically: concurrent processes write identical files. A checksum follows the library."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        built = Path(directory) / path.name
-        sources = [str(one) for one in _SOURCES if one.suffix == ".c"]
-        _run([compiler, f"-march={architecture}", *_FLAGS, "-o", str(built), *sources, "-lm"])
-        with built.open("ab") as file:  # the loader ignores trailing bytes
-            file.write(hashlib.sha256(built.read_bytes()).digest())
-        built.replace(path)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the file's checksum is right: loading a truncated library may kill the process."""
+def _openmp() -> list[int | None]:
+    """The addresses of the functions that start torch's threads: those that torch itself, or what it loads, has."""
+    library = ctypes.CDLL(torch._C.__file__)
     try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-
-
-def _openmp_libraries() -> set[str]:
-    """The OpenMP libraries that this process has loaded."""
-    return set(re.findall(r"/\S*lib(?:g|i)?omp\S*", Path("/proc/self/maps").read_text()))
+        return [ctypes.cast(getattr(library, name), _POINTER).value for name in _OPENMP]
+    except AttributeError as error:
+        raise NoKernels(f"torch's threads are not those of OpenMP ({error}); install torch from PyPI") from None

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import re
+import sys
 from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-KERNEL_FLAGS = frozenset({"avx2", "bmi2", "f16c", "fma"})
-"""The instructions that the compiled kernels need, by Linux's names."""
+ARCHITECTURE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+"""The processor's, by Linux's name."""
+
+_NEEDED = {"x86_64": {"avx2", "bmi2", "f16c", "fma"}, "aarch64": {"asimd"}}
+KERNEL_FLAGS = frozenset(_NEEDED.get(ARCHITECTURE, {f"kernels for {ARCHITECTURE}"}))
+"""The instructions that the compiled kernels need on this architecture, by Linux's names."""
+
+_APPLE = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "atomics": "arm.FEAT_LSE"}
 
 
 class Memory(NamedTuple):
@@ -48,12 +57,22 @@ def available_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     return max(1, cores)
 
 
-def cpu_flags() -> str:
-    """The instructions of the CPU, by Linux's names; empty where it does not say."""
+def cpu_flags(proc: Path = _PROC) -> str:
+    """The instructions of the CPU, by Linux's names; empty where the operating system does not say."""
+    if sys.platform == "darwin":
+        return " ".join(flag for flag, name in _APPLE.items() if _system_value(f"hw.optional.{name}"))
     with contextlib.suppress(OSError):
-        if match := re.search(r"^flags\s*:(.*)", (_PROC / "cpuinfo").read_text(), re.MULTILINE):
+        name = "Features" if ARCHITECTURE == "aarch64" else "flags"
+        if match := re.search(rf"^{name}\s*:(.*)", (proc / "cpuinfo").read_text(), re.MULTILINE):
             return match[1]
     return ""
+
+
+def _system_value(name: str) -> int:
+    """A number that macOS knows; 0 where it does not."""
+    value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
+    unknown = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return 0 if unknown else value.value
 
 
 def _groups(kind: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:

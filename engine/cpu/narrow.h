@@ -6,6 +6,11 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+/* Some compilers have macros of these names. */
+#undef _mm512_cmp_ps_mask
+#undef _mm512_roundscale_ps
+#undef _mm512_shuffle_f32x4
+
 typedef struct {
     __m256 low, high;
 } Floats;
@@ -142,7 +147,8 @@ INLINE __m128i bytes_from_ints(Ints v) {
 #define _mm512_maskz_mov_ps(mask, v) floats_select(_mm512_setzero_ps(), mask, v)
 #define _mm512_mask_add_ps(other, mask, a, b) floats_select(other, mask, floats_add(a, b))
 #define _mm512_mask_max_ps(other, mask, a, b) floats_select(other, mask, floats_max(a, b))
-#define _mm512_cmp_ps_mask(a, b, how) mask_of(a, b, how)
+#define _mm512_cmp_ps_mask(a, b, how)                                                                                 \
+    mask_of(_mm256_cmp_ps((a).low, (b).low, how), _mm256_cmp_ps((a).high, (b).high, how))
 
 /* All bits of a lane where the mask's bit is set. */
 INLINE Ints lanes(__mmask16 mask) {
@@ -202,9 +208,8 @@ INLINE Ints ints_select(Ints other, __mmask16 mask, Ints v) {
     return ints_from_bits(floats_select(floats_from_bits(other), mask, floats_from_bits(v)));
 }
 
-INLINE __mmask16 mask_of(Floats a, Floats b, const int how) {
-    int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, how));
-    return (__mmask16)(low | _mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, how)) << 8);
+INLINE __mmask16 mask_of(__m256 low, __m256 high) {
+    return (__mmask16)(_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8);
 }
 
 /* ---- Over lanes ---- */
@@ -257,8 +262,8 @@ INLINE Floats floats_shuffle_quarters(Floats a, Floats b, const int which) {
 #define _mm512_scalef_ps floats_scale
 
 INLINE Floats floats_round(Floats v) {
-    const int how = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return (Floats){_mm256_round_ps(v.low, how), _mm256_round_ps(v.high, how)};
+    return (Floats){_mm256_round_ps(v.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                    _mm256_round_ps(v.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 
 /* v times 2^n, n a whole number from -252 to 254: in two steps, of which at most the second rounds. */

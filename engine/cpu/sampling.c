@@ -2,9 +2,8 @@
    distribution of the rest. Nothing is sorted: a binary search finds the bounds of top-k and top-p, each of its
    probes one pass over the weights that may still be kept. */
 
+#include "threads.h"
 #include "vectors.h"
-
-#include <omp.h>
 
 #define GUESS 1e-4f /* where the search starts, as a share of the largest weight: most excluded ones are below it */
 
@@ -86,7 +85,8 @@ static void truncate(float *weights, int64_t width, float edge, int64_t room, do
             __mmask16 inside = _mm512_cmp_ps_mask(v, _mm512_set1_ps(edge), _CMP_GT_OQ);
             __mmask16 equal = _mm512_cmp_ps_mask(v, _mm512_set1_ps(edge), _CMP_EQ_OQ);
             int64_t more = __builtin_popcount(equal);
-            if (more > room) equal = _pdep_u32((1u << room) - 1, equal), more = room;
+            if (!room) equal = 0, more = 0;
+            for (; more > room; more--) equal ^= (__mmask16)(1u << (31 - __builtin_clz(equal)));
             room -= more;
             v = _mm512_maskz_mov_ps(inside | equal, v);
             _mm512_storeu_ps(weights + i + 16 * k, v);
@@ -142,16 +142,29 @@ static int64_t draw_one(const float *logits, int64_t V, const DrawParams *d, flo
     return invert(weights, width, (double *)room, d->uniform);
 }
 
+typedef struct {
+    Team team;
+    const float *logits;
+    int64_t V;
+    const DrawParams *params;
+    int64_t count;
+    float *room;
+    int64_t *tokens;
+} Draws;
+
+static void compute_draws(void *given) {
+    Draws *d = given;
+    Thread t = this_thread(&d->team);
+    const int64_t width = (d->V + BLOCK - 1) / BLOCK * BLOCK;
+    float *own = d->room + 2 * width * t.index;
+    NEXT(i, &t, d->count)
+        d->tokens[i] = draw_one(d->logits + (int64_t)d->params[i].row * d->V, d->V, d->params + i, own, own + width);
+}
+
 /* Draw a token from logits [R, V] for each of `params` [count] -> `tokens` [count]. `room` is [threads, 2, V], V
    rounded up to whole blocks. */
 void draw(const float *logits, int64_t V, const DrawParams *params, int64_t count, float *room, int64_t *tokens,
           int64_t threads) {
-    const int64_t width = (V + BLOCK - 1) / BLOCK * BLOCK;
-#pragma omp parallel num_threads(threads)
-    {
-        float *own = room + 2 * width * omp_get_thread_num();
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; i++)
-            tokens[i] = draw_one(logits + (int64_t)params[i].row * V, V, params + i, own, own + width);
-    }
+    Draws draws = {{0}, logits, V, params, count, room, tokens};
+    run_threads(compute_draws, &draws, threads);
 }

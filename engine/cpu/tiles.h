@@ -9,8 +9,6 @@
 #include "vectors.h"
 
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 enum { TILE_ROWS = 16, STEP = 16, TILE_PAIRS = 64 }; /* pairs of inputs of a tile and of a chunk */
 enum { LINE = 4 * BLOCK };                           /* bytes of a pair of inputs for 64 outputs */
@@ -20,6 +18,9 @@ enum { LINE = 4 * BLOCK };                           /* bytes of a pair of input
 static int may_have_tiles, has_tiles;
 
 #if defined __AMX_BF16__ && defined __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+
 enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* arch_prctl's ARCH_REQ_XCOMP_PERM */
 
 __attribute__((constructor)) static void request_tiles(void) {

@@ -1,15 +1,19 @@
-/* Vectors of 16 numbers, for x86 with AVX-512 or AVX2. Numbers in memory are bfloat16 if `half` is set, else float32. */
+/* Vectors of 16 numbers, for x86 with AVX-512 or AVX2, and for AArch64. Numbers in memory are bfloat16 if `half` is
+   set, else float32. */
 
 #pragma once
 
-#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
 /* Of a block's four vectors, those whose sums for so many rows fit into registers. */
-#ifdef __AVX512BW__
+#ifdef __aarch64__
+#include "neon.h"
+#define WIDE(rows) ((rows) == 1 ? 4 : (rows) <= 2 ? 2 : 1)
+#elif defined __AVX512BW__
+#include <immintrin.h>
 #define WIDE(rows) 4
 #else
 #include "narrow.h"

@@ -1,7 +1,7 @@
 """Matrix products in the fastest form for a device: weights packed once, several products of one input fused.
 
 On a CPU with compiled kernels, weights have the kernels' layout. If oneDNN uses the same one, it multiplies many rows;
-otherwise (bfloat16 on CPUs with AMX, or without AVX-512) the kernels multiply any number.
+otherwise (bfloat16 on CPUs with AMX or without AVX-512, any weight without oneDNN) the kernels multiply any number.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from ..cpu.layouts import paired
 from ..cpu.library import PLAIN, Kernels, Product
 from ..low_rank import Adaptation, Part
 
-reorder = torch.ops.mkldnn._reorder_linear_weight
-"""Converts a weight [O, I] to oneDNN's layout."""
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+"""Whether torch was built with oneDNN: on Macs it is not."""
 
-packs_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
-"""Whether oneDNN multiplies in bfloat16 on this CPU."""
+if _HAS_ONEDNN:
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    """Converts a weight [O, I] to oneDNN's layout."""
 
-_POINTWISE = torch.ops.mkldnn._linear_pointwise.default
-_BINARY = torch.ops.mkldnn._linear_pointwise.binary
+    packs_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
+    """Whether oneDNN multiplies in bfloat16 on this CPU."""
+
+    _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
+    _BINARY = torch.ops.mkldnn._linear_pointwise.binary
 _FEW_ROWS = 64
 
 
@@ -137,7 +141,7 @@ def make_packed(
     weight: Tensor, bias: Tensor | None, kernels: Kernels | None
 ) -> PackedLinear | CompiledLinear | PlainLinear:
     """The product for a CPU: by oneDNN, by the kernels, or by both if they share the layout."""
-    packs = weight.dtype != torch.bfloat16 or packs_bfloat16()
+    packs = _HAS_ONEDNN and (weight.dtype != torch.bfloat16 or packs_bfloat16())
     if kernels is None or not kernels.take(weight.dtype, weight.shape[1]):
         return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
     if packs and not (kernels.has_tiles and weight.dtype == torch.bfloat16):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.rounded import Rounded
+from penstock.engine.cpu.compiling import compiled
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import PLAIN, Kernels, NoKernels, Product, load_kernels
-from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
+from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
+from penstock.engine.cpu.variants import VARIANTS, sources_hash
+from penstock.engine.models import user_cache
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.linear import CompiledLinear, PackedLinear, PlainLinear, packs_bfloat16, reorder
 from penstock.engine.paged.packing import Computed, Segment
@@ -44,12 +48,18 @@ def small_machine() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-OTHERS = {  # what they need, by gcc's names
-    "skylake-avx512": {"avx512bw", "avx512vl", "avx512dq", "avx512cd"},  # AVX-512 without VNNI and bfloat16
-    "alderlake": {"avx2", "avx_vnni", "gfni", "vaes"},  # VNNI without AVX-512
-    "haswell": {"avx2"},
-}
-compiled_for = lru_cache(lambda architecture: load_kernels(architecture=architecture))
+TESTED = {"avx512", "avxvnni", "avx2", "neon"}
+# As a package has them; those between them differ in less.
+OTHERS = {one.name: one for one in VARIANTS if one.architecture == ARCHITECTURE and one.name in TESTED}
+
+
+@lru_cache
+def compiled_for(name: str) -> Kernels:
+    if name not in OTHERS:
+        return load_kernels()
+    return Kernels(CDLL(str(compiled("cc", user_cache(), OTHERS[name].options))))
+
+
 current = "native"  # set by `processor`
 
 
@@ -61,9 +71,9 @@ def kernels() -> Kernels:
 def processor(request: pytest.FixtureRequest) -> Iterator[str]:
     """This one, one without AMX, which is the same where it has none, and older ones."""
     global current
-    if not set(cpu_flags().split()) >= OTHERS.get(request.param, set()):
+    if request.param in OTHERS and not OTHERS[request.param].needs <= set(cpu_flags().split()):
         pytest.skip(f"the processor lacks what {request.param} has")
-    current = request.param if request.param in OTHERS else "native"
+    current = request.param
     kernels().use_tiles(request.param == "native")
     yield request.param
     kernels().use_tiles(True)
@@ -428,16 +438,17 @@ def test_rotations_are_known_wherever_a_context_ends() -> None:
 class TestCompiling:
     @staticmethod
     def fail(compiler: str, cache: Path) -> str:
-        """Why there are no kernels."""
+        """Why there are no kernels, where the package brings none."""
         with pytest.raises(NoKernels) as caught:
-            load_kernels(compiler, cache)
+            load_kernels(compiler, cache, cache / "built")
         return str(caught.value)
 
     def test_without_a_compiler(self, tmp_path: Path) -> None:
         assert "/none/cc does not exist; install a C compiler" in self.fail("/none/cc", tmp_path)
 
     def test_without_the_source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.engine.cpu.library._SOURCES", (tmp_path / "kernels.c",))
+        monkeypatch.setattr("penstock.engine.cpu.variants.SOURCES", (tmp_path / "kernels.c",))
+        sources_hash.cache_clear()
         line = self.fail("cc", tmp_path)
         assert f"{tmp_path}/kernels.c does not exist; reinstall Penstock" in line and "compiler" not in line
 
@@ -484,10 +495,16 @@ class TestCompiling:
     def test_the_threads_are_torchs(self) -> None:
         # In a process of its own: other libraries in this one may have brought an OpenMP of theirs.
         script = (
-            "from penstock.engine.cpu.library import _openmp_libraries, load_kernels; "
-            "load_kernels(); print(len(_openmp_libraries()))"
+            "import torch, re, pathlib; from penstock.engine.cpu.library import PLAIN, Product, load_kernels\n"
+            "kernels = load_kernels()\n"
+            "torch.set_num_threads(2); torch.rand(1 << 20).sum(); started = pathlib.Path('/proc/self/task')\n"
+            "tasks, weight = set(started.iterdir()), torch.zeros(4096, 64)\n"
+            "kernels.multiply(Product.of((4096, 64), PLAIN, weight, None, None), torch.zeros(8, 64))\n"
+            "libraries = set(re.findall(r'lib[gi]?omp', pathlib.Path('/proc/self/maps').read_text()))\n"
+            "print(set(started.iterdir()) == tasks, len(libraries))"
         )
-        assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "1\n"
+        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert found.stdout == "True 1\n", found.stderr
 
 
 @pytest.mark.parametrize(
@@ -497,19 +514,19 @@ def test_the_switch(shape: str, quantization: str | None, model_directory: Calla
     params = GenerationParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[3 + (7 * n + i * i) % 400 for i in range(n)] for n in (1, 16, 33, 60)]
     found = []
-    for compiled in (True, False):
+    for is_compiled in (True, False):
         config = EngineConfig(
             model=str(model_directory(shape)),
             dtype="float32",
             device="cpu",
             quantization=quantization,
-            compile_kernels=compiled,
+            compile_kernels=is_compiled,
         )
         with InferenceEngine(config) as engine:
             backend: Any = engine._driver.backend
-            assert (backend.runner._compiled is not None) is compiled
+            assert (backend.runner._compiled is not None) is is_compiled
             assert engine.model_info().slow_paths == (
-                () if compiled else ("decoding is not compiled: compile_kernels is false",)
+                () if is_compiled else ("decoding is not compiled: compile_kernels is false",)
             )
             found.append([output.token_ids for output in engine.generate(prompts, params)])
     assert found[0] == found[1]

@@ -1,0 +1,64 @@
+"""Compiles the kernels for this machine at the first start, and keeps the library."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .machine import ARCHITECTURE, cpu_flags
+from .variants import OPTIONS, SOURCES, sources_hash
+
+_APPLE, _NATIVE = ("-mcpu=apple-m1",), ("-mcpu=native" if ARCHITECTURE == "aarch64" else "-march=native",)
+NATIVE = _APPLE if sys.platform == "darwin" else _NATIVE
+"""The compiler's options for this machine. Apple's compiler knows no `native`."""
+
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+
+
+class NotCompiled(Exception):
+    """The message says why, and what to do."""
+
+
+def compiled(compiler: str, cache: Path, options: Sequence[str]) -> Path:
+    """The library, from `cache` if it is there. Raises `NotCompiled`."""
+    try:
+        parts = (sources_hash(), _run([compiler, "--version"]), cpu_flags(), *OPTIONS, *options)
+        start = f"kernels-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}-"
+        whole = (path for path in sorted(cache.glob(f"{start}*{_SUFFIX}")) if path.name == start + _end(path))
+        return next(whole, None) or _compile(compiler, cache, options, start)
+    except FileNotFoundError as error:
+        reason = f"{error.filename} does not exist"
+        remedy = "install a C compiler, such as gcc" if error.filename == compiler else "reinstall Penstock"
+    except subprocess.SubprocessError as error:
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        reason, remedy = f"{compiler} failed ({lines[0] if lines else error})", "install gcc 11 or clang 14, or newer"
+    except OSError as error:
+        reason, remedy = str(error), "set XDG_CACHE_HOME to a writable directory"
+    raise NotCompiled(f"{reason}; {remedy}")
+
+
+def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path) -> None:
+    """Raises `subprocess.SubprocessError`, or `OSError` where there is no such compiler."""
+    sources = [str(source) for source in SOURCES if source.suffix == ".c"]
+    _run([*compiler, *options, *OPTIONS, "-o", str(to), *sources, "-lm"])
+
+
+def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:
+    """Concurrent processes may each compile; what has its name is whole."""
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as directory:
+        compile_to([compiler], options, built := Path(directory) / f"kernels{_SUFFIX}")
+        return built.replace(cache / (start + _end(built)))
+
+
+def _end(path: Path) -> str:
+    """A library's name ends with its checksum: loading a truncated one may kill the process."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] + _SUFFIX
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
