@@ -55,9 +55,8 @@ def build(targets: Sequence[str], to: Path = BUILT, names: Sequence[str] = ()) -
     """
     to.mkdir(parents=True, exist_ok=True)
     made = []
-    for system, variant in (
-        (target.split("-")[0], one) for target in targets for one in VARIANTS if _fits(target, one)
-    ):
+    wanted = [(target.split("-")[0], one) for target in targets for one in VARIANTS if _fits(target, one)]
+    for system, variant in wanted:
         if names and variant.name not in names:
             continue
         path = to / file_name(variant, system)
@@ -65,7 +64,7 @@ def build(targets: Sequence[str], to: Path = BUILT, names: Sequence[str] = ()) -
             print(f"{path.name}: no compiler; install ziglang, or gcc for {variant.architecture}")
             continue
         with tempfile.TemporaryDirectory(dir=to) as directory:
-            compile_to(*found, library := Path(directory) / path.name)
+            compile_to(*found, library := Path(directory) / path.name, timeout=3600)
             if (needed := needed_glibc(library)) > OLDEST:
                 raise SystemExit(f"{path.name} needs glibc {needed[0]}.{needed[1]}, newer than that of torch")
             library.replace(path)

@@ -41,10 +41,10 @@ def compiled(compiler: str, cache: Path, options: Sequence[str]) -> Path:
     raise NotCompiled(f"{reason}; {remedy}")
 
 
-def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path) -> None:
-    """Raises `subprocess.SubprocessError`, or `OSError` where there is no such compiler."""
+def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path, timeout: float = 300) -> None:
+    """Within `timeout` seconds. Raises `subprocess.SubprocessError`, or `OSError` where there is no such compiler."""
     sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-    _run([*compiler, *options, *OPTIONS, "-o", str(to), *sources, "-lm"])
+    _run([*compiler, *options, *OPTIONS, "-o", str(to), *sources, "-lm"], timeout)
 
 
 def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:
@@ -60,5 +60,5 @@ def _end(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] + _SUFFIX
 
 
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+def _run(command: list[str], timeout: float = 60) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout).stdout

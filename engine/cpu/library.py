@@ -162,8 +162,8 @@ class NoKernels(Exception):
     """The compiled kernels cannot be used on this machine; the message says why and what to do."""
 
 
-def load_kernels(compiler: str = "cc", cache: Path | None = None, built: Path = BUILT) -> Kernels:
-    """Load the library: compiled for this machine, in `cache` or now, or else the best one in `built`.
+def load_kernels(compiler: str = "cc", cache: Path | None = None, built: Path | None = None) -> Kernels:
+    """Load the library: compiled for this machine, in `cache` or now, or else the best one that the package brings.
 
     Raises `NoKernels` where there is none.
     """
@@ -173,7 +173,7 @@ def load_kernels(compiler: str = "cc", cache: Path | None = None, built: Path = 
     try:
         path = compiled(compiler, cache or user_cache(), NATIVE)
     except NotCompiled as error:
-        other = find(flags, built)
+        other = find(flags, built or BUILT)
         if other is None:
             raise NoKernels(str(error)) from None
         path = other

@@ -78,7 +78,7 @@ def file_name(variant: Variant, system: str = sys.platform) -> str:
     return f"{system}-{variant.architecture}-{variant.name}-{sources_hash()}.{'dylib' if system == 'darwin' else 'so'}"
 
 
-def find(flags: Set[str], built: Path = BUILT) -> Path | None:
+def find(flags: Set[str], built: Path) -> Path | None:
     """The best library in `built` for a processor with these instructions; None where there is none."""
     if not built.is_dir():
         return None
