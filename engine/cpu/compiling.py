@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import variants
 from .machine import ARCHITECTURE, cpu_flags
-from .variants import OPTIONS, SOURCES, sources_hash
+from .variants import OPTIONS, sources_hash
 
 _APPLE, _NATIVE = ("-mcpu=apple-m1",), ("-mcpu=native" if ARCHITECTURE == "aarch64" else "-march=native",)
 NATIVE = _APPLE if sys.platform == "darwin" else _NATIVE
@@ -43,7 +44,7 @@ def compiled(compiler: str, cache: Path, options: Sequence[str]) -> Path:
 
 def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path, timeout: float = 300) -> None:
     """Within `timeout` seconds. Raises `subprocess.SubprocessError`, or `OSError` where there is no such compiler."""
-    sources = [str(source) for source in SOURCES if source.suffix == ".c"]
+    sources = [str(source) for source in variants.SOURCES if source.suffix == ".c"]
     _run([*compiler, *options, *OPTIONS, "-o", str(to), *sources, "-lm"], timeout)
 
 

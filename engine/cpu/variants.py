@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Set
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +66,6 @@ VARIANTS = (
 """Of each architecture the best one first."""
 
 
-@cache
 def sources_hash() -> str:
     """Raises `FileNotFoundError` if a source is missing."""
     return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:12]

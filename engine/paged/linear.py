@@ -17,7 +17,7 @@ from ..cpu.layouts import paired
 from ..cpu.library import PLAIN, Kernels, Product
 from ..low_rank import Adaptation, Part
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 """Whether torch was built with oneDNN: on Macs it is not."""
 
 if _HAS_ONEDNN:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(compiler.parent), prepend=":")
-        (path,) = build_kernels.build([f"linux-{ARCHITECTURE}"], root / "built", {PLAINEST})
+        (path,) = build_kernels.build([f"linux-{ARCHITECTURE}"], root / "built", [PLAINEST])
     assert path.name == file_name(next(one for one in VARIANTS if one.name == PLAINEST))
     return path.parent
 
@@ -74,7 +75,7 @@ class TestChoosing:
     @staticmethod
     def best(directory: Path, flags: str) -> str | None:
         path = find(set(flags.split()), directory)
-        return path and path.name.split("-")[2]
+        return path.name.split("-")[2] if path else None
 
     @pytest.mark.parametrize(
         "architecture, flags, best",
@@ -175,8 +176,6 @@ CROSS = ["aarch64-linux-gnu-gcc", "qemu-aarch64"]
 )
 def test_aarch64_has_the_same_bits(variant: variants.Variant, tmp_path: Path, built: Path) -> None:
     """Emulated; also without quantisation, where AVX2 rounds as NEON does."""
-    from ctypes import CDLL
-
     driver = Path(__file__).parents[2] / "support" / "kernels_driver.c"
     sources = [driver, *(source for source in SOURCES if source.suffix == ".c")]
     command = [

@@ -24,7 +24,7 @@ from penstock.engine.cpu.compiling import compiled
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import PLAIN, Kernels, NoKernels, Product, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
-from penstock.engine.cpu.variants import VARIANTS, sources_hash
+from penstock.engine.cpu.variants import VARIANTS
 from penstock.engine.models import user_cache
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.linear import CompiledLinear, PackedLinear, PlainLinear, packs_bfloat16, reorder
@@ -448,7 +448,6 @@ class TestCompiling:
 
     def test_without_the_source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("penstock.engine.cpu.variants.SOURCES", (tmp_path / "kernels.c",))
-        sources_hash.cache_clear()
         line = self.fail("cc", tmp_path)
         assert f"{tmp_path}/kernels.c does not exist; reinstall Penstock" in line and "compiler" not in line
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from penstock.engine.cpu import library as kernels_module
+from penstock.engine.cpu import variants
 from penstock.engine.cpu.library import Kernels, load_kernels
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged import compiled_decoder, runner
@@ -103,11 +103,11 @@ def test_what_is_wrong_in_one_part_is_refused_and_named(
 def test_a_wrong_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last key of each query is forgotten."""
     sources = []
-    for source in kernels_module._SOURCES:
+    for source in variants.SOURCES:
         text = source.read_text().replace("length = tokens[row].position + 1;", "length = tokens[row].position;")
         sources.append(tmp_path / source.name)
         sources[-1].write_text(text)
-    monkeypatch.setattr(kernels_module, "_SOURCES", tuple(sources))
+    monkeypatch.setattr(variants, "SOURCES", tuple(sources))
     made = run(make_model(), load_kernels(cache=tmp_path))
     assert made._compiled is None and "from float32 in layer 0" in made.uncompiled
 
