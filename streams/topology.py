@@ -321,20 +321,11 @@ def _lanes(
     name: str, subjects: Callable[[Priority], str], limit: int, *, per_subject: int = 0, dedup_window: float = 120.0
 ) -> list[StreamSpec]:
     return [
-        _work_queue(
-            lane_stream(name, priority),
-            subjects(priority),
-            limit,
-            per_subject=per_subject,
-            dedup_window=dedup_window,
-        )
-        for priority in PRIORITIES
+        _work_queue(lane_stream(name, each), subjects(each), limit, per_subject, dedup_window) for each in PRIORITIES
     ]
 
 
-def _work_queue(
-    name: str, subject: str, limit: int, *, per_subject: int = 0, dedup_window: float = 120.0
-) -> StreamSpec:
+def _work_queue(name: str, subject: str, limit: int, per_subject: int = 0, dedup_window: float = 120.0) -> StreamSpec:
     return StreamSpec(
         name,
         (subject,),

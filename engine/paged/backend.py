@@ -43,6 +43,7 @@ from .rows import Row, Scheduled
 from .runner import Runner
 from .scheduler import Scheduler
 from .segments import split_scores, to_segment
+from .settings import check_settings
 from .speculation import Speculation, row_cost
 from .spill.opening import open_spill
 from .state.planning import make_room
@@ -76,18 +77,8 @@ class PagedBackend:
         """
         config.refuse("echo_rate")
         config = sized(config)
-        if config.attention not in ("auto", "paged"):
-            raise ConfigurationError([f"attention={config.attention!r}: the backend 'paged' has its own; use auto"])
-        if (config.prefill_chunk_size or config.max_batch_size) < config.max_batch_size:
-            raise ConfigurationError(
-                [
-                    f"prefill_chunk_size={config.prefill_chunk_size}: each of max_batch_size={config.max_batch_size} "
-                    "requests needs a token of it in every step; set it at least as large"
-                ]
-            )
         device = resolve_device(config.device)
-        if config.enable_cuda_graph and device.type != "cuda":
-            raise ConfigurationError([f"enable_cuda_graph: {device} has no CUDA graphs; leave it out"])
+        check_settings(config, device)
         self._slow_paths: list[str] = []
         self._kernels = kernels = self._load_kernels(config) if device.type == "cpu" else None
         make_product = ProductMaker(config.quantization, device, kernels)
