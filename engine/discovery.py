@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from ..schemas.errors import ConfigurationError
 from ..schemas.sources import is_gguf
 from .manifest import Format, Manifest, explain, read_manifest
-from .models import read_config, resolve_model
+from .models import ModelInfo, read_config, resolve_model
 
 GROUP = "penstock.backends"
 _OWN = {  # found like those of plug-ins
@@ -35,6 +35,11 @@ def find_backends(allowed: Collection[str] | None = None) -> list[Found]:
     """
     own = [_read(entry, "penstock") for entry in _OWN.values()]
     return own + [_plug_in(name, entries, allowed) for name, entries in installed(GROUP).items()]
+
+
+def modalities(info: ModelInfo, backend: str, allowed: Collection[str] | None = None) -> tuple[str, ...]:
+    """What prompts for a model may hold: images, where it sees them and the backend can show it some."""
+    return ("text", "image") if info.sees and "images" in find_backend(backend, allowed).modes else ("text",)
 
 
 def find_backend(id: str, allowed: Collection[str] | None = None) -> Manifest:

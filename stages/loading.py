@@ -12,7 +12,7 @@ from pathlib import Path
 from ..config.models import parse_adapters
 from ..config.settings import Settings
 from ..engine.adapter_files import adapter_source
-from ..engine.discovery import find_backend
+from ..engine.discovery import find_backend, modalities
 from ..engine.models import ModelInfo, read_model_info
 from ..schemas.errors import PenstockError
 from ..schemas.registry import LoadProgress, ModelCard
@@ -34,7 +34,6 @@ def early_card(settings: Settings, revision: int | None = None) -> ModelCard | N
 
 def model_card(settings: Settings, info: ModelInfo, revision: int | None = None) -> ModelCard:
     """What a worker with these settings serves; `revision` is that of a model of the catalogue."""
-    sees = info.sees and "images" in find_backend(settings.backend, settings.allowed_backends).modes
     source = settings.model or "echo"
     return ModelCard(
         name=settings.served_model_name or source,
@@ -46,7 +45,7 @@ def model_card(settings: Settings, info: ModelInfo, revision: int | None = None)
         reasoning_format=settings.reasoning_format,
         revision=revision or 1,
         catalogued=revision is not None,
-        modalities=("text", "image") if sees else ("text",),
+        modalities=modalities(info, settings.backend, settings.allowed_backends),
         adapters=tuple(adapter_source(*each) for each in parse_adapters(settings.lora_modules).items()),
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from ...config.catalogue import offered_models
 from ...config.models import parse_adapters
@@ -11,6 +13,7 @@ from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...engine import resolve_model
 from ...engine.adapter_files import adapter_source
+from ...engine.discovery import modalities
 from ...engine.models import BUNDLED, model_name, read_model_info
 from ...engine.text.forms import choose_form
 from ...schemas.catalogue import CatalogueEntry
@@ -39,7 +42,7 @@ def named_models(loaded: Loaded) -> list[ModelCard] | None:
     Requests wait for a model without a worker as long as they may wait at all, unless the file of models says less.
     """
     if (entries := offered_models(loaded)) is not None:
-        return [_card_of_entry(entry) for entry in entries]
+        return [_card_of_entry(entry, loaded.settings.allowed_backends) for entry in entries]
     given = loaded.settings
     if given.model is None and given.served_model_name is None and given.backend != "echo":
         return None
@@ -50,7 +53,9 @@ def named_models(loaded: Loaded) -> list[ModelCard] | None:
             name=settings.served_model_name or "",
             source=settings.model or "echo",
             backend=settings.backend,
-            context_length=_context(settings.model, settings.max_sequence_length),
+            **_shape(
+                settings.model, settings.backend, settings.max_sequence_length, settings.allowed_backends
+            )._asdict(),
             created=int(time.time()),
             tool_format=settings.tool_format,
             reasoning_format=settings.reasoning_format,
@@ -59,7 +64,7 @@ def named_models(loaded: Loaded) -> list[ModelCard] | None:
     ]
 
 
-def _card_of_entry(entry: CatalogueEntry) -> ModelCard:
+def _card_of_entry(entry: CatalogueEntry, allowed: Collection[str] | None) -> ModelCard:
     is_made_up = entry.backend == "echo" and not Path(entry.source).expanduser().exists()
     source = None if is_made_up else str(resolve_model(entry.source))
     own = {name: getattr(entry, name) for name in ("queue_limit", "wait_limit") if name in entry.model_fields_set}
@@ -67,7 +72,7 @@ def _card_of_entry(entry: CatalogueEntry) -> ModelCard:
         name=entry.name,
         source=source or "echo",
         backend=entry.backend,
-        context_length=_context(source, entry.max_sequence_length),
+        **_shape(source, entry.backend, entry.max_sequence_length, allowed)._asdict(),
         created=int(time.time()),
         tool_format=entry.tool_format,
         reasoning_format=entry.reasoning_format,
@@ -78,5 +83,15 @@ def _card_of_entry(entry: CatalogueEntry) -> ModelCard:
     )
 
 
-def _context(source: str | None, most: int | None) -> int:
-    return (most or ECHO_CONTEXT) if source is None else read_model_info(Path(source), source, most).context_length
+class _Shape(NamedTuple):
+    """What the files of a model say of its prompts."""
+
+    context_length: int
+    modalities: tuple[str, ...] = ("text",)
+
+
+def _shape(source: str | None, backend: str, most: int | None, allowed: Collection[str] | None) -> _Shape:
+    if source is None:
+        return _Shape(most or ECHO_CONTEXT)
+    info = read_model_info(Path(source), source, most)
+    return _Shape(info.context_length, modalities(info, backend, allowed))

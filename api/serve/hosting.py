@@ -15,6 +15,7 @@ from ...config.settings import Settings
 from ...engine import EngineConfig, resolve_model
 from ...engine.adapter_files import adapter_size, adapter_source
 from ...engine.cpu.machine import Memory, memory_of_machine
+from ...engine.discovery import modalities
 from ...engine.manifests import PAGED
 from ...engine.models import read_model_info
 from ...engine.sizing import footprint
@@ -116,10 +117,11 @@ class Host:
             raise ConfigurationError([f"device={entry.device!r}: this host has {here}; choose of these, or auto"])
         own = {name: getattr(entry, name) for name in _OWN}
         settings = self._settings.model_copy(update=own | {"model": source, "workers": 1})
-        context = entry.max_sequence_length or ECHO_CONTEXT
+        context, holds = entry.max_sequence_length or ECHO_CONTEXT, ("text",)
         if entry.backend != "echo" or Path(source).expanduser().exists():
             path = resolve_model(source)
-            context = read_model_info(path, source, entry.max_sequence_length).context_length
+            info = read_model_info(path, source, entry.max_sequence_length)
+            context, holds = info.context_length, modalities(info, entry.backend, self._settings.allowed_backends)
             settings = settings.model_copy(update={"model": str(path)})
         else:
             settings = settings.model_copy(update={"model": None})
@@ -152,6 +154,7 @@ class Host:
             defaults=entry.defaults,
             queue_limit=entry.queue_limit,
             wait_limit=entry.wait_limit,
+            modalities=holds,
             catalogued=True,
             adapters=tuple(adapter_source(*each) for each in entry.adapters.items()),
         )

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from lora import make_adapter
 from pydantic import ByteSize
+from vision_models import make_vision_model
 
+from penstock.api.serve.declaring import named_models
 from penstock.api.serve.hosting import Host
 from penstock.api.serve.processes import child_environment
 from penstock.config.settings import Settings
+from penstock.config.sources import load
 from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 
 
@@ -28,6 +31,26 @@ async def test_adapters_take_memory_and_are_the_workers_settings(tiny_model: Pat
     assert host.settings_of(alone, "cpu", 1).lora_modules == ()
     mine, other = host.card(both).adapters
     assert (mine.path, len(mine.digest), other.path, other.digest) == (str(adapter), 32, str(gone), "")
+
+
+async def test_who_asks_before_it_runs_hears_that_a_model_sees(tiny_model: Path, tmp_path: Path) -> None:
+    """Of a model of the catalogue that is not loaded, and of one that a set-up declares."""
+    seeing = str(make_vision_model(tmp_path / "seeing", "llava"))
+    entries = [
+        CatalogueEntry(name="sees", source=seeing, device="cpu", kv_cache_memory=1 << 20),
+        CatalogueEntry(name="blind", source=seeing, device="cpu", backend="hf"),
+        CatalogueEntry(name="text", source=str(tiny_model), device="cpu"),
+    ]
+    host = Host(Settings())
+    await host.examine(Catalogue().offer(entries))
+    assert [host.card(RevisionKey(entry.name, 1)).modalities for entry in entries] == [
+        ("text", "image"),
+        ("text",),
+        ("text",),
+    ]
+    for model, holds in ((seeing, ("text", "image")), (str(tiny_model), ("text",))):
+        (card,) = named_models(load({"model": model})) or []
+        assert card.modalities == holds
 
 
 async def test_what_is_loaded_takes_memory_until_it_has_ended(tmp_path: Path) -> None:
