@@ -109,7 +109,7 @@ COMMANDS = (
         "nats",
         "api.terminal.nats:nats",
         "Look",
-        help="Create and change streams, and write the users of a NATS server.",
+        help="Set up the streams of a deployment, save them, and write NATS users.",
     ),
     CommandEntry(
         "schema",

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLogprob
@@ -17,7 +18,9 @@ from .request import EngineRequest, Preemption
 from .text.detokenizer import Detokenizer
 from .text.stops import StopMatcher
 from .text.tokenizer_port import TokenizerLike
-from .vision.layout import ImageLayout
+
+if TYPE_CHECKING:  # it imports numpy, which light processes do without
+    from .vision.layout import ImageLayout
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ...schemas.errors import InvalidRequest, ModelLoadError
 from ..checkpoints.files import read_json
@@ -28,6 +25,9 @@ from .chat import GivenImage
 from .families import Family, Grid, family_of, image_token
 from .images import PromptImage
 from .reading import ImageLimits, decode_image, refused, within
+
+if TYPE_CHECKING:  # light processes do without it
+    from numpy.typing import NDArray
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
@@ -100,12 +100,12 @@ class VisionProcessor:
             )
         whole = parts[0] + "".join(one + after for one, after in zip(written, parts[1:], strict=True))
         ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=add_special_tokens)
-        places = np.flatnonzero(np.array(ids, np.int64) == self.image_token)
+        places = [place for place, id in enumerate(ids) if id == self.image_token]
         if len(places) != sum(counts):
             raise ModelLoadError(f"the tokenizer in {self._path} does not know {mark!r} as one token")
         images = []
         for (begin, end), one, grid in zip(pairwise((0, *accumulate(counts))), given, grids, strict=True):
-            first, last = int(places[begin]), int(places[end - 1])
+            first, last = places[begin], places[end - 1]
             digest = hashlib.sha256(one.data).hexdigest()
             images.append(PromptImage(digest, first, last - first + 1, grid, one.limits.pixels, one.data))
         return ImagePrompt(ids, tuple(images))
@@ -116,6 +116,8 @@ class VisionProcessor:
         made = self._process(image.data, limits, "image")
         if self._family.grid(self._config, made) != image.grid:
             raise InvalidRequest("The image was prepared by another version of the model's processor; send it again.")
+        import numpy as np
+
         return {name: np.asarray(made[name]) for name in _MODEL_INPUTS if name in made}
 
     def sample(self) -> tuple[PromptImage, int]:

@@ -29,6 +29,7 @@ from .link import Link, status
 from .management import (
     CONSUMER_EXISTS,
     CONSUMER_MISSING,
+    INSUFFICIENT,
     ApiError,
     Json,
     allowed,
@@ -275,7 +276,8 @@ class PullConsumer:
     async def _create(self, config: Json, *, only_new: bool = False) -> None:
         request = {"stream_name": self._stream, "config": config, "action": "create" if only_new else ""}
         # With the filter in the subject, permissions can bind it.
-        await call(self._link, f"CONSUMER.CREATE.{self._stream}.{self._spec.name}.{self._spec.subject}", request)
+        method = f"CONSUMER.CREATE.{self._stream}.{self._spec.name}.{self._spec.subject}"
+        await call(self._link, method, request, retry_on=INSUFFICIENT)
 
     async def _info(self) -> Json | None:
         try:

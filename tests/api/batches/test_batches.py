@@ -258,7 +258,7 @@ def test_a_malformed_line_is_told(raw: Any, code: str, param: str | None) -> Non
         (["\n", "  \n"], [("empty_file", None)]),
         ([line("a"), "\n", "{\n", line("b"), line("a")], [("invalid_json_line", 3), ("duplicate_custom_id", 5)]),
         (["{}\n"] * 150, [("missing_required_parameter", number) for number in range(1, 101)]),
-        ([line("a"), line("b", "x" * (5 << 20)), line("a")], [("line_too_long", 2)]),
+        ([line("a"), line("b", "x" * (8 << 20)), line("a")], [("line_too_long", 2)]),
         ([line("a"), '{"custom_id": "b"'], [("invalid_json_line", 2)]),
     ],
 )

@@ -73,7 +73,8 @@ async def test_thoughts_calls_and_logprobs_are_told() -> None:
     assert (body["created"], first["reasoning"], first["text"], first["token_ids"]) == (7, "hm", "", [1, 2, 3, 4])
     assert first["tool_calls"] == [{"index": 0, "arguments": '{"a":1}', "id": "call-1", "name": "f"}]
     assert (first["finish_reason"], second["finish_reason"]) == ("tool_calls", "stop_sequence")
-    assert second["logprobs"] == [{"token": "y", "token_id": 5, "logprob": -0.5, "bytes": [121], "top": []}]
+    told = {"token": "y", "token_id": 5, "logprob": -0.5, "bytes": [121], "top": [], "rank": None}
+    assert second["logprobs"] == [told]
     assert body["usage"]["reasoning_tokens"] == 2
 
 

@@ -85,7 +85,7 @@ def test_parameters_reach_the_model(client: anthropic.Anthropic) -> None:
         ({"system": "x" * 200_000, "timeout": 60}, anthropic.BadRequestError, "Prompt is too long: The prompt has"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"extra_headers": {"Penstock-Resumable": "true"}}, anthropic.BadRequestError, "Idempotency-Key"),
-        ({"extra_body": {"system": "x" * (5 << 20)}}, anthropic.RequestTooLargeError, "max_body_size"),
+        ({"extra_body": {"system": "x" * (8 << 20)}}, anthropic.RequestTooLargeError, "max_body_size"),
     ],
     ids=str,
 )
