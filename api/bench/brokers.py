@@ -9,11 +9,19 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from ...config.settings import Settings
+from ...config.sources import Loaded
 from ...schemas.errors import StartupError
+from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.cluster import LocalCluster
+from ...streams.nats.deployment import owned
 from ...streams.nats.server import EmbeddedServer
 from ..serve.processes import LEAST_DELAY
 from .proxy import Proxy
+
+
+async def set_up(broker: JetStreamBroker, settings: Settings) -> None:
+    """Create the streams, as `penstock serve` does on a broker of its own."""
+    await owned(broker, Loaded(settings, dict.fromkeys(Settings.model_fields, "default")))
 
 
 class Brokers:

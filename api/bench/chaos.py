@@ -23,7 +23,6 @@ from ...config.settings import Settings
 from ...config.sources import SECRET, Loaded
 from ...engine import find_backend
 from ...schemas.errors import StartupError
-from ...streams.nats.deployment import owned
 from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
 from ..serve.connecting import connected
@@ -35,7 +34,7 @@ from . import offered
 from . import report as bench_report
 from .agents import Agent, judge_agents, ledger_of
 from .answers import PATIENCE, ReceivedAnswer, Request, ask, compare, mixed_requests
-from .brokers import Brokers
+from .brokers import Brokers, set_up
 from .evidence import Evidence, Rooms
 from .faults import POLL, Faults, Strike, longest_pauses
 from .judge import Broken
@@ -156,7 +155,7 @@ class Chaos:
             await stack.enter_async_context(self._brokers.started(settings, state, asked.brokers))
             direct = settings.model_copy(update={"nats_url": self._brokers.urls})
             broker = await stack.enter_async_context(connected(direct, "chaos"))
-            await owned(broker, Loaded(direct, dict.fromkeys(Settings.model_fields, "default")))
+            await set_up(broker, direct)
             ledger = state / "ledger"
             parts = {
                 part: child_environment(settings, await self._url(part)) | {bench_agents.LEDGER: str(ledger)}

@@ -13,13 +13,11 @@ import httpx2
 import structlog
 
 from ...config.settings import Settings
-from ...config.sources import Loaded
 from ...schemas.errors import StartupError
-from ...streams.nats.deployment import owned
 from ..serve.connecting import connected
 from ..serve.processes import LEAST_DELAY, Part, ProcessKeeper, child_environment
 from ..serve.supervisor import ready
-from .brokers import Brokers
+from .brokers import Brokers, set_up
 
 START_LIMIT = 180.0  # seconds until all parts run: torch is loaded once for each worker
 
@@ -46,7 +44,7 @@ async def running(settings: Settings, parts: Sequence[Part], urls: Sequence[str]
         await stack.enter_async_context(brokers.started(settings, state, settings.nats_replicas))
         direct = settings.model_copy(update={"nats_url": brokers.urls})
         async with connected(direct, "bench") as broker:
-            await owned(broker, Loaded(direct, dict.fromkeys(Settings.model_fields, "default")))
+            await set_up(broker, direct)
         environment = child_environment(settings.model_copy(update={"state_dir": state}), brokers.urls)
         async with kept(settings, state, {part: environment for part in parts}, urls):
             yield

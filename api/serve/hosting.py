@@ -117,7 +117,8 @@ class Host:
             raise ConfigurationError([f"device={entry.device!r}: this host has {here}; choose of these, or auto"])
         own = {name: getattr(entry, name) for name in _OWN}
         settings = self._settings.model_copy(update=own | {"model": source, "workers": 1})
-        context, holds = entry.max_sequence_length or ECHO_CONTEXT, ("text",)
+        context = entry.max_sequence_length or ECHO_CONTEXT
+        holds: tuple[str, ...] = ("text",)
         if entry.backend != "echo" or Path(source).expanduser().exists():
             path = resolve_model(source)
             info = read_model_info(path, source, entry.max_sequence_length)
