@@ -23,6 +23,8 @@ from .management import BUCKET, STREAM_EXISTS, ApiError, Json, call
 CHUNK = 128 << 10  # bytes of a message
 PATIENCE = 60.0  # seconds for the next message; a server writes a whole stream before it answers the last one
 _END = "204"  # the status of a snapshot that is whole
+_NOBODY = "503"  # the status of a message that nobody listens for
+_WAIT = 0.05  # seconds until such a message is sent again
 _ABOUT, _DATA = ".json", ".snapshot"  # end the names of files
 
 
@@ -104,7 +106,7 @@ def _saved(directory: Path) -> list[str]:
 
 
 class _Listening:
-    """Messages to an inbox of their own, in order. What is asked is sent once, as chunks may not come twice."""
+    """Messages to an inbox of their own, in order. What is asked arrives once, as chunks may not come twice."""
 
     def __init__(self, link: Link) -> None:
         self.inbox = link.new_inbox()
@@ -115,8 +117,18 @@ class _Listening:
         self._messages.put_nowait(message)
 
     async def ask(self, subject: str, data: bytes | Json) -> Msg:
-        await self._link.send(subject, data if isinstance(data, bytes) else orjson.dumps(data), reply=self.inbox)
-        return await self.take()
+        message = data if isinstance(data, bytes) else orjson.dumps(data)
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._link.timeout
+        while True:
+            await self._link.send(subject, message, reply=self.inbox)
+            answer = await self.take()
+            if status(answer.headers) != _NOBODY:
+                return answer
+            # It reached nobody: in a cluster our server may not know yet who listens for the chunks.
+            if clock() >= end:
+                raise StartupError(f"NATS at {self._link.address}: nobody takes {subject}; try again")
+            await asyncio.sleep(_WAIT)
 
     async def take(self) -> Msg:
         try:

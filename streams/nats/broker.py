@@ -28,7 +28,7 @@ from ..port import (
 )
 from .access import Access
 from .buckets import JetStreamBucket
-from .checks import check_fixed, check_jetstream, check_version, refused
+from .checks import check_jetstream, check_version
 from .direct import backlog, consumers_of, held_subjects, last_message, stored_messages, used
 from .link import Link
 from .management import (
@@ -52,6 +52,7 @@ from .management import (
     stream_config,
 )
 from .pull import PullConsumer
+from .shaping import create, present, shape
 
 log = logging.getLogger(__name__)
 
@@ -128,27 +129,13 @@ class JetStreamBroker:
 
     async def ensure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
         for config in self.configs(streams, buckets):
-            await self._ensure(config)
+            await create(self._link, config)
             self._keep(config)
 
     async def reconfigure(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> None:
-        pairs = [(config, await self.present(config["name"])) for config in self.configs(streams, buckets)]
-
-        def growth(pair: tuple[Json, Json | None]) -> int:
-            wanted, present = (max(0, config["max_bytes"]) if config else 0 for config in pair)
-            return wanted - present
-
-        # Shrinking streams go first: the server reserves the sum of all limits.
-        for config, present in sorted(pairs, key=growth):
-            if present is None:
-                await self._ensure(config)
-            else:
-                check_fixed(config, present)
-                try:
-                    # An operator's additions, such as a placement, stay.
-                    await call(self._link, f"STREAM.UPDATE.{config['name']}", present | config)
-                except ApiError as error:
-                    raise refused(config, error) from error
+        configs = self.configs(streams, buckets)
+        await shape(self._link, configs)
+        for config in configs:
             self._keep(config)
 
     def configs(self, streams: Sequence[StreamSpec], buckets: Sequence[BucketSpec]) -> list[Json]:
@@ -192,10 +179,7 @@ class JetStreamBroker:
 
     async def present(self, name: str) -> Json | None:
         """The configuration of the stream with the server's name `name`; None if there is none."""
-        with allowed(STREAM_MISSING):
-            config: Json = (await call(self._link, f"STREAM.INFO.{name}"))["config"]
-            return config
-        return None
+        return await present(self._link, name)
 
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
@@ -305,16 +289,6 @@ class JetStreamBroker:
                 raise PayloadTooLarge(f"{subject}: {error}") from error
             raise
         return Published(stored["seq"], stored.get("duplicate", False))
-
-    async def _ensure(self, config: Json) -> None:
-        try:
-            await call(self._link, f"STREAM.CREATE.{config['name']}", config)
-        except ApiError as error:
-            # A server without free space reports that before it checks whether the stream exists.
-            is_there = error.code in (STREAM_EXISTS, *STREAM_FULL)
-            if not is_there or (present := await self.present(config["name"])) is None:
-                raise refused(config, error) from error
-            check_fixed(config, present)
 
     def _keep(self, config: Json) -> None:
         if config["storage"] == "memory":

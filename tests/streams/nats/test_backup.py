@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 
 from penstock.schemas.errors import StartupError
-from penstock.streams.nats.backup import load, save
+from penstock.streams.nats.backup import _listening, load, save
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.link import Link
 from penstock.streams.nats.server import EmbeddedServer
@@ -84,3 +85,32 @@ async def test_what_is_no_whole_backup_is_refused_before_anything_is_created(
 
 async def _unused() -> Link:
     raise AssertionError
+
+
+async def test_what_reaches_nobody_is_sent_again(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster, the server that takes chunks may say so before ours knows that it listens."""
+    link, _ = links
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+        await link.send(message.reply, b"{}")
+
+    async def take_and_listen() -> Msg:
+        message = await take()
+        await link.subscribe("p.chunks", hear)
+        return message
+
+    async with _listening(link) as answers:
+        take = answers.take
+        monkeypatch.setattr(answers, "take", take_and_listen)
+        assert (await answers.ask("p.chunks", b"chunk")).data == b"{}"
+        assert heard == [b"chunk"]
+
+
+async def test_where_nobody_listens_a_restore_ends(links: tuple[Link, Link]) -> None:
+    link, _ = links
+    link.timeout = 0.1
+    async with _listening(link) as answers:
+        with pytest.raises(StartupError, match=r"nobody takes p\.chunks"):
+            await answers.ask("p.chunks", b"chunk")
