@@ -58,6 +58,7 @@ _MOVED = {
     "api.toolbox": "api.tools.toolbox",
     "engine.tokenizer": "engine.text.tokenizer",
     "schemas.chat": "schemas.openai.chat",
+    "schemas.codec": "schemas.wire.codec",
     "schemas.embeddings": "schemas.openai.embeddings",
     "schemas.items": "schemas.openai.items",
     "schemas.responses": "schemas.openai.responses",

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ..schemas.catalogue import CatalogueEntry, parse_keep_alive
 from ..schemas.errors import ConfigurationError
+from ..schemas.models.catalogue import CatalogueEntry, parse_keep_alive
 from ..schemas.sources import gguf_model, is_gguf, looks_like_path
 from .sources import Loaded
 

@@ -20,8 +20,8 @@ from pydantic import ByteSize
 from safetensors.torch import save_file
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
-from penstock.engine.adapter_files import read_adapter
-from penstock.engine.adapters import Adapter, Targets
+from penstock.engine.adapters.files import read_adapter
+from penstock.engine.adapters.loaded import Adapter, Targets
 from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
 

@@ -33,10 +33,10 @@ from penstock.config.settings import Settings
 from penstock.config.sources import flag
 from penstock.engine import CacheStats, EngineStats, ModelInfo
 from penstock.schemas import errors
-from penstock.schemas.asyncapi import CHANNELS
 from penstock.schemas.deployment import SHARED
 from penstock.schemas.openai.completions import ChatRequest
 from penstock.schemas.params import GenerationParams
+from penstock.schemas.wire.asyncapi import CHANNELS
 from penstock.stages.infer.request_metrics import EngineMetrics
 from penstock.stages.loading import model_card
 from penstock.streams.memory.broker import MemoryBroker

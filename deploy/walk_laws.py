@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from penstock.schemas.catalogue import Catalogue, RevisionKey
 from penstock.schemas.errors import ModelNotFound
-from penstock.schemas.model_state import RESIDENT, TRANSITIONS, ModelState, ModelStatus
+from penstock.schemas.models.catalogue import Catalogue, RevisionKey
+from penstock.schemas.models.model_state import RESIDENT, TRANSITIONS, ModelState, ModelStatus
 
 LAG = 5.0  # seconds after which every part knows a change of the catalogue
 DEATHS = 4  # of a model's workers in a row, after which its requests may be refused

@@ -4,7 +4,7 @@
 
 Starts `penstock serve` with five models and memory for two, and an agent of a second host with memory for one. Then it
 asks, gives up, loads, unloads, swaps, removes, adds and pins models, kills workers and the agent, all drawn from the
-seed: the commands of the state machine in `tests/schemas/test_planner.py`. The echo backend with tokenizers that differ
+seed: the commands of the state machine in `tests/schemas/models/test_planner.py`. The echo backend with tokenizers that differ
 shows which revision has answered. `walk_laws.py` has the laws. Prints what it did and every broken law, and ends with
 status 1 if there is one.
 """
@@ -32,8 +32,8 @@ from walk_laws import Asked, Laws
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine, resolve_model
 from penstock.engine.models import BUNDLED
 from penstock.engine.sizing import footprint
-from penstock.schemas.catalogue import Catalogue
-from penstock.schemas.model_state import ModelState
+from penstock.schemas.models.catalogue import Catalogue
+from penstock.schemas.models.model_state import ModelState
 from penstock.streams.topology import lanes_of
 
 COMMANDS = {  # how often each is drawn, in relation to the others

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from ..schemas.params import GenerationParams
-from .adapters import AdapterInfo
+from .adapters.loaded import AdapterInfo
 from .backend import Backend
 from .backends.embedding import EmbeddingBackend
 from .config import EngineConfig
@@ -18,7 +18,7 @@ from .models import ModelInfo, resolve_model
 from .output import CacheStats, ChoiceOutput, Embedding, EngineStats, GenerationOutput, GenerationStats
 from .plug_ins.found import FoundPlugIn, find_plug_ins
 from .plug_ins.port import CleanUp, Context, LogitsProcessor, PlugIn, StoppingCriterion
-from .prompts import ImageText
+from .preparing.prompts import ImageText
 from .request import EmbeddingInput, EngineRequest, check_request, resolve_seed
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .text.tokenizer_port import TokenizerLike

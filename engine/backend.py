@@ -8,8 +8,8 @@ from typing import Protocol
 
 from ..schemas.errors import InvalidRequest
 from ..schemas.events import Delta
-from .adapter_files import AdapterFiles
-from .adapters import Adapter, Targets
+from .adapters.files import AdapterFiles
+from .adapters.loaded import Adapter, Targets
 from .choice import Choice
 from .manifest import Manifest
 from .models import ModelInfo

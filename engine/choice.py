@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, TopLogprob
-from .adapters import Adapter
+from .adapters.loaded import Adapter
 from .grammar.matcher import Matcher
 from .models import ModelInfo
 from .plug_ins.running import ChoicePlugIns

@@ -16,8 +16,8 @@ from typing import Self, overload
 from ..schemas.errors import GenerationFailed
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
-from .adapter_files import read_adapter
-from .adapters import Adapter, AdapterInfo, LoadedAdapters, Targets
+from .adapters.files import read_adapter
+from .adapters.loaded import Adapter, AdapterInfo, LoadedAdapters, Targets
 from .backend import Backend, ProgressCallback
 from .backends.registry import load_backend
 from .blocking import wait_for
@@ -32,8 +32,8 @@ from .models import ModelInfo
 from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
+from .preparing.prompts import Many, Prompt, Prompts, as_list, is_list, sight_of
 from .progress import loading_bar
-from .prompts import Many, Prompt, Prompts, as_list, is_list, sight_of
 from .request import EmbeddingInput, EngineRequest
 from .text.tokenizer_port import TokenizerLike
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import orjson
 
 from ..config import metrics
-from ..schemas import codec
 from ..schemas.errors import StreamFull
 from ..schemas.registry import ModelCard
+from ..schemas.wire import codec
 from ..stages import Pipe, Runner, Stage
 from ..stages.batch.stage import Batch
 from ..stages.cancellations import Cancellations

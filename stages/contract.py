@@ -20,12 +20,12 @@ from typing import ClassVar, Protocol
 from opentelemetry.trace import Tracer
 
 from ..config.settings import Settings
-from ..schemas import codec
 from ..schemas.canaries import CANARY
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, Superseded
 from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Token, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
+from ..schemas.wire import codec
 from ..streams.outages import through_outages
 from ..streams.port import (
     DEADLINE,

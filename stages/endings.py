@@ -13,10 +13,10 @@ import orjson
 import structlog
 
 from ..config import metrics
-from ..schemas import codec
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
 from ..schemas.jobs import TOKEN_PATTERN, Priority, ValidatedJob
+from ..schemas.wire import codec
 from ..streams.outages import through_outages
 from ..streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, MESSAGE_ID, SCHEMA, Delivery, Headers, Message
 from ..streams.stores.dead_letters import MOST_REQUESTS, DeadLetters

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config.models import parse_adapters
 from ..config.settings import Settings
-from ..engine.adapter_files import adapter_source
+from ..engine.adapters.files import adapter_source
 from ..engine.discovery import find_backend, modalities
 from ..engine.models import ModelInfo, read_model_info
 from ..schemas.errors import PenstockError

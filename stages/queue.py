@@ -16,12 +16,12 @@ import structlog
 
 from ..config import metrics
 from ..config.settings import Settings
-from ..schemas import codec
 from ..schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, StorageFull, StreamFull
 from ..schemas.events import Accepted, Cancelled, Queued, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import root_of
 from ..schemas.registry import Admission, ModelLanes
+from ..schemas.wire import codec
 from ..streams.lanes import are_open
 from ..streams.outages import outage_logged
 from ..streams.port import Delivery, Held

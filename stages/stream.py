@@ -15,7 +15,6 @@ from opentelemetry.trace import SpanKind
 
 from ..config.tracing import parent
 from ..engine.text.answer_reader import AnswerReader
-from ..schemas import codec
 from ..schemas.errors import GenerationFailed
 from ..schemas.events import (
     FINAL,
@@ -31,8 +30,9 @@ from ..schemas.events import (
     Token,
     Usage,
 )
-from ..schemas.hops import worker_of
 from ..schemas.jobs import Form
+from ..schemas.wire import codec
+from ..schemas.wire.hops import worker_of
 from ..streams.outages import through_outages
 from ..streams.port import HOPS, TRACE_PARENT, Consumer, Delivery, Message
 from .contract import Intake, Pipe, Stage

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
-from ..schemas import codec
 from ..schemas.events import FINAL, Accepted, Event, ItemEvent, Token, Turn
+from ..schemas.wire import codec
 from ..streams.port import Message
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
-from ..schemas import codec
 from ..schemas.events import Delta, FinishReason, Output, Started, Usage
+from ..schemas.wire import codec
 from ..streams.port import TRACE_PARENT, Message
 
 

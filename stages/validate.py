@@ -15,11 +15,9 @@ from typing import Any, get_args
 
 from ..engine.grammar.checker import GrammarChecker
 from ..engine.plug_ins.found import PlugIns
-from ..engine.preparers import PreparerCache, PreparerKey
+from ..engine.preparing.preparers import PreparerCache, PreparerKey
 from ..engine.vision.chat import has_images
 from ..engine.vision.reading import ImageLimits
-from ..schemas import codec
-from ..schemas.codec import DecodeError
 from ..schemas.errors import (
     STORE_FULL,
     DeadlineExceeded,
@@ -34,6 +32,8 @@ from ..schemas.openai.completions import parse_request
 from ..schemas.openai.embeddings import EmbeddingRequest
 from ..schemas.openai.responses import parse_responses
 from ..schemas.registry import ModelCard
+from ..schemas.wire import codec
+from ..schemas.wire.codec import DecodeError
 from ..streams.outages import through_outages
 from ..streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
 from ..streams.stores.quotas import Quotas

@@ -15,7 +15,7 @@ from typing import Self
 from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer
 
 from ..config.tracing import REASON, link, links, parent, traceparent_of
-from ..schemas.hops import append_hop
+from ..schemas.wire.hops import append_hop
 from ..streams.port import HOPS, TRACE_PARENT, Delivery
 
 FIRST = "validate"  # whose messages clients publish

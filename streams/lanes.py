@@ -11,9 +11,9 @@ import contextlib
 import structlog
 
 from ..config.settings import Settings
-from ..schemas.catalogue import Catalogue
 from ..schemas.errors import BrokerDenied, StartupError, StreamMissing
 from ..schemas.jobs import Priority
+from ..schemas.models.catalogue import Catalogue
 from ..schemas.registry import ModelCard, ModelLanes
 from .port import Broker, StreamSpec
 from .topology import CATALOGUE, DECLARED, MODELS, OFFERED, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...engine.paged.linear import PackedLinear
+from ...engine.paged.decoding.linear import PackedLinear
 
 _MEMORY = 512 << 20  # bytes read, or more: at most a quarter of them may lie in the last cache
 _COLUMNS = 4096

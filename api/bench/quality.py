@@ -77,7 +77,7 @@ def bench_quality(
     chunks = read_chunks(text or BUNDLED_TEXT, "--text", given.model, length)
     prepare_process(given.threads or worker_threads(directory, given.workers))
     from ...engine.device import resolve_device  # only now: it imports torch, which `prepare_process` comes before
-    from ...engine.paged.quantize import METHODS
+    from ...engine.paged.quantization.quantize import METHODS
 
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
     base = EngineConfig(**shared | {"model": given.model, "quantization": None, "max_sequence_length": length})

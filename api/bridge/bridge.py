@@ -17,9 +17,9 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from ...schemas import codec
 from ...schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, Refusal, StorageFull, StreamFull, StreamNotFound
 from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
+from ...schemas.wire import codec
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Broker, Message
 from ...streams.topology import Subjects
 from .early_refusal import EarlyRefusal

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import structlog
 
-from ...schemas import codec
 from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, Refusal
 from ...schemas.events import (
     FINAL,
@@ -25,8 +24,9 @@ from ...schemas.events import (
     Token,
     Turn,
 )
-from ...schemas.hops import worker_of
 from ...schemas.loops import is_response
+from ...schemas.wire import codec
+from ...schemas.wire.hops import worker_of
 from ...streams.port import HOPS, Broker, Message, Subscription
 from ...streams.topology import Subjects
 from .spans import RequestSpan

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from ...schemas import codec
 from ...schemas.errors import StreamNotFound
 from ...schemas.events import (
     FINAL,
@@ -27,9 +26,10 @@ from ...schemas.events import (
     Turn,
     outcome_of,
 )
-from ...schemas.hops import PREEMPTED, Hop, parse_hops
 from ...schemas.jobs import TOKEN_PATTERN
 from ...schemas.request_trace import Mark, RequestTrace, StageVisit, Status, ToolCall
+from ...schemas.wire import codec
+from ...schemas.wire.hops import PREEMPTED, Hop, parse_hops
 from ...streams.port import HOPS, Broker, Message
 from ...streams.topology import EVENTS, STREAM, Subjects, partition
 

@@ -1,4 +1,4 @@
-"""The messages of `penstock.v1` as classes of the protobuf library, made from `schemas.protobuf` when needed."""
+"""The messages of `penstock.v1` as classes of the protobuf library, made from `schemas.wire.protobuf` when needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
 
-from ...schemas.protobuf import METHODS, PACKAGE, SERVICE, VALUE, Shape, shapes
+from ...schemas.wire.protobuf import METHODS, PACKAGE, SERVICE, VALUE, Shape, shapes
 
 FULL_NAME = f"{PACKAGE}.{SERVICE}"
 _PROTO = descriptor_pb2.FieldDescriptorProto
@@ -81,7 +81,7 @@ def message_class(name: str) -> Any:
 
 
 def to_message(value: Any) -> Any:
-    """The message of a dataclass that `schemas.protobuf` knows."""
+    """The message of a dataclass that `schemas.wire.protobuf` knows."""
     message = message_class(type(value).__name__)()
     for field in shapes_of()[type(value).__name__].fields:
         given = getattr(value, field.oneof or field.name)

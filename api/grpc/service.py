@@ -19,7 +19,7 @@ from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import BrokerUnavailable, InvalidRequest, Refusal, StreamFull
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Expired, Failed, Queued, Token
 from ...schemas.jobs import Endpoint, Job
-from ...schemas.protobuf import (
+from ...schemas.wire.protobuf import (
     METHODS,
     CancelRequest,
     CancelResponse,

@@ -7,8 +7,8 @@ import sys
 
 import structlog
 
-from ...engine.prepare import Preparer
-from ...engine.preparers import PreparerCache
+from ...engine.preparing.prepare import Preparer
+from ...engine.preparing.preparers import PreparerCache
 from ...engine.vision.reading import ANY, ImageLimits
 from ...schemas.errors import Fatal, InvalidRequest, Overloaded
 from ...schemas.openai.completions import ChatRequest, CompletionRequest

@@ -15,7 +15,6 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...config.settings import Settings
-from ...schemas import codec
 from ...schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, ItemEvent, Turn
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
@@ -23,6 +22,7 @@ from ...schemas.openai.chat import model_of
 from ...schemas.openai.items import input_items as items_of
 from ...schemas.openai.response_tools import hosted
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
+from ...schemas.wire import codec
 from ...streams.port import MESSAGE_ID
 from ...streams.stores.responses import LOST, ResponseLog, Stored
 from ...streams.topology import EVENTS, PRIORITIES, TOOLS, lane_stream

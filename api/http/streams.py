@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ...schemas import codec
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Accepted, Cancelled, Event, Queued, Token
 from ...schemas.request_trace import RequestTrace
+from ...schemas.wire import codec
 from ..bridge.reading import Reading
 from ..bridge.request_traces import read_trace
 from ..bridge.resume import Progress, invalid_event_id

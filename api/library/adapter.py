@@ -19,7 +19,7 @@ import orjson
 
 from ...engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
 from ...engine.blocking import wait_for
-from ...engine.prepare import Prepared, Preparer
+from ...engine.preparing.prepare import Prepared, Preparer
 from ...engine.text.answer_reader import AnswerReader
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.events import Accepted, Delta, Done, FinishReason, Token, Usage

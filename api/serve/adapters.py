@@ -8,9 +8,9 @@ from pathlib import Path
 from ...config.models import parse_adapters
 from ...config.settings import Settings
 from ...engine import find_backend, find_backends
-from ...engine.adapter_files import check_adapter
-from ...schemas.catalogue import CatalogueEntry
+from ...engine.adapters.files import check_adapter
 from ...schemas.errors import ConfigurationError, InvalidRequest
+from ...schemas.models.catalogue import CatalogueEntry
 
 
 def check_adapters(settings: Settings, entries: Sequence[CatalogueEntry] | None) -> None:

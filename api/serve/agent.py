@@ -1,6 +1,6 @@
 """The agent of a host: starts and ends the worker processes of the catalogue's models, one for each replica.
 
-What should be is decided by `schemas.planner`, from what the broker knows: the catalogue, the states of the models,
+What should be is decided by `schemas.models.planner`, from what the broker knows: the catalogue, the states of the models,
 what waits in their lanes, and what their workers hold. Nothing about a model is kept in this process alone: an agent
 that dies takes its workers with it, and the next one finds the requests where they were.
 """
@@ -18,9 +18,9 @@ import structlog
 from pydantic import ValidationError
 
 from ...config.settings import Settings
-from ...schemas.catalogue import Catalogue, RevisionKey
 from ...schemas.errors import StartupError
-from ...schemas.model_state import (
+from ...schemas.models.catalogue import Catalogue, RevisionKey
+from ...schemas.models.model_state import (
     RESIDENT,
     IllegalTransition,
     ModelState,
@@ -33,18 +33,8 @@ from ...schemas.model_state import (
     touch,
     unload,
 )
-from ...schemas.placement import (
-    Action,
-    Demand,
-    Drain,
-    Enqueue,
-    Load,
-    PlacementRules,
-    Refuse,
-    Unload,
-    View,
-)
-from ...schemas.planner import plan
+from ...schemas.models.placement import Action, Demand, Drain, Enqueue, Load, PlacementRules, Refuse, Unload, View
+from ...schemas.models.planner import plan
 from ...schemas.registry import Admission, AgentCard, ModelRefusal
 from ...streams.lanes import open_lanes, waiting_in_lanes
 from ...streams.outages import outage_logged

@@ -12,11 +12,11 @@ from ...config.models import parse_adapters
 from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...engine import resolve_model
-from ...engine.adapter_files import adapter_source
+from ...engine.adapters.files import adapter_source
 from ...engine.discovery import modalities
 from ...engine.models import BUNDLED, model_name, read_model_info
 from ...engine.text.forms import choose_form
-from ...schemas.catalogue import CatalogueEntry
+from ...schemas.models.catalogue import CatalogueEntry
 from ...schemas.registry import ModelCard
 from .backends import check_backends
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from ...config.settings import Settings
 from ...engine import EngineConfig, resolve_model
-from ...engine.adapter_files import adapter_size, adapter_source
+from ...engine.adapters.files import adapter_size, adapter_source
 from ...engine.cpu.machine import Memory, memory_of_machine
 from ...engine.discovery import modalities
 from ...engine.manifests import PAGED
 from ...engine.models import read_model_info
 from ...engine.sizing import footprint
-from ...schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ...schemas.errors import ConfigurationError, Fatal
-from ...schemas.placement import Device, Need
+from ...schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from ...schemas.models.placement import Device, Need
 from ...schemas.registry import ModelCard
 from .backends import check_backends
 from .declaring import ECHO_CONTEXT

@@ -12,8 +12,8 @@ from ...config.deployment import explicit
 from ...config.metrics import Exposition, serve_metrics
 from ...config.settings import Settings
 from ...config.sources import Loaded
-from ...schemas.catalogue import Catalogue, CatalogueEntry
 from ...schemas.deployment import SHARED
+from ...schemas.models.catalogue import Catalogue, CatalogueEntry
 from ...streams.family import FamilyMetrics
 from ...streams.nats.deployment import joined
 from ...streams.stores.catalogue import CatalogueStore

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 from ...config.settings import Settings
-from ...engine.adapter_files import check_adapter
-from ...schemas import codec
+from ...engine.adapters.files import check_adapter
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import FINAL, Done, Event, Expired, Failed
 from ...schemas.jobs import AdapterSource, Endpoint, ValidatedJob
 from ...schemas.params import GenerationParams
 from ...schemas.registry import ModelCard
+from ...schemas.wire import codec
 from ...streams.outages import through_outages
 from ...streams.port import DEADLINE, SCHEMA, Broker
 from ...streams.topology import EVENTS, Subjects, lane_of

@@ -26,9 +26,9 @@ from ...config.broker import check_broker
 from ...config.deployment import explicit
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
-from ...schemas.catalogue import CatalogueEntry
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
+from ...schemas.models.catalogue import CatalogueEntry
 from ...streams.nats.deployment import joined, owned
 from ...streams.nats.server import EmbeddedServer
 from .connecting import URL_FILE, connected

@@ -17,10 +17,10 @@ from functools import partial
 import structlog
 
 from ...config.settings import Settings
-from ...schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ...schemas.errors import ModelNotFound
-from ...schemas.model_state import RESIDENT, IllegalTransition, ModelState, enqueue, touch
-from ...schemas.placement import displacing
+from ...schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from ...schemas.models.model_state import RESIDENT, IllegalTransition, ModelState, enqueue, touch
+from ...schemas.models.placement import displacing
 from ...schemas.registry import ModelLanes
 from ...streams.lanes import remove_lanes, waiting_in_lanes
 from ...streams.port import Broker

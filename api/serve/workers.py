@@ -12,9 +12,9 @@ from functools import partial
 import structlog
 from pydantic import ValidationError
 
-from ...schemas.catalogue import RevisionKey
 from ...schemas.errors import Fatal
-from ...schemas.model_state import (
+from ...schemas.models.catalogue import RevisionKey
+from ...schemas.models.model_state import (
     RESIDENT,
     IllegalTransition,
     ModelState,

@@ -14,9 +14,9 @@ import typer
 from ...config.catalogue import offered_models
 from ...config.logging import configure_logging
 from ...config.sources import Loaded
-from ...schemas.catalogue import CatalogueEntry
 from ...schemas.errors import StartupError
 from ...schemas.jobs import TOKEN_PATTERN
+from ...schemas.models.catalogue import CatalogueEntry
 from ..serve.connecting import broker_url
 from ..serve.placing import place_models
 from ..serve.processes import ProcessKeeper

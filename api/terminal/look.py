@@ -11,8 +11,8 @@ import typer
 
 from ... import __version__
 from ...config.sources import Loaded
-from ...schemas.asyncapi import asyncapi, json_schemas
-from ...schemas.protobuf import proto
+from ...schemas.wire.asyncapi import asyncapi, json_schemas
+from ...schemas.wire.protobuf import proto
 from ..serve.connecting import connected
 from .options import with_settings
 

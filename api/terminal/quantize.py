@@ -75,8 +75,8 @@ def quantize(
 
     from ...engine.checkpoints.rounded import save_quantized
     from ...engine.loading import load_causal_lm
-    from ...engine.paged.calibrate import calibrate
-    from ...engine.paged.quantize import quantizable
+    from ...engine.paged.quantization.calibrate import calibrate
+    from ...engine.paged.quantization.quantize import quantizable
 
     config = EngineConfig(model=model, dtype="auto", device="cpu")
     begin = time.monotonic()

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ...config.sources import load
-from ...schemas.merge_patch import Document, patched
+from ...schemas.wire.merge_patch import Document, patched
 from .chat_client import ChatError, answer_of, server_at
 from .options import ApiKey, ServerUrl, fatal_errors
 from .top_screen import TopScreen

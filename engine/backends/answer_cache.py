@@ -12,8 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ...schemas.events import Delta
-from ..adapter_files import AdapterFiles
-from ..adapters import Adapter, Targets
+from ..adapters.files import AdapterFiles
+from ..adapters.loaded import Adapter, Targets
 from ..backend import Backend
 from ..choice import Choice
 from ..manifest import Manifest

@@ -20,14 +20,14 @@ from transformers import DynamicCache
 
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
-from ..adapter_files import AdapterFiles
-from ..adapters import Adapter, Targets
+from ..adapters.files import AdapterFiles
+from ..adapters.loaded import Adapter, Targets
+from ..adapters.low_rank import Adaptation, place, users
 from ..backend import NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..device import resolve_device
 from ..loading import load_causal_lm
-from ..low_rank import Adaptation, place, users
 from ..manifests import HF
 from ..models import count_parameters, read_model_info, resolve_model
 from ..sampler import sample

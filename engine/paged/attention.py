@@ -190,7 +190,7 @@ def choose_attention(
     """What attends, over pools of its own kind: Triton's kernels where they run, else products of matrices."""
     if not on_triton:
         return MatmulAttention(block_size, dtype, device)
-    from .triton_attention import PagedAttention
+    from .cuda.attention import PagedAttention
 
     return PagedAttention(block_size, max(spec.size for spec in specs), dtype, device)
 

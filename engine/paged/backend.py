@@ -20,8 +20,8 @@ import torch
 
 from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
 from ...schemas.events import Delta
-from ..adapter_files import AdapterFiles
-from ..adapters import Adapter, Targets
+from ..adapters.files import AdapterFiles
+from ..adapters.loaded import Adapter, Targets
 from ..backend import ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
@@ -38,13 +38,13 @@ from .context import steady_length
 from .kv_plan import check_memory, plan_blocks
 from .load import load_model
 from .prefixes import load_prefixes, save_prefixes
-from .quantize import ProductMaker
+from .quantization.quantize import ProductMaker
 from .rows import Row, Scheduled
 from .runner import Runner
 from .scheduler import Scheduler
 from .segments import split_scores, to_segment
 from .settings import check_settings
-from .speculation import Speculation, row_cost
+from .speculation.drafts import Speculation, row_cost
 from .spill.opening import open_spill
 from .state.planning import make_room
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapters import Adapter
-from ..low_rank import Users, users
+from ..adapters.loaded import Adapter
+from ..adapters.low_rank import Users, users
 from ..transfer import upload
 from ..vision.layout import Placed
 from .state.slots import StateUse

@@ -20,31 +20,31 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.errors import ModelLoadError
-from ..adapter_files import AdapterFiles
-from ..adapters import Adapter
+from ..adapters.files import AdapterFiles
+from ..adapters.loaded import Adapter
+from ..adapters.low_rank import Adaptation, place
 from ..cpu.library import Kernels, span
 from ..cpu.process import use_large_pages
-from ..low_rank import Adaptation, place
 from ..plain.model import PlainModel
 from ..vision.tower import LanguageModel, Seen, Vision
 from .attention import Rules, choose_attention, widened, with_rules
-from .compiled_decoder import RANK_UNIT, CompiledDecoder
-from .decoder import Decoder
-from .experts import pack_experts
+from .decoding.compiled_decoder import RANK_UNIT, CompiledDecoder
+from .decoding.decoder import Decoder
+from .decoding.experts import pack_experts
+from .decoding.linear import Adaptable, Applied, Linear, Views, release
+from .decoding.precision import in_float32
+from .decoding.proof import Setting, differences, distance
 from .kv_cache import LayerSpec, Pool
 from .layers import observe
-from .linear import Adaptable, Applied, Linear, Views, release
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
-from .precision import in_float32
 from .probes import BLOCKS, SPLIT, STRIDE, image_probe, probe_ids, probes, probes_apart
-from .proof import Setting, differences, distance
 from .state.memory import States
 from .state.probes import NUM_SLOTS, in_steps, with_slots
 
 if TYPE_CHECKING:  # some need Triton
     from transformers import PreTrainedModel
 
-    from .graphs import DecodeGraphs
+    from .cuda.graphs import DecodeGraphs
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Runner:
     @torch.inference_mode()
     def record_graphs(self, context_length: int, max_batch_size: int) -> None:
         """Decode with CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
-        from .graphs import DecodeGraphs
+        from .cuda.graphs import DecodeGraphs
 
         if self.states:
             raise RuntimeError(f"{self._name} keeps running states")

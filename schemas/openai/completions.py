@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError
 
 from ..bounds import MOST_LISTED, listed
-from ..catalogue import parse_keep_alive
 from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
+from ..models.catalogue import parse_keep_alive
 from ..params import GenerationParams, PlugInUses
 from .chat import (
     MOST_MESSAGES,

@@ -16,11 +16,11 @@ from functools import partial
 import structlog
 
 from ...config import metrics
-from ...schemas import codec
 from ...schemas.canaries import CANARY
 from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.registry import WorkerCard
+from ...schemas.wire import codec
 from ...streams.outages import outage_logged
 from ...streams.port import SCHEMA, Delivery, Message
 from ...streams.topology import lanes_of

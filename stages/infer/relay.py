@@ -10,11 +10,11 @@ from itertools import count
 
 from ...engine import RequestHandle
 from ...engine.vision.images import PromptImage
-from ...schemas import codec
 from ...schemas.errors import PayloadTooLarge, Superseded
 from ...schemas.events import Delta, Output, Started
-from ...schemas.hops import PREEMPTED, append_hop
 from ...schemas.jobs import ValidatedJob
+from ...schemas.wire import codec
+from ...schemas.wire.hops import PREEMPTED, append_hop
 from ...streams.port import HOPS, Headers
 from ..contract import Pipe
 from ..visits import CURRENT

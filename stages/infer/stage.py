@@ -18,13 +18,13 @@ from ...config import metrics
 from ...engine import InferenceEngine
 from ...engine.grammar.checker import SIMPLE
 from ...engine.vision.images import PromptImage
-from ...schemas import codec
 from ...schemas.canaries import CANARY
 from ...schemas.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, Refusal
 from ...schemas.events import FINAL
 from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.params import GenerationParams
 from ...schemas.registry import Room, WorkerCard, reserve_of
+from ...schemas.wire import codec
 from ...streams.family import share_metrics, watch_loop
 from ...streams.lanes import open_lanes
 from ...streams.outages import outage_logged, through_outages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from ...schemas import codec
 from ...schemas.events import FINAL, Done, Event, Token
+from ...schemas.wire import codec
 from ...streams.topology import EVENTS
 from ..contract import Pipe
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, astuple, replace
 from math import inf
 from typing import Any, Literal
 
-from ...schemas import codec
-from ...schemas.codec import DecodeError
 from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Refusal, Transient
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, FinishReason, Turn, Usage
 from ...schemas.jobs import Job
@@ -22,6 +20,8 @@ from ...schemas.openai.item_messages import chat_messages
 from ...schemas.openai.items import Approval, approved_calls
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
 from ...schemas.openai.turn_items import TurnItems, item_id
+from ...schemas.wire import codec
+from ...schemas.wire.codec import DecodeError
 from ...streams.port import DEADLINE, SCHEMA, Delivery
 from ...streams.stores.conversations import Conversations
 from ...streams.stores.responses import ResponseLog, Stored

@@ -10,8 +10,8 @@ import orjson
 import structlog
 
 from ...config.settings import Settings
-from ...schemas import codec
 from ...schemas.jobs import ValidatedJob
+from ...schemas.wire import codec
 from ..lanes import open_lanes
 from ..port import DEAD_REASON, MESSAGE_ID, SCHEMA, Message, StreamSpec
 from ..topology import BATCH, JOBS, PRIORITIES, TOOLS, Subjects, Topology, lane_of, lane_stream, stage_stream

@@ -14,9 +14,9 @@ from typing import Self, TypeVar
 
 from pydantic import ValidationError
 
-from ...schemas.catalogue import Catalogue, RevisionKey
 from ...schemas.errors import StartupError
-from ...schemas.model_state import ModelState
+from ...schemas.models.catalogue import Catalogue, RevisionKey
+from ...schemas.models.model_state import ModelState
 from ..port import Broker, Bucket, Entry
 from ..topology import CATALOGUE, OFFERED
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ...config.settings import Settings
-from ...schemas import codec
 from ...schemas.errors import BrokerUnavailable, Conflict, PayloadTooLarge
 from ...schemas.jobs import InferenceBatch, Job, ValidatedJob
+from ...schemas.wire import codec
 from ..lanes import open_lanes
 from ..port import (
     DEAD_ATTEMPTS,

@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from ...schemas import codec
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, StorageFull, StreamFull
+from ...schemas.wire import codec
 from ..port import Broker, Bucket
 from ..topology import OBJECT_DATA
 

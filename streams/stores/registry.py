@@ -16,8 +16,8 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
-from ...schemas.catalogue import Catalogue, RevisionKey
 from ...schemas.errors import ModelNotFound, StartupError
+from ...schemas.models.catalogue import Catalogue, RevisionKey
 from ...schemas.registry import AddedAdapter, AgentCard, ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
 from ..lanes import present_lanes
 from ..outages import outage_logged

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.config.catalogue import KEYS, read_models
-from penstock.schemas.catalogue import CatalogueEntry
 from penstock.schemas.errors import ConfigurationError
+from penstock.schemas.models.catalogue import CatalogueEntry
 
 
 @pytest.fixture

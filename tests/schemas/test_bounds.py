@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import bounds, codec
+from penstock.schemas import bounds
 from penstock.schemas.bounds import load_json, shortened
-from penstock.schemas.codec import DecodeError, decode_model
 from penstock.schemas.errors import InvalidRequest, Refusal
 from penstock.schemas.jobs import Job
 from penstock.schemas.openai.completions import parse_request
+from penstock.schemas.wire import codec
+from penstock.schemas.wire.codec import DecodeError, decode_model
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text('\\"[{:,é', max_size=8),

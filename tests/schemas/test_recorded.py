@@ -11,10 +11,11 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
-from penstock.schemas import codec, registry
+from penstock.schemas import registry
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.schemas.loops import LoopJob, Step
 from penstock.schemas.openai import batches
+from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores.conversations import Conversations
 from penstock.streams.stores.responses import CallKey, ResponseLog

@@ -24,8 +24,8 @@ from serving import START_TIMEOUT, Served, Start, serving, until
 from transformers import AutoModelForCausalLM
 
 from penstock.engine.models import BUNDLED
-from penstock.schemas.codec import decode_outputs
 from penstock.schemas.events import Started
+from penstock.schemas.wire.codec import decode_outputs
 from penstock.streams.topology import Subjects, partition
 
 TOKENS = 24

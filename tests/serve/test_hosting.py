@@ -14,7 +14,7 @@ from penstock.api.serve.hosting import Host
 from penstock.api.serve.processes import child_environment
 from penstock.config.settings import Settings
 from penstock.config.sources import load
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 
 
 async def test_adapters_take_memory_and_are_the_workers_settings(tiny_model: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from walk_laws import Asked, Laws
 
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry
-from penstock.schemas.model_state import ModelState, abandon, enqueue, start_draining, start_loading
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry
+from penstock.schemas.models.model_state import ModelState, abandon, enqueue, start_draining, start_loading
 
 PROGRAM = Path(__file__).parents[2] / "deploy" / "walk_models.py"
 QUEUED = enqueue(ModelState(name="a"), 1.0)

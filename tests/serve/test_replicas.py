@@ -12,7 +12,7 @@ from penstock.api.serve.hosting import Host, gpus
 from penstock.api.serve.supervisor import device_shares
 from penstock.api.serve.swapping import Swaps
 from penstock.config.settings import Settings
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 
 NO_ROOM = 1  # bytes for models
 

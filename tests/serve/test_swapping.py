@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from in_process import BROKEN, MODEL, PATIENCE, TOKENS, Hosting
 
 from penstock.api.serve import swapping
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from penstock.schemas.errors import BrokerUnavailable, InvalidRequest
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from penstock.schemas.registry import Admission, LoadProgress, ModelLanes
 from penstock.stages import admission
 from penstock.streams.lanes import present_lanes, remove_lanes

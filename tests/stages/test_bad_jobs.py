@@ -8,10 +8,10 @@ import uuid
 import pytest
 from memory_pipeline import MODEL, Pipeline, validated
 
-from penstock.schemas import codec
 from penstock.schemas.errors import BrokerUnavailable, StreamFull
 from penstock.schemas.events import FINAL, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
+from penstock.schemas.wire import codec
 from penstock.stages.validate import LONG, MAX_MISADDRESSED, Validate
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEADLINE, MESSAGE_ID, Headers, Message, Published

@@ -9,11 +9,11 @@ import pytest
 from memory_pipeline import MODEL, Pipeline, validated
 from raw_events import PATIENCE, Forgetful, check, dispatch, ended, job_named, publish, stored
 
-from penstock.schemas import codec
 from penstock.schemas.errors import GenerationFailed, Overloaded
 from penstock.schemas.events import FINAL, Delta, Event, Failed, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.registry import ModelLanes, Room
+from penstock.schemas.wire import codec
 from penstock.stages.batch.workers import Workers
 from penstock.stages.infer.relay import OutputPublisher
 from penstock.stages.infer.request_metrics import RequestMetrics, WorkerMetrics

@@ -15,10 +15,10 @@ from memory_pipeline import MODEL, FragileEcho, Pipeline, validated
 
 from penstock.engine import EmbeddingBackend, EngineConfig
 from penstock.engine.manifests import ECHO
-from penstock.schemas import codec
 from penstock.schemas.events import FINAL, Accepted, Cancelled, Delta, Done, Event, Expired, Failed, Started, Token
 from penstock.schemas.jobs import Endpoint, InferenceBatch, Job, ValidatedJob
 from penstock.schemas.registry import Room
+from penstock.schemas.wire import codec
 from penstock.stages.infer.stage import Infer
 from penstock.streams.port import SCHEMA, Message
 

@@ -15,8 +15,8 @@ from memory_pipeline import MODEL, Pipeline, validated
 from raw_events import PATIENCE, TEXT, Forgetful, check, dispatch, ended, job_named, publish, stored
 
 from penstock.config.settings import Settings
-from penstock.schemas import codec
 from penstock.schemas.events import Accepted, Delta, Done, Event, Failed, Output, Queued, Started, Token
+from penstock.schemas.wire import codec
 from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.stream import EventPublisher

@@ -19,7 +19,6 @@ from raw_events import PATIENCE, Forgetful, check, dispatch, ended, job_named, p
 
 from penstock.api.http.app import create_app
 from penstock.config.settings import Settings
-from penstock.schemas import codec
 from penstock.schemas.errors import InvalidRequest, StartupError
 from penstock.schemas.events import (
     Cancelled,
@@ -34,6 +33,7 @@ from penstock.schemas.events import (
     ToolCallDelta,
 )
 from penstock.schemas.loops import TurnId
+from penstock.schemas.wire import codec
 from penstock.stages import Filter
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import find_filters

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from memory_pipeline import MODEL, Pipeline
 
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from penstock.schemas.events import Done, Failed
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 
 
 def announced(pipeline: Pipeline) -> float | None:

@@ -16,11 +16,11 @@ from memory_pipeline import MODEL, Pipeline
 
 from penstock.api.bridge.reading import Reading
 from penstock.config.settings import Settings
-from penstock.schemas import codec
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed, Queued, Token
 from penstock.schemas.jobs import InferenceBatch, Job, Priority, ValidatedJob
 from penstock.schemas.registry import Admission, ModelLanes
+from penstock.schemas.wire import codec
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.admission import Hysteresis
 from penstock.stages.batch.stage import Batch

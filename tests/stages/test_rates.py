@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from memory_pipeline import MODEL, Pipeline
 
-from penstock.schemas.codec import JOB, encode
 from penstock.schemas.errors import Transient
 from penstock.schemas.events import Accepted, Cancelled, Done, Event, Failed, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.rates import Bucket, RateNews
+from penstock.schemas.wire.codec import JOB, encode
 from penstock.streams.port import SCHEMA
 from penstock.streams.topology import RATES
 

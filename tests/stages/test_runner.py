@@ -17,10 +17,10 @@ from structlog.testing import capture_logs
 
 from penstock.config.settings import Settings
 from penstock.config.tracing import REASON
-from penstock.schemas import codec
 from penstock.schemas.errors import InvalidRequest, Transient
 from penstock.schemas.events import Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
+from penstock.schemas.wire import codec
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.failures import Count

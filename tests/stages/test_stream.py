@@ -6,9 +6,9 @@ import uuid
 
 from memory_pipeline import Pipeline, validated
 
-from penstock.schemas import codec
 from penstock.schemas.events import Delta, Output, Started, Token
 from penstock.schemas.jobs import ValidatedJob
+from penstock.schemas.wire import codec
 from penstock.stages import Pipe
 from penstock.stages.stream import EventPublisher
 from penstock.streams.port import Message

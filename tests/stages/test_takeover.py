@@ -14,11 +14,11 @@ from memory_pipeline import MODEL, Pipeline, validated
 
 from penstock.config.process import host
 from penstock.engine.text.byte_tokenizer import END_OF_TEXT
-from penstock.schemas import codec
 from penstock.schemas.errors import StartupError
 from penstock.schemas.events import FINAL, Delta, Done, Event, Failed, Output, Started, Token
 from penstock.schemas.jobs import InferenceBatch, ValidatedJob
 from penstock.schemas.registry import ModelCard, WorkerCard
+from penstock.schemas.wire import codec
 from penstock.streams.port import DEAD_REASON, SCHEMA
 
 EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from memory_pipeline import validated
 
 from penstock.config.settings import Settings
-from penstock.schemas import codec
 from penstock.schemas.jobs import ValidatedJob
+from penstock.schemas.wire import codec
 from penstock.stages import JobStage, Pipe, Runner
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.turns import PASSED_OVER, Turns

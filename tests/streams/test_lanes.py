@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.settings import Settings
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry
 from penstock.schemas.errors import StartupError
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry
 from penstock.schemas.registry import ModelCard, ModelLanes, WorkerCard
 from penstock.streams.lanes import open_lanes, present_lanes, remove_lanes, waiting_in_lanes
 from penstock.streams.nats.broker import JetStreamBroker

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 from penstock.api.bridge.bridge import Bridge
 from penstock.api.http.app import create_app
 from penstock.config.settings import Settings
-from penstock.schemas.codec import decode_model, encode
 from penstock.schemas.events import Event
 from penstock.schemas.jobs import Job
+from penstock.schemas.wire.codec import decode_model, encode
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import Message
 from penstock.streams.stores.registry import Registry

@@ -16,10 +16,10 @@ from penstock.api.serve.agent import ModelAgent
 from penstock.api.serve.processes import FATAL_EXIT, Part, ProcessKeeper
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.backends.echo import _Row
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from penstock.schemas.events import Accepted, Done, Event, Token
 from penstock.schemas.jobs import Job
-from penstock.schemas.model_state import ModelState
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from penstock.schemas.models.model_state import ModelState
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.stages import Runner
 from penstock.stages.infer.stage import Infer

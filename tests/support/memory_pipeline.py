@@ -17,11 +17,11 @@ from penstock.api.tools.toolbox import Toolbox
 from penstock.config.settings import Settings
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.backends.echo import EchoBackend
-from penstock.schemas.codec import decode_event
 from penstock.schemas.events import FINAL, Delta, Event
 from penstock.schemas.jobs import Endpoint, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
+from penstock.schemas.wire.codec import decode_event
 from penstock.stages import Filter, Pipe, Runner, Stage
 from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations

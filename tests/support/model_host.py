@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from penstock.schemas.errors import ModelNotFound
 from penstock.schemas.jobs import Priority
-from penstock.schemas.model_state import (
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from penstock.schemas.models.model_state import (
     RESIDENT,
     ModelState,
     RetryRules,
@@ -22,7 +22,7 @@ from penstock.schemas.model_state import (
     touch,
     unload,
 )
-from penstock.schemas.placement import (
+from penstock.schemas.models.placement import (
     Action,
     Demand,
     Device,
@@ -35,7 +35,7 @@ from penstock.schemas.placement import (
     Unload,
     View,
 )
-from penstock.schemas.planner import plan
+from penstock.schemas.models.planner import plan
 
 RULES = PlacementRules(least_residency=5.0, longest_wait=15.0)
 RETRIES = RetryRules(first=1.0, longest=8.0, steady=5.0)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from memory_pipeline import MODEL, Pipeline
 
-from penstock.schemas import codec
 from penstock.schemas.events import FINAL, Event, Token
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
+from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import SCHEMA, BucketSpec, StreamSpec
 from penstock.streams.topology import topology

@@ -12,7 +12,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from ....schemas.merge_patch import Document, merge_patch
+from ....schemas.wire.merge_patch import Document, merge_patch
 from ..metrics import MetricsRoutes
 from ..models.catalogue import check_admin
 from ..openapi import STREAMED, refusals

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from pydantic import ValidationError
 
-from ....schemas.merge_patch import Document
 from ....schemas.registry import Room
+from ....schemas.wire.merge_patch import Document
 from ....streams.outages import outage_logged
 from ....streams.port import DEAD_SUBJECT, Message, Usage
 from ....streams.stores.dead_letters import DeadLetters, summary

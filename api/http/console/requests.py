@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ....schemas import codec
 from ....schemas.canaries import CANARY
 from ....schemas.events import Accepted, Cancelled, Done, Event, Expired, Failed, Queued, Started, Token
-from ....schemas.hops import parse_hops
+from ....schemas.wire import codec
+from ....schemas.wire.hops import parse_hops
 from ....streams.port import HOPS, Broker, Message
 from ....streams.topology import EVENTS, STREAM, Subjects
 

@@ -15,11 +15,11 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from ....engine import find_backend
-from ....engine.adapter_files import check_adapter
-from ....schemas.catalogue import AdapterName
+from ....engine.adapters.files import check_adapter
 from ....schemas.errors import ConfigurationError, Forbidden, InvalidRequest, ModelNotFound
 from ....schemas.events import Failed
 from ....schemas.jobs import Job
+from ....schemas.models.catalogue import AdapterName
 from ....schemas.openai.chat import Body, ModelName
 from ....schemas.registry import AddedAdapter, ModelCard
 from ..openapi import body_of, refusals

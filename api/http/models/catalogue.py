@@ -12,9 +12,9 @@ from fastapi import FastAPI, Request
 from pydantic import ConfigDict, Field
 
 from ....config.catalogue import parse_model
-from ....schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ....schemas.errors import ConfigurationError, Conflict, Forbidden, InvalidRequest, ModelNotFound
-from ....schemas.model_state import ModelState
+from ....schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from ....schemas.models.model_state import ModelState
 from ....schemas.openai.chat import Body
 from ....schemas.sources import looks_like_path
 from ....streams.stores.catalogue import CatalogueStore

@@ -16,9 +16,9 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from ....schemas.catalogue import Catalogue, RevisionKey
 from ....schemas.errors import Conflict, ModelNotFound
-from ....schemas.model_state import (
+from ....schemas.models.catalogue import Catalogue, RevisionKey
+from ....schemas.models.model_state import (
     IllegalTransition,
     ModelState,
     ModelStatus,

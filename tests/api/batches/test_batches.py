@@ -24,11 +24,11 @@ from penstock.api.batches.runner import AT_ONCE, BatchRunner
 from penstock.api.bridge.bridge import Bridge
 from penstock.api.http.app import create_app
 from penstock.config.settings import Settings
-from penstock.schemas.codec import decode_model, decode_outputs
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.events import Accepted, Delta, Done, ErrorBody, Event, Failed, Token, Usage
 from penstock.schemas.jobs import Job
 from penstock.schemas.openai.batches import Batch as Kept
+from penstock.schemas.wire.codec import decode_model, decode_outputs
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import ConsumerSpec, Message
 from penstock.streams.stores.objects import Objects

@@ -6,9 +6,9 @@ import uuid
 
 from penstock.api.bench.evidence import Evidence
 from penstock.config.settings import Settings
-from penstock.schemas import codec
 from penstock.schemas.canaries import CANARY
 from penstock.schemas.events import Accepted, Done, Event, Usage
+from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.topology import Subjects, topology
 

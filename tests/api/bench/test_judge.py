@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.api.bench.judge import events_of, judge, outputs_of
-from penstock.schemas import codec
 from penstock.schemas.events import (
     Accepted,
     Delta,
@@ -22,6 +21,7 @@ from penstock.schemas.events import (
     Token,
     Usage,
 )
+from penstock.schemas.wire import codec
 from penstock.streams.port import Message
 
 ACCEPTED = Accepted("r", "echo", 0, 7)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.__main__ import app
 from penstock.api.bench.quality import BUNDLED_TEXT
-from penstock.engine.paged.quantize import dequantized, quantizable
+from penstock.engine.paged.quantization.quantize import dequantized, quantizable
 
 LENGTH = 24
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.api.bridge.bridge import Bridge
-from penstock.schemas import codec
 from penstock.schemas.events import Accepted, Done, Event, FinishReason, Token, Usage
 from penstock.schemas.jobs import Job
+from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import Message, Subscription
 from penstock.streams.topology import Subjects, topology

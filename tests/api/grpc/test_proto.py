@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.api.grpc.messages import file_descriptor, message_class, to_message
 from penstock.schemas.events import Done, Token, TokenLogprob, ToolCallDelta, TopLogprob, Usage
-from penstock.schemas.protobuf import Event, proto
+from penstock.schemas.wire.protobuf import Event, proto
 
 SHIPPED = Path(__file__).parents[3] / "api" / "grpc" / "penstock.proto"
 numbers = st.integers(0, 2**40)

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from penstock.api.terminal.trace import lines
 from penstock.engine.request import Preemption
-from penstock.schemas import codec
 from penstock.schemas.events import Accepted, Delta, Output, Started, Token
-from penstock.schemas.hops import append_hop
 from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.schemas.request_trace import RequestTrace
+from penstock.schemas.wire import codec
+from penstock.schemas.wire.hops import append_hop
 from penstock.streams.port import HOPS, SCHEMA
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": "hello, how are you?", "max_tokens": 12, "ignore_eos": True}

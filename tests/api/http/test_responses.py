@@ -15,11 +15,11 @@ from office import Office, call, functions, kinds, results, said, server
 from responses_rules import check_responses, read_events
 
 from penstock.api.http.answers import FOR_EVER
-from penstock.schemas import codec
 from penstock.schemas.events import Accepted, Cancelled, Done, Event, Failed
 from penstock.schemas.jobs import Job
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
 from penstock.schemas.registry import StageCard
+from penstock.schemas.wire import codec
 from penstock.stages.tools.calls import UNKNOWN, Calls
 from penstock.streams.port import Message
 from penstock.streams.stores.responses import CallKey, ResponseLog

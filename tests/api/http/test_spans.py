@@ -24,9 +24,9 @@ from penstock.api.tools.toolbox import Toolbox
 from penstock.config.tracing import REASON
 from penstock.engine.models import BUNDLED, resolve_model
 from penstock.engine.request import Preemption
-from penstock.schemas import codec
 from penstock.schemas.events import Delta, Output, Started, Token
 from penstock.schemas.jobs import InferenceBatch, Job
+from penstock.schemas.wire import codec
 from penstock.streams.port import SCHEMA, TRACE_PARENT
 
 PATIENCE = 30.0  # seconds

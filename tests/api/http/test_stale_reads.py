@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from office import Office, call, functions, results, said
 
-from penstock.schemas import codec
 from penstock.schemas.events import Done, Token
+from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker, MemoryBucket
 from penstock.streams.port import Entry, Message
 

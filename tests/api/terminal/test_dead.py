@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 from penstock.__main__ import app
 from penstock.config.settings import Settings
-from penstock.schemas import codec
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.schemas.params import GenerationParams
+from penstock.schemas.wire import codec
 from penstock.stages import Pipe, endings
 from penstock.stages.cancellations import Cancellations
 from penstock.streams.nats.broker import JetStreamBroker

@@ -19,7 +19,7 @@ from penstock.engine.checkpoints import rounded as rounded_module
 from penstock.engine.checkpoints.rounded import Rounded, save_quantized
 from penstock.engine.models import count_parameters, read_shapes
 from penstock.engine.paged.backend import PagedBackend
-from penstock.engine.paged.quantize import quantizable, rounded
+from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ConfigurationError, ModelLoadError
 

@@ -156,9 +156,9 @@ def test_without_onednn_the_kernels_multiply_everything(
     found = []
     for is_missing in (False, True):
         if is_missing:
-            monkeypatch.setattr("penstock.engine.paged.linear._HAS_ONEDNN", False)
+            monkeypatch.setattr("penstock.engine.paged.decoding.linear._HAS_ONEDNN", False)
             for name in ("reorder", "packs_bfloat16", "_POINTWISE", "_BINARY"):
-                monkeypatch.delattr(f"penstock.engine.paged.linear.{name}")
+                monkeypatch.delattr(f"penstock.engine.paged.decoding.linear.{name}")
         with InferenceEngine(config) as engine:
             assert engine.model_info().slow_paths == ()
             found.append([one.token_ids for one in engine.generate([[3] * 300, [4, 5]], params)])

@@ -27,9 +27,9 @@ from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
 from penstock.engine.cpu.variants import VARIANTS
 from penstock.engine.models import user_cache
 from penstock.engine.paged.attention_hook import ATTENTION
-from penstock.engine.paged.linear import CompiledLinear, PackedLinear, PlainLinear, packs_bfloat16, reorder
+from penstock.engine.paged.decoding.linear import CompiledLinear, PackedLinear, PlainLinear, packs_bfloat16, reorder
 from penstock.engine.paged.packing import Computed, Segment
-from penstock.engine.paged.quantize import ProductMaker, dequantized, linear_maker
+from penstock.engine.paged.quantization.quantize import ProductMaker, dequantized, linear_maker
 from penstock.engine.paged.runner import Runner
 
 pytestmark = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
@@ -174,8 +174,8 @@ def test_onednn_is_not_asked_for_what_it_refuses(monkeypatch: pytest.MonkeyPatch
     def refuse(weight: Tensor) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support")
 
-    monkeypatch.setattr("penstock.engine.paged.linear.packs_bfloat16", lambda: False)
-    monkeypatch.setattr("penstock.engine.paged.linear.reorder", refuse)
+    monkeypatch.setattr("penstock.engine.paged.decoding.linear.packs_bfloat16", lambda: False)
+    monkeypatch.setattr("penstock.engine.paged.decoding.linear.reorder", refuse)
     weight, x = torch.randn(70, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     for offered, kind in ((kernels(), CompiledLinear), (None, PlainLinear)):
         linear = linear_maker(None, torch.device("cpu"), offered)(weight, None)

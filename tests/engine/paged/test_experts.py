@@ -12,8 +12,8 @@ from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.paged.backend import PagedBackend
-from penstock.engine.paged.experts import PackedExperts, pack_experts
-from penstock.engine.paged.quantize import ProductMaker
+from penstock.engine.paged.decoding.experts import PackedExperts, pack_experts
+from penstock.engine.paged.quantization.quantize import ProductMaker
 
 COUNT = 12
 _COMMON: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.15}

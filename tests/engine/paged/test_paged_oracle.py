@@ -29,7 +29,7 @@ from penstock.engine.backend import Backend
 from penstock.engine.backends.registry import load_backend
 from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
-from penstock.engine.paged.quantize import dequantized, linear_maker, quantizable
+from penstock.engine.paged.quantization.quantize import dequantized, linear_maker, quantizable
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 
 BACKEND = "paged"

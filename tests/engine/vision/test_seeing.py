@@ -24,7 +24,7 @@ from vision_models import FAMILIES, make_vision_model, picture
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
-from penstock.engine.prompts import Prompt
+from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.processor import VisionProcessor
 from penstock.schemas.errors import InvalidRequest, ModelLoadError

@@ -202,7 +202,7 @@ def kept() -> dict[str, Any]:
 
 
 def messages() -> list[dict[str, Any]]:
-    codec = module("schemas.codec")
+    codec = module("schemas.wire.codec")
     headers = {"Nats-Msg-Id": "req-1", "Penstock-Deadline": "1790000600.250"}
     whole, found = jobs() | loops(), []
 

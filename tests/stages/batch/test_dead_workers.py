@@ -11,10 +11,10 @@ from memory_pipeline import MODEL, Pipeline, validated
 from structlog.testing import capture_logs
 
 from penstock.config.process import host
-from penstock.schemas import codec
 from penstock.schemas.events import Done, Event
 from penstock.schemas.jobs import InferenceBatch, Priority
 from penstock.schemas.registry import WorkerCard
+from penstock.schemas.wire import codec
 from penstock.stages import Pipe
 from penstock.stages.batch.dead_workers import Reclaimer
 from penstock.streams.memory.broker import MemoryBroker

@@ -12,9 +12,9 @@ from typing import Any
 from memory_pipeline import MODEL, Pipeline
 
 from penstock.config import metrics
-from penstock.schemas.codec import BATCH, decode_event, decode_model
 from penstock.schemas.events import FINAL, Done, Event
 from penstock.schemas.jobs import InferenceBatch, Job, Priority
+from penstock.schemas.wire.codec import BATCH, decode_event, decode_model
 from penstock.stages.batch.stage import Batch
 from penstock.streams.port import Message
 from penstock.streams.topology import batch_stream, lanes_of

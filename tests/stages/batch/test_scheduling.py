@@ -17,11 +17,11 @@ from listed_candidates import Listed
 from memory_pipeline import validated
 
 from penstock.config.settings import Settings
-from penstock.schemas import codec
 from penstock.schemas.events import Failed
 from penstock.schemas.jobs import InferenceBatch, Priority, ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import Admission, ModelCard, Room, WorkerCard
+from penstock.schemas.wire import codec
 from penstock.stages import Pipe, Runner, Stage
 from penstock.stages.batch.scheduling import Candidate, LeastLoaded, MemoryAware, RoundRobin
 from penstock.stages.batch.stage import Batch

@@ -14,13 +14,13 @@ import pytest
 from lora import make_adapter
 from memory_pipeline import MODEL, FragileEcho, Pipeline, validated
 
-from penstock.engine.adapter_files import AdapterFiles, adapter_source
-from penstock.engine.adapters import Adapter, AdapterInfo, Target, Targets
+from penstock.engine.adapters.files import AdapterFiles, adapter_source
+from penstock.engine.adapters.loaded import Adapter, AdapterInfo, Target, Targets
 from penstock.engine.choice import Choice
-from penstock.schemas import codec
 from penstock.schemas.events import FINAL, Accepted, Delta, Done, Event, Failed, Started, Token
 from penstock.schemas.jobs import AdapterSource, InferenceBatch, ValidatedJob
 from penstock.schemas.registry import AddedAdapter
+from penstock.schemas.wire import codec
 from penstock.streams.port import SCHEMA
 
 SIZES = {"layer": (8, 8)}

@@ -9,9 +9,9 @@ import pytest
 from memory_pipeline import Pipeline, validated
 
 from penstock.engine import EngineRequest, RequestHandle
-from penstock.schemas import codec
 from penstock.schemas.events import Delta, FinishReason, Started, TokenLogprob
 from penstock.schemas.params import GenerationParams
+from penstock.schemas.wire import codec
 from penstock.stages.infer.relay import OutputPublisher, messages, pause_behind
 from penstock.stages.infer.request_metrics import RequestMetrics, WorkerMetrics
 

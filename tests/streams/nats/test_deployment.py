@@ -16,11 +16,11 @@ from penstock.__main__ import app
 from penstock.config.deployment import explicit, shared_settings
 from penstock.config.settings import BUILT_IN_STAGES, Settings
 from penstock.config.sources import Loaded, flag
-from penstock.schemas import codec
 from penstock.schemas.deployment import LAYOUT
 from penstock.schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
 from penstock.schemas.jobs import ValidatedJob
 from penstock.schemas.params import GenerationParams
+from penstock.schemas.wire import codec
 from penstock.streams.lanes import open_lanes
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.deployment import KEY, Deployment, joined, layout, owned

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from penstock.schemas.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from penstock.schemas.errors import InvalidRequest, StartupError
-from penstock.schemas.model_state import IllegalTransition, ModelState, enqueue, start_loading, unload
+from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
+from penstock.schemas.models.model_state import IllegalTransition, ModelState, enqueue, start_loading, unload
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.server import EmbeddedServer

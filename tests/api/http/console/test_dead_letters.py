@@ -6,8 +6,8 @@ import orjson
 from applications import Script
 from asgi import ask
 
-from penstock.schemas import codec
 from penstock.schemas.jobs import Job
+from penstock.schemas.wire import codec
 from penstock.streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, SCHEMA
 
 LETTERS = "/server/dead-letters"

@@ -11,7 +11,6 @@ from applications import Script
 from asgi import Sent, ask, messages
 
 from penstock.api.http.console.requests import MOST_ENDED, RequestBoard
-from penstock.schemas import codec
 from penstock.schemas.canaries import CANARY
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.events import (
@@ -27,8 +26,9 @@ from penstock.schemas.events import (
     Usage,
 )
 from penstock.schemas.jobs import Job
-from penstock.schemas.merge_patch import patched
 from penstock.schemas.registry import ModelCard, Room, StageCard, WorkerCard
+from penstock.schemas.wire import codec
+from penstock.schemas.wire.merge_patch import patched
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEAD_ATTEMPTS, DEAD_REASON, HOPS, Message, Subscription
 from penstock.streams.topology import Subjects, topology

@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, which of them are loaded, and their products."""

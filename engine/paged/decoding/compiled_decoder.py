@@ -1,0 +1,227 @@
+"""Runs the plain decoder in one compiled call, for steps of few tokens; it shares weights and pools with `Decoder`.
+
+When decoding one row, reading the weights takes most of the time, and torch's operations between the products a quarter
+of it. One call runs all layers, with no Python in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ...adapters.loaded import LowRank
+from ...cpu.library import MOST_ROWS, Kernels, Product
+from ..attention import Rules
+from ..kv_cache import Pool
+from ..packing import Computed, LayerGroup, Segment
+from .decoder import Decoder
+from .linear import Adaptable
+
+_MOST_KEYS = 1024
+"""The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
+are faster."""
+
+RANK_UNIT = 16
+"""The kernels compute so many columns of an adapter's first matrix together."""
+
+_FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step goes beyond
+
+_INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class _LowRank(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("a", "b")),
+        *((name, _INT) for name in ("rank", "start", "end")),
+        ("scale", _FLOAT),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
+        *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
+        ("pool", _POINTER),
+        *((name, _INT) for name in ("num_blocks", "window", "group")),
+        *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
+        *((name, _INT) for name in ("embedding", "num_q_heads", "num_kv_heads", "head_dim")),
+        *((name, _INT) for name in ("num_groups", "block_size")),
+        *((name, _POINTER) for name in ("embeddings", "cosines", "sines")),
+        ("layers", _POINTER),
+        ("norm", _POINTER),
+        ("head", Product),
+        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "levels", "low")),
+        ("most_rank", _INT),
+        ("epsilon", _FLOAT),
+    ]
+
+
+class CompiledDecoder:
+    """A `Decoder` for the compiled kernels. Call `attach` before the first step."""
+
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, products: Sequence[Product], dtype: torch.dtype, context_length: int
+    ) -> None:
+        """`products` are those of `decoder`: five for each layer, then the output head's."""
+        self._decoder, self._kernels, self._products, self._dtype = decoder, kernels, products, dtype
+        self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
+        self._pools: Sequence[Pool] = ()
+        self._context_length = context_length
+        self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # reused: allocating would cost each step 0.1 ms
+        self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
+        self._angles, self._num_angles = torch.empty(0), 0  # cosines and sines [2, P, D], P; grown by `_reach`
+        self._parts = [part for linear in decoder.linears() if isinstance(linear, Adaptable) for part in linear.parts]
+        self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
+        first, (_, output, gate, _, down), head = decoder.layers[0], products[:5], products[-1]
+        self._layers = (_Layer * len(decoder.layers))()
+        for index, (layer, to) in enumerate(zip(decoder.layers, self._layers, strict=True)):
+            to.attention_norm, to.epsilon = self._numbers(layer.attention_norm.weight), layer.attention_norm.epsilon
+            to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
+            if layer.head_norm is not None:
+                to.head_norm, to.head_epsilon = self._numbers(layer.head_norm), layer.epsilon
+            to.qkv, to.output, to.gate, to.up, to.down = products[5 * index : 5 * index + 5]
+        self._model = model = _Model(
+            half=dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+            num_layers=len(self._layers),
+            vocabulary=len(decoder.embedding),
+            embedding=output.outputs,
+            num_q_heads=first.num_q_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=output.inputs // first.num_q_heads,
+            embeddings=self._address(decoder.embedding.contiguous()),
+            layers=ctypes.addressof(self._layers),
+            norm=self._numbers(decoder.norm.weight),
+            head=head,
+            epsilon=decoder.norm.epsilon,
+        )
+        model.input, model.mixed, model.gated = (
+            self._address(torch.zeros((MOST_ROWS, size), dtype=dtype))
+            for size in (gate.inputs, output.inputs, down.inputs)
+        )
+        model.levels = self._address(torch.zeros(max(one.room(MOST_ROWS) for one in products), dtype=torch.uint8))
+        self._stream = torch.zeros((MOST_ROWS, output.outputs))
+        model.stream = self._address(self._stream)
+        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, one.outputs))) for one in (products[0], gate))
+
+    @classmethod
+    def of(
+        cls, decoder: Decoder, kernels: Kernels, rules: Sequence[Rules], dtype: torch.dtype, context_length: int
+    ) -> Self | None:
+        """The compiled form of `decoder`; None if the kernels do not support its shapes, weights or attention."""
+        products = [linear.product for linear in decoder.linears()]
+        known = [product for product in products if product is not None]
+        shapes = {(layer.num_q_heads, layer.num_kv_heads) for layer in decoder.layers}
+        sizes = {tuple((one.inputs, one.outputs) for one in known[at : at + 5]) for at in range(0, len(known) - 1, 5)}
+        plain = all(rule.softcap is None and rule.sinks is None for rule in rules)
+        if len(known) < len(products) or len(shapes) > 1 or len(sizes) > 1 or not plain:
+            return None
+        compiled = cls(decoder, kernels, known, dtype, context_length)
+        for rule, layer in zip(rules, compiled._layers, strict=True):
+            layer.scaling = rule.scaling
+        return compiled
+
+    def attach(self, pools: Sequence[Pool], groups: Sequence[LayerGroup], group_of: Sequence[int], block: int) -> None:
+        """Use `pools`, one a layer, from now on; `group_of` is each layer's index in `groups`, `block` is in tokens."""
+        self._pools, self._model.num_groups, self._model.block_size = pools, len(groups), block
+        for pool, layer, index in zip(pools, self._layers, group_of, strict=True):
+            layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
+            layer.window = groups[index].window or 1 << 62
+
+    def table(self, pairs: Mapping[str, LowRank]) -> ctypes.Array[_LowRank]:
+        """What an adapter adds to each layer, as the kernels read it; valid as long as `pairs` exist.
+
+        The columns of every `a` must be a multiple of `RANK_UNIT`.
+        """
+        table = (_LowRank * len(self._parts))()
+        for part, to in zip(self._parts, table, strict=True):
+            to.start, to.end = part.start, part.end
+            if part.name in pairs:
+                a, b, to.scale = pairs[part.name]
+                to.a, to.b, to.rank = a.data_ptr(), b.data_ptr(), len(b)
+        most = max(pair.a.shape[1] for pair in pairs.values())
+        if most > self._model.most_rank:
+            self._low = torch.empty((MOST_ROWS, 3, most))
+            self._model.low, self._model.most_rank = self._low.data_ptr(), most
+        return table
+
+    @staticmethod
+    def takes(segments: Sequence[Segment]) -> bool:
+        """Whether the kernels take this step: few tokens, no scored prompt or image, no prefill over a long context."""
+        few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
+        return few and all(
+            (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS)
+            and not (segment.scores or segment.images or segment.positions is not None)
+            for segment in segments
+        )
+
+    def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
+        """Compute a step that `takes` accepts; see `pack` for `chosen`. The logits, float32, last until the next call.
+
+        Raises `IndexError` for a token without an embedding or a block.
+        """
+        numbers, sampled = array("q"), []
+        known = [] if chosen is None else chosen.tolist()
+        order: Sequence[int] = range(len(segments))
+        if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
+            order = sorted(order, key=lambda index: id(segments[index].adapter))
+        for index in order:
+            ids, start, tables, samples, _, adapter, _, shift, *_ = segments[index]
+            address = ctypes.addressof(adapter.compiled) if adapter else 0
+            numbers.extend((len(ids), start, samples, len(tables[0]), address, shift))
+            numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
+            for table in tables:
+                numbers.extend(table)
+            if samples:
+                sampled.append(index)
+        self._reach(max(segment.end + segment.shift for segment in segments))
+        best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
+        buffers = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
+        if self._kernels.library.step(ctypes.byref(self._model), *buffers):
+            raise IndexError(f"a token has no block or is outside the vocabulary of {self._model.vocabulary}")
+        return Computed(self._rows[len(sampled)], sampled, best)
+
+    def part(self, segments: Sequence[Segment], inputs: Tensor, layers: range) -> tuple[Tensor, Tensor]:
+        """Run only `layers`, on `inputs` [T, E] instead of embeddings, and the head, to check each part by itself.
+
+        Returns the logits and the residual stream in float32 [T, E], before the last norm.
+        """
+        model, embeddings = self._model, inputs.to(self._dtype).contiguous()
+        before = model.embeddings, model.vocabulary, model.layers, model.num_layers
+        ids = iter(range(len(inputs)))
+        numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
+        model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
+        model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(_Layer)
+        try:
+            return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
+        finally:
+            model.embeddings, model.vocabulary, model.layers, model.num_layers = before
+
+    def _reach(self, end: int) -> None:
+        """Compute the rotations of all positions below `end`.
+
+        None beyond the context length: there some models change the rotations of all positions.
+        """
+        if end > self._num_angles:
+            positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
+            self._angles = torch.cat(self._decoder.angles(positions, torch.float32)).contiguous()
+            self._num_angles = len(positions)
+            self._model.cosines, self._model.sines = (one.data_ptr() for one in self._angles)
+
+    def _numbers(self, tensor: Tensor) -> int:
+        return self._address(tensor.detach().float().contiguous())
+
+    def _address(self, tensor: Tensor) -> int:
+        self._tensors.append(tensor)
+        return tensor.data_ptr()

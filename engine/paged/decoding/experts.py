@@ -1,0 +1,99 @@
+"""Mixtures of experts on a CPU: the rows of a step are sorted by expert, and each expert multiplies its own.
+
+transformers keeps the weights of all experts of a layer as one tensor and multiplies slices of it, which oneDNN has to
+repack at each call. Here each expert's weights become products of their own, packed once, and quantised like others.
+The experts' sizes, gates and biases are read as transformers' own functions read them (`integrations/moe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cpu.library import span
+from .linear import Linear
+
+MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
+
+_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate", "down_proj")
+"""What a class has whose experts transformers can compute with other functions."""
+
+
+def pack_experts(model: Any, make: MakeProduct) -> Iterator[PackedExperts]:
+    """Put packed experts in the place of transformers'; yields each."""
+    num_used: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    for name, parent in list(model.named_modules()):
+        for own, module in list(parent.named_children()):
+            if all(hasattr(module, mark) for mark in _MARKS) and not isinstance(module, PackedExperts):
+                packed = PackedExperts(module, make, f"{name}.{own}", num_used)
+                setattr(parent, own, packed)
+                yield packed
+
+
+class PackedExperts(nn.Module):
+    """Takes over the weights of transformers' experts, one product at a time."""
+
+    def __init__(self, experts: Any, make: MakeProduct, name: str, num_used: int) -> None:
+        """`make` makes a product of a module's weight; `name` is that of `experts` in the model."""
+        super().__init__()
+        self._num_experts: int = experts.num_experts
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        self._activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+        has_norm = getattr(experts, "has_post_expert_norm", False)
+        self._norm: Callable[[Tensor], Tensor] | None = experts.post_expert_norm if has_norm else None
+        self._share = num_used / self._num_experts
+        self.num_weights = 0
+        self._inner = self._take(experts, first, make, name)
+        self._outer = self._take(experts, "down_proj", make, name)
+
+    @property
+    def num_active_weights(self) -> int:
+        """The numbers of the weights that a token passes."""
+        return int(self.num_weights * self._share)
+
+    @property
+    def active_bytes(self) -> int:
+        """The bytes of the weights that a decoding step of one row reads."""
+        return int(sum(product.nbytes for product in (*self._inner, *self._outer)) * self._share)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The addresses and sizes of the weights."""
+        return [span(product.weight) for product in (*self._inner, *self._outer)]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, E], and for each token its experts and their weights, [T, K] each → [T, E]."""
+        num_tokens, num_used = top_k_index.shape
+        experts = top_k_index.reshape(-1)
+        order = experts.argsort(stable=True)
+        rows = hidden_states[order // num_used]  # [T·K, E], by expert
+        start = 0
+        for expert, count in enumerate(experts.bincount(minlength=self._num_experts).tolist()):
+            if count:
+                own = rows[start : start + count]
+                mixed = self._outer[expert](self._activate(self._inner[expert](own)))
+                rows[start : start + count] = mixed if self._norm is None else self._norm(mixed)
+                start += count
+        rows *= top_k_weights.reshape(-1, 1)[order].to(rows.dtype)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return rows[back].view(num_tokens, num_used, -1).sum(dim=1)
+
+    def _take(self, experts: Any, kind: str, make: MakeProduct, name: str) -> list[Linear]:
+        """A product for each expert; frees the weights of all of them."""
+        weights = getattr(experts, kind).detach()
+        biases = getattr(experts, f"{kind}_bias").detach() if experts.has_bias else None
+        products: list[Linear] = []
+        for expert in range(self._num_experts):
+            weight = weights[expert].T if experts.is_transposed else weights[expert]
+            part = nn.Linear(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
+            part.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+            if biases is not None:
+                part.bias = nn.Parameter(biases[expert].contiguous(), requires_grad=False)
+            products.append(make([part], f"{name}.{kind}", False))
+        self.num_weights += weights.numel()
+        setattr(experts, kind, None)
+        return products

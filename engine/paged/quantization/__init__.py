@@ -1,0 +1,1 @@
+"""Weights in fewer bits: rounding, calibration, and what they cost in quality."""

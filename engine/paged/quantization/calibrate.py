@@ -1,0 +1,187 @@
+"""Rounds a model's weights so that its layers compute nearly the same on given texts.
+
+Layer by layer, from what reaches it after the layers before are rounded. A product's weights are rounded input by
+input, and the weights of the inputs that remain make up for the error (GPTQ, https://arxiv.org/abs/2210.17323).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ....schemas.errors import ModelLoadError
+from ...checkpoints.rounded import Rounded
+from ...cpu.library import GROUP
+from ..decoding.precision import in_float32
+from .quantize import fits_int4, rounded
+from .rounding import fit_int4, fit_int8, int4_levels, int8_levels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DAMPING = 0.01  # of the mean square of an input, added to each: keeps inputs that hardly occur from exploding
+_BATCH = 8  # texts that pass through a layer together
+
+
+Run = Callable[[Tensor], Tensor]
+"""Runs a layer on its input [B, T, E]."""
+
+
+class _Stop(Exception):
+    """The inputs of the first layer are known."""
+
+
+@torch.inference_mode()
+def calibrate(
+    model: PreTrainedModel,
+    methods: Mapping[str, str],
+    texts: Sequence[Sequence[int]],
+    progress: Callable[[int], object] = lambda done: None,
+) -> dict[str, Rounded]:
+    """Round the weights of the modules in `methods`, each to "int8" or "int4", for `texts` of equal length.
+
+    `progress` gets the number of modules done. The model ends with the rounded weights. Raises `ModelLoadError` for a
+    model without a list of decoder layers.
+    """
+    layers = _layers(model)
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if name in methods}
+    found: dict[str, Rounded] = {}
+
+    def settle(module: Any, result: Rounded) -> None:
+        found[names[module]] = result
+        module.weight.copy_(result.numbers)
+        progress(len(found))
+
+    inside = {module for layer in layers for module in layer.modules()}
+    for module, name in names.items():  # those outside the layers first, such as the head: it may be the embedding
+        if module not in inside:
+            settle(module, rounded(_weight(module), methods[name]))
+    with in_float32(model):
+        states, runs = _inputs(model, layers, torch.tensor(texts))
+        for layer, run in zip(layers, runs, strict=True):
+            products = [module for module in layer.modules() if module in names]
+            moments = _observe(run, products, states)
+            for module in products:
+                weight, method = _weight(module), methods[names[module]]
+                if module in moments:
+                    settle(module, calibrated(weight.float(), moments[module], method))
+                else:  # an expert that no text needs
+                    settle(module, rounded(weight, method))
+            states = [run(state) for state in states]
+    return found
+
+
+def calibrated(weight: Tensor, moments: Tensor, method: str) -> Rounded:
+    """Round a weight [O, I] of inputs x with these `moments` [I, I], the sum of x x' over all."""
+    inputs = weight.shape[1]
+    if method == "int4" and not fits_int4(weight.shape):
+        method = "int8"
+    pad = -inputs % GROUP
+    moments = moments + _damping(moments)
+    weight, moments = functional.pad(weight.clone(), (0, pad)), functional.pad(moments, (0, pad, 0, pad))
+    moments.diagonal()[inputs:] = 1
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    factor = torch.linalg.cholesky(inverse, upper=True)
+    levels, scales, zeros = torch.empty_like(weight), [], []
+    for start in range(0, len(moments), GROUP):
+        here, later = slice(start, start + GROUP), slice(start + GROUP, None)
+        group, own = weight[:, here].clone(), factor[here, here]
+        if method == "int4":
+            scale, zero = fit_int4(group, own.diagonal() ** -2)
+        else:
+            scale, zero = fit_int8(group), None
+        errors = torch.empty_like(group)
+        for column in range(GROUP):
+            old = group[:, column : column + 1]
+            level = int8_levels(old, scale) if zero is None else int4_levels(old, scale, zero)
+            new = level * scale if zero is None else (level - 8) * scale + zero
+            error = (old - new) / own[column, column]
+            levels[:, start + column], errors[:, column] = level[:, 0], error[:, 0]
+            group[:, column + 1 :] -= error * own[column, column + 1 :]
+        weight[:, later] -= errors @ factor[here, later]
+        scales.append(scale)
+        zeros += [] if zero is None else [zero]
+    found = levels[:, :inputs].to(torch.int8), torch.cat(scales, dim=1).bfloat16()
+    return Rounded.int4(*found, torch.cat(zeros, dim=1).bfloat16()) if zeros else Rounded(*found)
+
+
+def _damping(moments: Tensor) -> Tensor:
+    mean = moments.diagonal().mean()
+    return torch.eye(len(moments)) * (_DAMPING * mean if mean > 0 else 1)
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    count = model.config.get_text_config().num_hidden_layers
+    found = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
+    if not found:
+        raise ModelLoadError(f"{type(model).__name__} has no list of its {count} layers; quantize it while loading")
+    return found[0]
+
+
+def _inputs(model: Any, layers: nn.ModuleList, texts: Tensor) -> tuple[list[Tensor], list[Run]]:
+    """The first layer's input for each batch of texts, and what runs each layer; other arguments are alike for all."""
+    states: list[Tensor] = []
+    runs: list[Run] = []
+
+    def note(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any], is_first: bool) -> None:
+        if is_first:
+            states.append(given[0] if given else named["hidden_states"])
+            if len(states) > 1:
+                raise _Stop
+        named = {key: value for key, value in named.items() if key != "hidden_states"}
+        runs.append(lambda state: _output(layer(state, *given[1:], **named)))
+
+    size = min(_BATCH, len(texts))
+    batches = texts[: len(texts) // size * size].view(-1, size, texts.shape[1])
+    hooks = [partial(note, is_first=not index) for index in range(len(layers))]
+    with _removed(
+        [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in zip(layers, hooks, strict=True)]
+    ):
+        for batch in batches:
+            with suppress(_Stop):
+                model(batch, use_cache=False)
+    return states, runs
+
+
+def _observe(run: Run, products: Sequence[nn.Module], states: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
+    """The moments of each product's inputs, see `calibrated`; products that share an input share them."""
+    moments: dict[nn.Module, Tensor] = {}
+    last: list[Tensor] = []  # the input of the last product, and its moments
+
+    def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        x = given[0].flatten(0, -2)
+        if not last or last[0].data_ptr() != x.data_ptr():
+            last[:] = x, x.T @ x
+        known = moments.get(module)
+        moments[module] = last[1] if known is None else known + last[1]
+
+    with _removed([module.register_forward_pre_hook(note) for module in products]):
+        for state in states:
+            last.clear()
+            run(state)
+    return moments
+
+
+def _output(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+@contextmanager
+def _removed(handles: Sequence[Any]) -> Iterator[None]:
+    """Remove hooks in the end."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""From an OpenAI request to prompts in tokens, parameters and a grammar."""

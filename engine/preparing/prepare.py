@@ -1,0 +1,333 @@
+"""Turns an OpenAI request into what the engine runs: prompts in tokens, parameters, and how to read the answer.
+
+There is one `Preparer` for each model. It refuses what the model's chat template cannot express and what its tokenizer
+does not know, before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...schemas.bounds import load_json
+from ...schemas.errors import InvalidRequest
+from ...schemas.jobs import Form
+from ...schemas.openai.chat import ChatMessage, NamedTool, Tool
+from ...schemas.openai.completions import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
+from ...schemas.openai.embeddings import EmbeddingRequest
+from ...schemas.params import MAX_CHOICES, GenerationParams, Grammar
+from ..grammar.json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar, regex_grammar
+from ..grammar.tool_grammar import answer_grammar
+from ..request import check_ids, check_scores
+from ..text.forms import choose_form, ends_in_thought, markers
+from ..text.tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
+from ..text.tokenizer_port import TokenizerLike, encode_within
+from ..vision.chat import NOTHING, Fetched
+from ..vision.images import PromptImage
+from ..vision.reading import ANY, ImageLimits
+from ..vision.sight import NO_SIGHT, Sight, load_sight
+from .chat_checks import check_messages
+from .embedding_inputs import prepare_inputs
+
+# Template variables that a client may not set: they would replace the template, or are options of its renderer.
+_NOT_FOR_TEMPLATES = frozenset(
+    {
+        *("self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length", "sanitize_control_tokens"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+)
+_THINKING = ("enable_thinking", "thinking")  # names of the switch in templates
+
+
+class Prepared(NamedTuple):
+    """A request for the engine. `prompts` holds token ids; choice `c` belongs to prompt `c // params.n`."""
+
+    prompts: list[list[int]]
+    params: GenerationParams
+    form: Form | None = None
+    dimensions: int | None = None
+    grammar_param: str = ""  # the request parameter that the grammar comes from
+    images: tuple[PromptImage, ...] = ()  # of the first prompt
+
+
+def load_preparer(
+    source: str, backend: str, tool_format: str, reasoning_format: str, limits: ImageLimits = ANY
+) -> Preparer:
+    """Load the preparer of a model, as its card describes it. Raises `ModelLoadError` and `ConfigurationError`."""
+    tokenizer, sight = load_tokenizer(source, backend), load_sight(source, backend, limits)
+    sight.warm()
+    return Preparer(tokenizer, tool_format=tool_format, reasoning_format=reasoning_format, sight=sight)
+
+
+class Preparer:
+    """Prepares requests for one model; safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        *,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+        sight: Sight = NO_SIGHT,
+    ) -> None:
+        """The formats are names in the engine's tables, "auto" or "none". Raises `ConfigurationError`."""
+        self.tokenizer = tokenizer
+        self._sight = sight
+        self._form = choose_form(
+            tokenizer.chat_template,
+            tokenizer.vocabulary,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+        )
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return self._sight.processor is not None
+
+    def prepare(
+        self,
+        request: ChatRequest | CompletionRequest | EmbeddingRequest,
+        *,
+        context_length: int,
+        name: str,
+        seed: int,
+        fetched: Fetched = NOTHING,
+    ) -> Prepared:
+        """Prepare a request; `name` is the model's, for error messages; `seed` is for a request without one, `fetched`
+        has the files of remote images by URL.
+
+        Raises `InvalidRequest`.
+        """
+        if isinstance(request, EmbeddingRequest):
+            inputs = prepare_inputs(request, self.tokenizer, context_length=context_length, name=name)
+            return Prepared(inputs, GenerationParams(max_tokens=1), dimensions=request.dimensions)
+        if isinstance(self.tokenizer, EmbeddingTokenizer):
+            raise InvalidRequest(
+                f"{name} serves only embeddings; send texts to /v1/embeddings.", code="unsupported_capability"
+            )
+        form: Form | None
+        images: tuple[PromptImage, ...] = ()
+        grammar, param = _response_grammar(request)
+        match request:
+            case ChatRequest():
+                tools, named = _tools(request)
+                given = self._sight.look(request.messages, name, fetched)
+                text, form = self._chat(request, tools, named)
+                ids, images = self._sight.encode(text, given, self.tokenizer, context_length)
+                prompts = [ids]
+                if form is not None:
+                    choice = (
+                        request.tool_choice if isinstance(request.tool_choice, str) else "named" if named else "auto"
+                    )
+                    grammar = answer_grammar(
+                        form,
+                        tool_choice=choice if tools else "none",
+                        named=named,
+                        parallel=request.parallel_tool_calls is not False,
+                        schemas=_schemas(tools),
+                        response=grammar,
+                    )
+                param = param or "tools"
+            case CompletionRequest():
+                if len(request.prompts) * (request.n or 1) > MAX_CHOICES:
+                    raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}; ask for fewer.", param="n")
+                adds = request.add_special_tokens is not False
+                prompts = [self._completion(prompt, context_length, adds) for prompt in request.prompts]
+                echoed = tuple(map(self.tokenizer.decode, prompts)) if request.echo else ()
+                form = Form(echo=echoed, prompt_alone=request.max_tokens == 0) if request.echo else None
+        longest = max(map(len, prompts))
+        if longest >= context_length:
+            raise InvalidRequest(
+                f"The prompt has {longest} tokens and needs room for an answer, but the context length of "
+                f"{name} is {context_length} tokens; shorten it.",
+                code="context_length_exceeded",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
+            )
+        params = generation_params(request, room=context_length - longest, seed=seed)
+        check_scores(params, sum(map(len, prompts)))
+        check_ids(params.logit_bias, "logit_bias", self.tokenizer.vocabulary_size)
+        check_ids(params.stop_token_ids, "stop_token_ids", self.tokenizer.vocabulary_size)
+        if grammar is not None and not isinstance(self.tokenizer, Tokenizer):
+            raise InvalidRequest(
+                f"{param} needs a model with a vocabulary; {name} has none, so leave it out.",
+                code="unsupported_parameter",
+                param=param,
+            )
+        shown = self.tokenizer.special_token_ids
+        if request.skip_special_tokens is not False:  # only those that the form's parser looks for
+            marks = markers(form) if form else ()
+            shown = shown.intersection([self.tokenizer.vocabulary.get(mark, -1) for mark in marks])
+        visible = tuple(sorted(shown))
+        if grammar is not None or visible:
+            params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
+        return Prepared(prompts, params, form, grammar_param=param, images=images)
+
+    def _chat(self, request: ChatRequest, tools: Sequence[Tool], named: str | None) -> tuple[str, Form | None]:
+        check_messages(request.messages)
+        if tools and self._form.tool_format is None:
+            raise InvalidRequest(
+                "This model's chat template takes no tools, or uses an unknown format; leave them out, or name the "
+                "format with --tool-format.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        messages = [self._sight.mark(message, _for_template(message), self.tokenizer) for message in request.messages]
+        text = self.tokenizer.render_chat(messages, definitions, **self._options(request))
+        form = Form(
+            tool_format=self._form.tool_format if tools else None,
+            reasoning_format=self._form.reasoning_format,
+            tools={tool.function.name: tool.function.parameters or {} for tool in tools},
+            thinking=ends_in_thought(text, self._form),
+            choice="named" if named else "required" if request.tool_choice == "required" else "auto",
+        )
+        read = form.tool_format is not None or form.reasoning_format is not None
+        return text, form if read else None
+
+    def _options(self, request: ChatRequest) -> dict[str, Any]:
+        """The chat template's variables."""
+        template = self.tokenizer.chat_template
+        options = dict(request.chat_template_kwargs or {})
+        if taken := sorted(options.keys() & _NOT_FOR_TEMPLATES):
+            raise InvalidRequest(
+                f"{', '.join(taken)}: not for the chat template; leave it out.", param="chat_template_kwargs"
+            )
+        if (effort := request.reasoning_effort) is not None:
+            switch = next((name for name in _THINKING if name in template), None)
+            if effort == "none":
+                options.setdefault(switch or "enable_thinking", False)
+            elif "reasoning_effort" in template:
+                options.setdefault("reasoning_effort", effort)
+            elif switch:
+                options.setdefault(switch, True)
+            elif self._form.reasoning_format is None:
+                raise InvalidRequest(
+                    "This model does not reason; leave reasoning_effort out.",
+                    code="unsupported_parameter",
+                    param="reasoning_effort",
+                )
+        last = request.messages[-1]
+        continues = last.role == "assistant" and not last.tool_calls and bool(last.text.strip())
+        if request.add_generation_prompt is not None:
+            options["add_generation_prompt"] = request.add_generation_prompt
+            continues = continues and not request.add_generation_prompt
+        if request.continue_final_message is not None:
+            if request.continue_final_message and not continues:
+                raise InvalidRequest(
+                    "Only a last message of the assistant, with text, can be continued; send one.",
+                    param="continue_final_message",
+                )
+            continues = request.continue_final_message
+        if continues:
+            options["continue_final_message"] = True
+        return options
+
+    def _completion(self, prompt: str | list[int], context_length: int, add_special_tokens: bool) -> list[int]:
+        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+            raise InvalidRequest("The prompt is blank; send some text.", code="empty_prompt", param="prompt")
+        if isinstance(prompt, str):
+            return encode_within(
+                self.tokenizer, prompt, context_length, "prompt", add_special_tokens=add_special_tokens
+            )
+        check_ids(prompt, "prompt", self.tokenizer.vocabulary_size)
+        return prompt
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    values = message.model_dump(exclude_none=True)
+    if thought := message.reasoning_content or message.reasoning:
+        values |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
+    return values
+
+
+def _tools(request: ChatRequest) -> tuple[Sequence[Tool], str | None]:
+    """The tools that the model may call, and the name of the one that it must call, if any."""
+    tools, choice = request.tools or [], request.tool_choice
+    names = [tool.function.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidRequest(f"tools: {', '.join(twice)} is defined twice; define it once.", param="tools")
+    if not tools and choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice needs tools; send some, or leave it out.", param="tool_choice")
+    if choice == "none":
+        return [], None
+    if not isinstance(choice, NamedTool):
+        return tools, None
+    if choice.function.name not in names:
+        raise InvalidRequest(f"tool_choice: {choice.function.name!r} is not in tools.", param="tool_choice")
+    return tools, choice.function.name
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """The schemas that the grammar enforces on arguments; one that is not strict only if all of it can be enforced.
+
+    Raises `InvalidRequest` for an invalid schema, and for a strict one that cannot be enforced.
+    """
+    schemas = {}
+    for index, tool in enumerate(tools):
+        function = tool.function
+        if function.parameters is None:
+            continue
+        path = f"tools[{index}].function.parameters"
+        try:
+            schemas[function.name] = json.loads(
+                json_schema_grammar(function.parameters, path=path, strict=bool(function.strict)).text
+            )
+        except InvalidRequest as error:
+            if function.strict or error.code != "unsupported_schema":
+                raise
+    return schemas
+
+
+def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar | None, str]:
+    """The grammar that `response_format` or a `guided_` parameter asks for, and the parameter's name."""
+    own = request.structured_outputs or StructuredOutputs()
+    asked: dict[str, Any] = {
+        "response_format": request.response_format,
+        "guided_json": request.guided_json,
+        "guided_regex": request.guided_regex,
+        "guided_choice": request.guided_choice,
+        "guided_grammar": request.guided_grammar,
+        "structured_outputs.json": own.json_,
+        "structured_outputs.regex": own.regex,
+        "structured_outputs.choice": own.choice,
+        "structured_outputs.grammar": own.grammar,
+        "structured_outputs.json_object": own.json_object or None,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} exclude each other; give one.", param=given[0])
+    param = given[0] if given else ""
+    match param.rpartition("_" if param.startswith("guided") else ".")[2]:
+        case "json":
+            return json_schema_grammar(_schema(asked[param], param), path=param), param
+        case "regex":
+            return regex_grammar(asked[param]), param
+        case "choice":
+            return choice_grammar(asked[param]), param
+        case "grammar":
+            return ebnf_grammar(asked[param]), param
+        case "json_object":
+            return any_json_object(), param
+    form = request.response_format
+    if form is None or form.type == "text":
+        return None, ""
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        return any_json_object(), param
+    path = "response_format.json_schema.schema"
+    return json_schema_grammar(form.json_schema.schema_, path=path, strict=bool(form.json_schema.strict)), param
+
+
+def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:
+    """A JSON Schema; like vLLM's, the parameter takes an object or JSON text."""
+    if isinstance(value, dict):
+        return value
+    try:
+        schema = load_json(value.encode())
+    except ValueError as error:
+        raise InvalidRequest(f"{path} {error}", param=path) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{path}: a JSON Schema must be an object.", param=path)
+    return schema

@@ -1,0 +1,70 @@
+"""What callers of the library may pass as prompts, and the requests that they become."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from ...schemas.errors import InvalidRequest
+from ...schemas.params import GenerationParams
+from ..backend import Backend
+from ..config import EngineConfig
+from ..request import EngineRequest, resolve_seed
+from ..vision.reading import ImageLimits
+from ..vision.sight import NO_SIGHT, Sight, load_sight
+
+
+@dataclass(frozen=True, slots=True)
+class ImageText:
+    """A prompt with images: `text` has `InferenceEngine.image_mark` where each of `images` stands, the bytes of a PNG,
+    JPEG, WebP or GIF file."""
+
+    text: str
+    images: tuple[bytes, ...]
+
+
+Prompt = str | Sequence[int] | ImageText
+Many = list[str] | list[list[int]] | list[ImageText] | list[Prompt]
+
+
+def is_list(prompts: Prompt | Many) -> bool:
+    """Whether `prompts` is a list of prompts; a list of token ids is a single one."""
+    return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+
+
+def as_list(prompts: Prompt | Many) -> list[Prompt]:
+    return list(cast("list[Prompt]", prompts)) if is_list(prompts) else [cast("Prompt", prompts)]
+
+
+def sight_of(backend: Backend, config: EngineConfig) -> Sight:
+    """What a loaded model sees. Raises `ModelLoadError`."""
+    if not backend.info.sees:
+        return NO_SIGHT
+    return load_sight(config.model, backend.manifest.id, ImageLimits.of(config))
+
+
+class Prompts:
+    """Makes requests for one backend, whose model has this `sight`."""
+
+    def __init__(self, backend: Backend, sight: Sight) -> None:
+        self._backend, self._sight = backend, sight
+
+    async def request(
+        self, prompt: Prompt, params: GenerationParams, request_id: str | None = None, adapter: str | None = None
+    ) -> EngineRequest:
+        """A request with an id, random if it is None, and a seed. Raises `InvalidRequest`."""
+        name, seed = request_id or uuid.uuid4().hex, resolve_seed(params)
+        if not isinstance(prompt, ImageText):
+            return EngineRequest(name, self.ids(prompt), params, seed, adapter=adapter)
+        tokenizer, length = self._backend.tokenizer, self._backend.info.context_length
+        found = await asyncio.to_thread(self._sight.tokenize, prompt.text, prompt.images, tokenizer, length)
+        return EngineRequest(name, tuple(found.ids), params, seed, adapter=adapter, images=found.images)
+
+    def ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The tokens of text, or token ids. Raises `InvalidRequest` for images."""
+        if isinstance(prompt, ImageText):
+            raise InvalidRequest("Images cannot be embedded; send text.", code="unsupported_capability")
+        return tuple(self._backend.tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt)

@@ -1,0 +1,1 @@
+"""How what travels becomes bytes, and how others read it: JSON, protobuf, AsyncAPI, headers, merge patches."""

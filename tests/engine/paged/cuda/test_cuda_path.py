@@ -1,0 +1,210 @@
+"""What runs on CUDA, as far as a machine without a GPU can tell: the same code, its kernels in Triton's
+interpreter, its graphs replaced by what obeys the same contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lora import make_adapter
+from pydantic import ByteSize
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock.engine import EngineConfig, EngineRequest, GenerationParams
+from penstock.engine.adapters.files import read_adapter
+from penstock.engine.choice import Choice
+from penstock.engine.paged import backend as paged
+from penstock.engine.paged.attention_hook import ATTENTION
+from penstock.engine.paged.cuda import attention as paged_attention
+from penstock.engine.paged.cuda.graphs import DecodeGraphs
+from penstock.engine.paged.packing import Segment
+from penstock.engine.paged.quantization.quantize import ProductMaker
+from penstock.engine.paged.runner import Runner
+
+CPU = torch.device("cpu")
+CONTEXT = 160
+NUM_BLOCKS = 48
+
+
+class CudaLike(Runner):
+    """A runner that believes in CUDA."""
+
+    on_triton = True
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the interpreter a millisecond."""
+    monkeypatch.setattr(paged_attention, "_PROGRAMS", 8)
+
+
+@pytest.fixture(params=["mistral", "qwen3"])
+def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Path]) -> tuple[Runner, Runner]:
+    """The same model with the attention of CPUs and with that of CUDA, in float32."""
+
+    def load(kind: type[Runner]) -> Runner:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
+        )
+        runner = kind(model, 16, 256, ProductMaker(None, torch.device("cuda")))
+        runner.allocate([NUM_BLOCKS] * len(runner.groups))
+        return runner
+
+    return load(Runner), load(CudaLike)
+
+
+def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[Tensor]:
+    """Play steps of (choice, tokens, start) on a runner, each choice in 160 tokens of blocks of its own, backwards;
+    every segment's logits, in order."""
+    num_blocks = -(-CONTEXT // runner.block_size)
+    found = []
+    for step in steps:
+        segments = []
+        for choice, tokens, start in step:
+            table = list(range((choice + 1) * num_blocks - 1, choice * num_blocks - 1, -1))
+            segments.append(Segment(tokens, start, [table] * len(runner.groups), True))
+        logits, sampled, _ = runner.forward(segments)
+        found += [logits[list(sampled).index(index)].clone() for index in range(len(step))]
+    return found
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+STEPS = [
+    [(0, ids(70, 0), 0), (1, ids(20, 1), 0)],
+    [(0, [7], 70), (1, ids(5, 2), 20), (2, [9], 0), (3, ids(5, 5), 0)],
+    [(0, [8], 71), (1, [3], 25), (2, [4], 1), (3, [6], 5)],
+    [(3, ids(30, 3), 0)],  # another request in the same blocks
+    [(2, [5], 2), (0, [6], 72), (1, [11], 26)],
+    [(3, [12], 30)],
+]
+
+
+def test_attention_by_block_table_equals_ours(runners: tuple[Runner, Runner]) -> None:
+    ours, theirs = (run(runner, STEPS) for runner in runners)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+class Capture:
+    """Records a step as a graph would be: its inputs and its result stay where they are."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        result = function().clone()
+
+        def replay() -> None:
+            self.replays += 1
+            result.copy_(function())
+
+        return replay, result
+
+
+@torch.inference_mode()
+def record(runner: Runner) -> Capture:
+    """Decode up to four rows by graphs from now on."""
+    capture = Capture()
+    arguments = runner._forward, runner._packed_groups, runner.block_size, CONTEXT, 4, CPU
+    runner._graphs = DecodeGraphs(*arguments, capture=capture)
+    return capture
+
+
+def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner]) -> None:
+    """Fewer rows than were recorded do not touch the blocks of requests that used the rows before."""
+    runner = runners[1]
+    plain = run(runner, STEPS)
+    runner.allocate([NUM_BLOCKS] * len(runner.groups))
+    capture = record(runner)
+    recorded = run(runner, STEPS)
+    assert capture.replays == 3, "the two steps with prompts are not for a graph"
+    for one, other in zip(plain, recorded, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_steps_with_adapters_are_not_recorded_ones(runners: tuple[Runner, Runner], tmp_path: Path) -> None:
+    """They are computed beside the graphs, and `slow_adapters` says so."""
+    runner = runners[1]
+    assert runner.slow_adapters == ""
+    capture = record(runner)
+    assert "not recorded as CUDA graphs" in runner.slow_adapters
+    targets = runner.adaptation.targets
+    path = make_adapter(tmp_path, {name: (size.inputs, size.outputs) for name, size in targets.linear.items()})
+    adapter = runner.load_adapter(read_adapter("one", path, targets))
+    segment = Segment([5], 0, [[3]] * len(runner.groups), True)
+    plain = runner.forward([segment]).logits.clone()
+    assert capture.replays == 1
+    changed = runner.forward([segment._replace(adapter=adapter)]).logits
+    assert capture.replays == 1 and not torch.allclose(plain, changed)
+    assert torch.equal(runner.forward([segment]).logits, plain) and capture.replays == 2
+
+
+def test_recorded_steps_launched_ahead_change_no_answer(
+    model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step's logits lie where the last one's did, and its input is what the last one chose."""
+    config = EngineConfig(
+        model=str(model_directory("llama")),
+        dtype="float32",
+        device="cpu",
+        kv_cache_memory=ByteSize(8 << 20),
+        max_sequence_length=CONTEXT,
+        compile_kernels=False,
+        prefill_chunk_size=32,
+    )
+
+    def play(backend: paged.PagedBackend) -> list[Choice]:
+        rows = []
+        for number in range(4):
+            params = GenerationParams(
+                temperature=number % 2, max_tokens=3 + 2 * number, logprobs=1, stop_token_ids=tuple(ids(40, number))
+            )
+            request = EngineRequest(str(number), tuple(ids(5 * number + 1, number)), params, seed=number)
+            rows.append(Choice(request, 0, backend.tokenizer, backend.info))
+            told[id(rows[-1])] = []
+            backend.add(rows[-1])
+            for _ in range(2):
+                step(backend, rows)
+        while backend.delay() <= 0:
+            step(backend, rows)
+        return rows
+
+    def step(backend: paged.PagedBackend, rows: list[Choice]) -> None:
+        for delta in backend.step():
+            told[id(rows[int(delta.request)])] += [entry.logprob for entry in delta.logprobs or ()]
+        backend.check_integrity()
+
+    told: dict[int, list[float | None]] = {}
+    expected = play(paged.PagedBackend(config))
+    monkeypatch.setattr(paged, "Runner", CudaLike)
+    backend = paged.PagedBackend(config, ahead=True)
+    capture = record(backend.runner)
+    rows = play(backend)
+    assert capture.replays > 5
+    for one, other in zip(rows, expected, strict=True):
+        assert (one.tokens, one.finish) == (other.tokens, other.finish)
+        assert told[id(one)] == pytest.approx(told[id(other)], abs=1e-4) and len(one.tokens) == len(told[id(one)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_step_waits_for_the_device_but_for_the_last_ones_tokens(model_directory: Callable[[str], Path]) -> None:
+    backend = paged.PagedBackend(EngineConfig(model=str(model_directory("llama")), kv_cache_memory=ByteSize(1 << 28)))
+    for number in range(4):
+        params = GenerationParams(temperature=number % 2, top_p=0.9, logprobs=1, ignore_eos=True)
+        request = EngineRequest(str(number), tuple(ids(20, number)), params, seed=number)
+        backend.add(Choice(request, 0, backend.tokenizer, backend.info))
+    for _ in range(4):  # in which graphs are recorded
+        backend.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert [len(backend.step()) for _ in range(4)] == [4] * 4
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,136 @@
+"""The compiled decoder is judged against float32: a right one is taken, however far roundings differ, no wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from penstock.engine.cpu import variants
+from penstock.engine.cpu.library import Kernels, load_kernels
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
+from penstock.engine.paged import runner
+from penstock.engine.paged.attention_hook import ATTENTION
+from penstock.engine.paged.decoding import compiled_decoder
+from penstock.engine.paged.decoding.compiled_decoder import CompiledDecoder
+from penstock.engine.paged.decoding.precision import in_float32
+from penstock.engine.paged.quantization.quantize import ProductMaker
+from penstock.engine.paged.runner import Runner
+
+compiled = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: Any = LlamaConfig) -> Any:
+    """Random; with a large `spread` its layers make every rounding larger, as those of real models do."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 170, "num_attention_heads": 4, "head_dim": 16}
+    config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runner:
+    return Runner(model, 16, 256, ProductMaker(method, torch.device("cpu"), offered), offered)
+
+
+@compiled
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+def test_a_model_that_makes_roundings_larger_is_compiled(method: str | None) -> None:
+    made = run(make_model(spread=0.6), load_kernels(), method)
+    assert made.uncompiled == "" and made._compiled is not None
+
+
+def scale(name: str, factor: float) -> Callable[[CompiledDecoder], None]:
+    def change(decoder: CompiledDecoder) -> None:
+        setattr(decoder._layers[3], name, factor * getattr(decoder._layers[3], name))
+
+    return change
+
+
+def swap(decoder: CompiledDecoder) -> None:
+    layer = decoder._layers[3]
+    layer.gate, layer.up = layer.up, layer.gate
+
+
+def lose_head_norm(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].head_norm = None
+
+
+def mistake_norm(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].mlp_norm = decoder._layers[3].attention_norm
+
+
+def mistake_last_norm(decoder: CompiledDecoder) -> None:
+    decoder._model.norm = decoder._layers[0].attention_norm
+
+
+@compiled
+@pytest.mark.parametrize("spread", [0.02, 0.6])
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (scale("scaling", 1.5), "layer 3"),
+        (mistake_norm, "layer 3"),
+        (swap, "layer 3"),
+        (lose_head_norm, "layer 3"),
+        (mistake_last_norm, "the head"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_one_part_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(compiled_decoder.CompiledDecoder):
+        def attach(self, *arguments: Any) -> None:
+            super().attach(*arguments)
+            break_(self)
+
+    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
+    made = run(make_model(spread=spread, kind=Qwen3Config), load_kernels())
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+@compiled
+def test_a_wrong_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last key of each query is forgotten."""
+    sources = []
+    for source in variants.SOURCES:
+        text = source.read_text().replace("length = tokens[row].position + 1;", "length = tokens[row].position;")
+        sources.append(tmp_path / source.name)
+        sources[-1].write_text(text)
+    monkeypatch.setattr(variants, "SOURCES", tuple(sources))
+    made = run(make_model(), load_kernels(cache=tmp_path))
+    assert made._compiled is None and "from float32 in layer 0" in made.uncompiled
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_in_float32_without_a_copy(tied: bool) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, vocab_size=50, num_hidden_layers=2, num_attention_heads=2
+    )
+    config.tie_word_embeddings = tied
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config, dtype=torch.bfloat16).eval()
+    exact = make(config, dtype=torch.float32).eval()
+    exact.load_state_dict(model.state_dict())
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    ids = torch.tensor([[1, 7, 30]])
+    with torch.inference_mode(), in_float32(model):
+        assert torch.equal(model(ids).logits, exact(ids).logits)
+        with pytest.raises(IndexError):
+            model(torch.tensor([[50]]))
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.inference_mode():
+        assert model(ids).logits.dtype == torch.bfloat16

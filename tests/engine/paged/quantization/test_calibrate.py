@@ -1,0 +1,77 @@
+"""Rounding with calibration: nearer on the inputs that it saw, for every kind of module, and whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock.engine.paged.quantization.calibrate import calibrate, calibrated
+from penstock.engine.paged.quantization.quantize import quantizable, rounded
+
+TEXTS = [[(7 * row + 3 * index * index + index) % 500 for index in range(40)] for row in range(20)]
+
+
+def inputs(count: int, size: int) -> Tensor:
+    """Correlated, as those of a model are."""
+    random = torch.Generator().manual_seed(0)
+    mixed = torch.randn((count, size // 4), generator=random) @ torch.randn((size // 4, size), generator=random)
+    return mixed + 0.1 * torch.randn((count, size), generator=random)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_products_of_known_inputs_are_nearer(method: str, size: int) -> None:
+    x, weight = inputs(4 * size, size), torch.randn((48, size), generator=torch.Generator().manual_seed(1))
+    found, plain = calibrated(weight, x.T @ x, method), rounded(weight, method)
+    assert (found.zeros is None) == (method == "int8")
+    right = x @ weight.T
+    errors = [float((x @ one.numbers.T - right).norm()) for one in (found, plain)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_inputs_that_never_occur_do_no_harm() -> None:
+    x, weight = inputs(200, 64), torch.randn((16, 64), generator=torch.Generator().manual_seed(1))
+    x[:, 10:40] = 0
+    found = calibrated(weight, x.T @ x, "int4").numbers
+    assert found.isfinite().all() and float((found - weight).abs().max()) < 2
+    silent = calibrated(weight, torch.zeros((64, 64)), "int4").numbers
+    assert float((silent - weight).norm() / weight.norm()) < 0.15
+
+
+def test_shapes_that_int4_does_not_take_become_int8() -> None:
+    x, weight = inputs(200, 70), torch.randn((7, 70), generator=torch.Generator().manual_seed(1))
+    found = calibrated(weight, x.T @ x, "int4")
+    assert found.zeros is None and found.levels.shape == (7, 70) and found.scales.shape == (7, 3)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma2", "phi3", "mixtral", "stablelm"])
+def test_a_model_is_rounded_layer_by_layer(shape: str, model_directory: Callable[[str], Path]) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_directory(shape), dtype=torch.float32)
+    exact, plain = deepcopy(model), deepcopy(model)
+    methods = {name: method for name, _, method in quantizable(model, "int4")}
+    done: list[int] = []
+    found = calibrate(model, methods, TEXTS, done.append)
+    assert done == list(range(1, len(methods) + 1))
+    assert found.keys() == methods.keys()
+    for name, one in found.items():
+        assert torch.equal(model.get_submodule(name).weight, one.numbers), name
+        with torch.no_grad():
+            module = plain.get_submodule(name)
+            module.weight.copy_(rounded(module.weight, methods[name]).numbers)
+    with torch.inference_mode():
+        right, other, uncalibrated = (one(torch.tensor(TEXTS)).logits for one in (exact, model, plain))
+    assert float((other - right).norm()) < float((uncalibrated - right).norm())
+
+
+def test_texts_that_fill_no_batch_are_read(model_directory: Callable[[str], Path]) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_directory("llama"), dtype=torch.bfloat16)
+    methods = {name: method for name, _, method in quantizable(model, "int8")}
+    found = calibrate(model, methods, TEXTS[:3])
+    assert found.keys() == methods.keys() and model.dtype == torch.bfloat16

@@ -1,0 +1,288 @@
+"""From requests to prompts, parameters and forms; and what no template or tokenizer can honour, refused by its name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from templates import HERMES, THINKING
+from tokenizers import AddedToken
+
+from penstock.engine.preparing.prepare import Prepared, Preparer
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.schemas.errors import InvalidRequest
+from penstock.schemas.openai.completions import ChatRequest, CompletionRequest, parse_request
+
+Prepare = Callable[..., Prepared]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+OTHER = {"type": "function", "function": {"name": "sub"}}
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    found = {"plain": Tokenizer(tiny_model)}
+    for name, template in {"hermes": HERMES, "thinking": THINKING}.items():
+        directory = tmp_path_factory.mktemp("models") / name
+        shutil.copytree(tiny_model, directory)
+        (directory / "chat_template.jinja").write_text(template)
+        found[name] = Tokenizer(directory)
+    return found
+
+
+@pytest.fixture
+def prepare(tokenizers: dict[str, Tokenizer]) -> Prepare:
+    def run(template: str = "hermes", context_length: int = 1000, **body: Any) -> Prepared:
+        endpoint: Any = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        request = parse_request(endpoint, {"model": "m", **({} if "prompt" in body else {"messages": [USER]}), **body})
+        assert isinstance(request, ChatRequest | CompletionRequest)
+        return Preparer(tokenizers[template]).prepare(request, context_length=context_length, name="m", seed=7)
+
+    return run
+
+
+@pytest.fixture
+def text(tokenizers: dict[str, Tokenizer], prepare: Prepare) -> Callable[..., str]:
+    """The prompt as the model reads it."""
+    return lambda **body: tokenizers["plain"].decode(prepare(**body).prompts[0])
+
+
+def test_tools_stand_in_the_prompt_unless_none_may_be_called(text: Callable[..., str]) -> None:
+    assert '"add"' in text(tools=[TOOL, OTHER]) and '"sub"' in text(tools=[TOOL, OTHER])
+    assert "add" not in text(tools=[TOOL], tool_choice="none")
+
+
+def test_a_form_goes_along_where_there_is_something_to_read(prepare: Prepare) -> None:
+    assert prepare().form is None
+    form = prepare(tools=[TOOL, OTHER], tool_choice="required").form
+    assert form is not None and (form.tool_format, form.choice) == ("hermes", "required")
+    assert list(form.tools) == ["add", "sub"]
+    named = prepare(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}}).form
+    assert named is not None and named.choice == "named"
+
+
+def test_marks_that_are_special_tokens_are_to_be_seen(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(HERMES)
+    tokenizer = Tokenizer(tmp_path)
+    tokenizer.huggingface.add_tokens([AddedToken("<tool_call>", special=True)])
+    tokenizer.huggingface.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    tokenizer.vocabulary_size = len(tokenizer.vocabulary)
+    request = parse_request("/v1/chat/completions", {"model": "m", "messages": [USER], "tools": [TOOL]})
+    assert isinstance(request, ChatRequest)
+    prepared = Preparer(tokenizer).prepare(request, context_length=1000, name="m", seed=1)
+    assert prepared.params.visible_token_ids == (tokenizer.vocabulary["<tool_call>"],)
+
+
+def test_a_tool_is_held_to_its_schema_where_all_of_it_can_be(prepare: Prepare) -> None:
+    loose = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tight = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+
+    def tool(parameters: dict[str, Any], strict: bool) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+
+    for strict in (False, True):
+        grammar = prepare(tools=[tool(tight, strict)]).params.grammar
+        assert grammar is not None and '"enum": ["x"]' in grammar.text
+    grammar = prepare(tools=[tool(loose, False)]).params.grammar
+    assert grammar is not None and "uniqueItems" not in grammar.text
+    with pytest.raises(InvalidRequest) as raised:
+        prepare(tools=[tool({**tight, "properties": {"a": {"type": "array", "uniqueItems": True}}}, True)])
+    assert raised.value.param == "tools[0].function.parameters.properties.a.uniqueItems"
+    with pytest.raises(InvalidRequest):
+        prepare(tools=[tool({"type": 5}, False)])
+
+
+def test_thoughts_are_read_and_switched_off(prepare: Prepare, text: Callable[..., str]) -> None:
+    form = prepare("thinking").form
+    assert form is not None and form.reasoning_format == "think" and form.thinking
+    for off in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        assert text(template="thinking", **off).endswith("</think>\n\n")
+        form = prepare("thinking", **off).form
+        assert form is None or not form.thinking
+    assert not text(template="thinking", reasoning_effort="high").endswith("</think>\n\n")
+
+
+def test_a_turn_of_the_assistant_is_gone_on_with(text: Callable[..., str]) -> None:
+    begun = [USER, {"role": "assistant", "content": "Once upon"}]
+    assert text(messages=begun).endswith("assistant\nOnce upon")
+    assert text(messages=begun, continue_final_message=False).endswith("<|im_start|>assistant\n")
+    assert text(messages=begun, add_generation_prompt=True).endswith("<|im_start|>assistant\n")
+    assert text(messages=[USER]).endswith("<|im_start|>assistant\n")
+
+
+def test_calls_and_results_reach_the_template(text: Callable[..., str]) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = text(
+        messages=[
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "two"}]},
+        ],
+        tools=[TOOL],
+    )
+    assert '{"name": "add", "arguments": {"a": 1}}' in said and "tool\ntwo" in said
+
+
+def test_a_completion_may_begin_with_its_prompt(prepare: Prepare, tokenizers: dict[str, Tokenizer]) -> None:
+    ids = tokenizers["plain"].encode("the end")
+    form = prepare(prompt=[ids, ids[:1]], echo=True).form
+    assert form is not None and form.echo == ("the end", tokenizers["plain"].decode(ids[:1]))
+    assert prepare(prompt="x").form is None
+
+
+def test_an_echo_tells_the_prompts_logprobs_and_may_stand_alone(prepare: Prepare) -> None:
+    prepared = prepare(prompt="the end", echo=True, logprobs=1, max_tokens=0)
+    assert prepared.form is not None and prepared.form.prompt_alone
+    assert (prepared.params.prompt_logprobs, prepared.params.max_tokens) == (1, 1)
+
+
+def test_special_tokens_are_shown_to_who_asks(prepare: Prepare, tokenizers: dict[str, Tokenizer]) -> None:
+    assert prepare(prompt="x", skip_special_tokens=True).params.visible_token_ids == ()
+    shown = prepare(prompt="x", skip_special_tokens=False).params.visible_token_ids
+    assert set(shown) == tokenizers["plain"].special_token_ids
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", "object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+            "json_schema",
+            "integer",
+        ),
+        ({"guided_json": {"type": "boolean"}}, "json_schema", "boolean"),
+        ({"guided_regex": "[ab]+"}, "regex", "[ab]+"),
+        ({"guided_choice": ["yes", "no"]}, None, "yes"),
+        ({"guided_grammar": 'root ::= "a"'}, "ebnf", "root"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "json_schema", "boolean"),
+        ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "json_schema", "boolean"),
+        ({"structured_outputs": {"regex": "[ab]+", "whitespace_pattern": None}}, "regex", "[ab]+"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, None, "yes"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", "root"),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", "object"),
+    ],
+)
+def test_what_the_answer_must_look_like_becomes_a_grammar(
+    prepare: Prepare, asked: dict[str, Any], kind: str | None, text: str
+) -> None:
+    prepared = prepare("plain", **asked)
+    grammar = prepared.params.grammar
+    assert grammar is not None and text in grammar.text
+    assert kind is None or grammar.kind == kind
+    ((name, form),) = asked.items()
+    assert prepared.grammar_param == (f"{name}.{next(iter(form))}" if name == "structured_outputs" else name)
+    assert prepare("plain").params.grammar is None
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("plain", {"tools": [TOOL], "tool_choice": "required"}, "tools", "takes no tools"),
+    ("hermes", {"tools": [TOOL, TOOL]}, "tools", "twice"),
+    ("hermes", {"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        "hermes",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+        "'x' is not in tools",
+    ),
+    ("hermes", {"reasoning_effort": "high"}, "reasoning_effort", "does not reason"),
+    ("hermes", {"continue_final_message": True}, "continue_final_message", "last message"),
+    ("hermes", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ("hermes", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
+    (
+        "hermes",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "", "tool_call_id": "d"},
+            ]
+        },
+        "messages[1].tool_call_id",
+        "no earlier call has the id 'd'",
+    ),
+    ("hermes", {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
+    ("hermes", {"structured_outputs": {"json": '{"a":' * 5_000}}, "structured_outputs.json", "not valid JSON"),
+    ("hermes", {"structured_outputs": {"json": "[" * 500 + "]" * 500}}, "structured_outputs.json", "nested deeper"),
+    ("hermes", {"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be an object"),
+    (
+        "hermes",
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.regex",
+        "exclude each other",
+    ),
+    (
+        "hermes",
+        {"prompt": [1] * 1000, "n": 128, "echo": True, "logprobs": 0, "context_length": 20_000},
+        "prompt_logprobs",
+        "may have 781 tokens for n = 128",
+    ),
+    (
+        "hermes",
+        {"prompt": [1] * 5_000, "prompt_logprobs": 20, "context_length": 20_000},
+        "prompt_logprobs",
+        "may have 4,761 tokens",
+    ),
+    (
+        "hermes",
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+        "messages[0].tool_calls",
+        "Only",
+    ),
+    ("hermes", {"messages": [{"role": "user", "content": " "}]}, "messages", "blank"),
+    ("hermes", {"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ("hermes", {"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "exclude each other"),
+    ("hermes", {"prompt": ["a"] * 100, "n": 2}, "n", "above 128"),
+    ("hermes", {"prompt": " "}, "prompt", "blank"),
+    ("hermes", {"prompt": [10**6]}, "prompt", "outside the vocabulary"),
+    ("hermes", {"logit_bias": {"1000000": 1}}, "logit_bias", "outside the vocabulary"),
+    ("hermes", {"context_length": 5}, "messages", "context length"),
+]
+
+
+@pytest.mark.parametrize(("template", "asked", "param", "message"), REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_its_name(
+    prepare: Prepare, template: str, asked: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as raised:
+        prepare(template, **asked)
+    assert raised.value.param == param
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.characters = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.characters += len(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 3_000_000}, {"messages": [USER | {"content": "word " * 600_000}]}])
+def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_read(
+    tokenizers: dict[str, Tokenizer], body: dict[str, Any]
+) -> None:
+    counting: Any = Counting(tokenizers["plain"])
+    endpoint: Any = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    request = parse_request(endpoint, {"model": "m", **body})
+    assert isinstance(request, ChatRequest | CompletionRequest)
+    with pytest.raises(InvalidRequest, match=r"more than \d+ tokens, but the context length .* 1000 tokens") as error:
+        Preparer(counting).prepare(request, context_length=1000, name="m", seed=7)
+    assert error.value.code == "context_length_exceeded"
+    assert counting.characters < 300_000
+
+
+def test_a_long_prompt_that_fits_is_tokenised_as_a_whole(tokenizers: dict[str, Tokenizer], prepare: Prepare) -> None:
+    long = "All the words of it. " * 5_000
+    assert prepare("plain", context_length=500_000, prompt=long).prompts == [tokenizers["plain"].encode(long)]
