@@ -4,9 +4,9 @@
 
 Starts `penstock serve` with five models and memory for two, and an agent of a second host with memory for one. Then it
 asks, gives up, loads, unloads, swaps, removes, adds and pins models, kills workers and the agent, all drawn from the
-seed: the commands of the state machine in `tests/schemas/models/test_planner.py`. The echo backend with tokenizers that differ
-shows which revision has answered. `walk_laws.py` has the laws. Prints what it did and every broken law, and ends with
-status 1 if there is one.
+seed: the commands of the state machine in `tests/schemas/models/test_planner.py`. The echo backend with tokenizers
+that differ shows which revision has answered. `walk_laws.py` has the laws. Prints what it did and every broken law,
+and ends with status 1 if there is one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The agent of a host: starts and ends the worker processes of the catalogue's models, one for each replica.
 
-What should be is decided by `schemas.models.planner`, from what the broker knows: the catalogue, the states of the models,
+`schemas.models.planner` decides what should be, from what the broker knows: the catalogue, the states of the models,
 what waits in their lanes, and what their workers hold. Nothing about a model is kept in this process alone: an agent
 that dies takes its workers with it, and the next one finds the requests where they were.
 """
