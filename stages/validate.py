@@ -78,7 +78,8 @@ class Validate(Stage):
         """Consume jobs, and load the tokenizers of the models before their first requests come: of those that have
         workers, and of a few others."""
         await intake.consume_lanes(JOBS, self.name, self.pipe.subjects.jobs_of)
-        await self.pipe.broker.refuse(self.pipe.subjects.jobs_all(), self.name, self._why_misaddressed)
+        jobs = self.pipe.subjects.jobs_all()
+        await through_outages(lambda: self.pipe.broker.refuse(jobs, self.name, self._why_misaddressed), jobs)
         settings, own = self.pipe.settings, []
         if settings.model:
             own = [PreparerKey(settings.model, settings.backend, settings.tool_format, settings.reasoning_format)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -41,11 +42,16 @@ class Brokers:
         return ",".join(node.url for node in self.nodes)
 
     @contextlib.asynccontextmanager
-    async def started(self, settings: Settings, state: Path, count: int) -> AsyncIterator[None]:
-        """Run `count` nodes, and start again what dies."""
+    async def started(
+        self, settings: Settings, state: Path, count: int, small_disk: str | None = None
+    ) -> AsyncIterator[None]:
+        """Run `count` nodes, and start again what dies; the last one may store on another file system."""
         binary, sync = settings.nats_server, settings.nats_sync_interval
         try:
             async with contextlib.AsyncExitStack() as stack:
+                if small_disk is not None:
+                    store = stack.enter_context(tempfile.TemporaryDirectory(prefix="nats-", dir=small_disk))
+                    (state / f"n{count - 1}").symlink_to(store)
                 if count == 1:
                     self.nodes = [await EmbeddedServer.start(state / "n0", binary, sync)]
                     stack.push_async_callback(self.nodes[0].stop)
@@ -80,6 +86,34 @@ class Brokers:
         for ends, proxy in self._routes.items():
             if node in ends:
                 proxy.delay = seconds
+
+    def hold(self, node: int, *, sent: bool = True, received: bool = True) -> None:
+        """Hold back what a node sends to the others, or what they send to it, or both, until `release`."""
+        for (source, target), proxy in self._routes.items():
+            if source == node:
+                proxy.stall(sent=sent, received=received)
+            elif target == node:
+                proxy.stall(sent=received, received=sent)
+
+    def release(self) -> None:
+        for proxy in self._routes.values():
+            proxy.resume()
+
+    async def leader_of(self, stream: str) -> int | None:
+        """The node that leads a stream (the server's name)."""
+        return await self._cluster.leader_of(stream) if self._cluster else None
+
+    async def replace(self, node: int) -> None:
+        """Kill a node; it is started again."""
+        if self._cluster:
+            await self._cluster.kill(node)
+
+    async def whole(self) -> None:
+        """Return when all nodes run and are up to date. Raises `StartupError` where they are not in a minute."""
+        if self._cluster:
+            while not all(node.alive for node in self.nodes):  # noqa: ASYNC110  (`_keep` starts them)
+                await asyncio.sleep(LEAST_DELAY)
+            await self._cluster.ready()
 
     async def _dial(self, source: int, target: int, port: int) -> int:
         proxy = self._routes[source, target] = await Proxy.start(port)

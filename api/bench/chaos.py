@@ -11,6 +11,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -35,11 +36,13 @@ from . import report as bench_report
 from .agents import Agent, judge_agents, ledger_of
 from .answers import PATIENCE, ReceivedAnswer, Request, ask, compare, mixed_requests
 from .brokers import Brokers, set_up
+from .cluster_faults import KINDS, ClusterFaults, troubles
 from .evidence import Evidence, Rooms
 from .faults import POLL, Faults, Strike, longest_pauses
 from .judge import Broken
 from .load import Client, Ended, clock
 from .outcome import outcome
+from .probes import outlive, take_all_seats
 from .server import kept, served_models, workplace
 
 STAGES = ("validate", "queue", "batch", "stream")
@@ -48,7 +51,6 @@ ECHO_RATE = 25.0  # tokens a second, as of a model, so that there are streams to
 KEPT = 7200.0  # seconds, and bytes, for which events are stored, to be judged at the end
 KEPT_BYTES = 2 << 30
 SLOW_WAITS = 100  # for a slow broker, one after the other, in a response with tools
-PROBE_LIMIT = 30.0  # seconds in which every seat has to be taken once
 
 
 @with_settings
@@ -75,6 +77,14 @@ def bench_chaos(
     broker_restarts: Annotated[
         int, Option(min=0, help="Times that a broker is killed, each in its turn, spread over the run.")
     ] = 0,
+    cluster: Annotated[
+        str,
+        Option(help=f"What several brokers suffer, as KIND=SECONDS,… of {', '.join(KINDS)}; once each, in this order."),
+    ] = "",
+    small_disk: Annotated[
+        Path | None, Option(exists=True, file_okay=False, help="Of a small file system: the last broker stores there.")
+    ] = None,
+    copies: Annotated[int, Option(min=1, max=8, help="Processes of each stage.")] = 1,
     slow: Annotated[
         float, Option(min=0, help="Seconds by which one of several brokers is behind the others at most.")
     ] = 0.0,
@@ -102,13 +112,20 @@ def bench_chaos(
         raise typer.BadParameter(f"--victims {','.join(unknown)}: no such part; known: {', '.join(VICTIMS)}")
     if names and tools:
         raise typer.BadParameter("--names and --tools do not go together; leave one out")
-    if slow and brokers < 3:
-        raise typer.BadParameter("--slow needs several brokers, one of which is behind; add --brokers 3")
+    if (slow or cluster) and brokers < 3:
+        raise typer.BadParameter(f"--{'slow' if slow else 'cluster'} needs several brokers; add --brokers 3")
+    try:
+        suffered = troubles(cluster)
+    except ValueError as error:
+        raise typer.BadParameter(f"--cluster {error}") from None
+    if (small_disk is None) != all(kind != "full-disk" for kind, _ in suffered):
+        raise typer.BadParameter("--small-disk and --cluster full-disk=SECONDS go together; give both, or none")
     seconds = bench_report.whole_numbers(stops, "--stops") if stops else []
     if seconds and not chosen:
         raise typer.BadParameter("--stops needs --victims to choose from")
-    patience = PATIENCE + sum(seconds) + blackout + SLOW_WAITS * slow
-    asked |= {"victims": chosen, "stops": seconds, "patience": patience}
+    patience = PATIENCE + sum(seconds) + blackout + SLOW_WAITS * slow + sum(each.seconds for each in suffered)
+    asked |= {"victims": chosen, "stops": seconds, "patience": patience, "cluster": suffered}
+    asked["small_disk"] = small_disk and str(small_disk)
     settings = _settings(loaded, SimpleNamespace(**asked))
     with bench_report.bars() as bars:
         found = asyncio.run(Chaos(settings, SimpleNamespace(**asked), bars).run())
@@ -152,7 +169,7 @@ class Chaos:
             starting = self._bars.add_task("starting", total=None, news="")
             state = stack.enter_context(workplace())
             settings = settings.model_copy(update={"state_dir": state})
-            await stack.enter_async_context(self._brokers.started(settings, state, asked.brokers))
+            await stack.enter_async_context(self._brokers.started(settings, state, asked.brokers, asked.small_disk))
             direct = settings.model_copy(update={"nats_url": self._brokers.urls})
             broker = await stack.enter_async_context(connected(direct, "chaos"))
             await set_up(broker, direct)
@@ -181,8 +198,10 @@ class Chaos:
             got, agents = await self._disturbed(faults, bodies)
             loaded_after = await offered.loads(broker)
             room = await rooms.at_rest()
-            probes, leaked = await self._probe(rooms, bodies[0][1]["model"]) if not asked.names else ([], 0)
-            if too_long := await self._outliving(bodies[0]):
+            probes, leaked = list[ReceivedAnswer](), 0
+            if not asked.names:
+                probes, leaked = await take_all_seats(urls, rooms, models[0], asked.longest, asked.patience)
+            if too_long := await outlive(urls[0], bodies[0], 2 * settings.longest_timeout):
                 room.append(too_long)
             if leaked:
                 room.append(Broken("all seats can be taken", f"{leaked} of {rooms.seats} never were"))
@@ -233,7 +252,8 @@ class Chaos:
     def _parts(self) -> list[Part]:
         bridge = ("bridge", "--host", "127.0.0.1", "--port")
         parts = [Part(name, (*bridge, str(port))) for name, port in self._ports.items()]
-        parts += [Part(f"{stage} 0", ("stage", stage)) for stage in STAGES]
+        copies = range(self._asked.copies)
+        parts += [Part(f"{stage} {index}", ("stage", stage)) for stage in STAGES for index in copies]
         if self._asked.tools:  # two, so that one may take over what the other has begun
             parts += [Part(f"tools {index}", ("stage", "tools")) for index in range(2)]
         workers = 0 if self._asked.names else self._settings.workers
@@ -244,7 +264,9 @@ class Chaos:
 
     async def _disturbed(self, faults: Faults, bodies: list[Request]) -> tuple[list[ReceivedAnswer], list[Agent]]:
         """All requests, until they have ended and every planned fault is over."""
-        planned, due = faults.planned(), asyncio.Semaphore(0)
+        events = f"{self._settings.namespace}_EVENTS".upper()
+        suffered = ClusterFaults(self._brokers, events, self._asked.small_disk, faults.strikes.append)
+        planned, due = [*faults.planned(), *suffered.planned(self._asked.cluster)], asyncio.Semaphore(0)
         total = len(bodies)
         at = [total * index // (len(planned) + 1) for index in range(1, len(planned) + 1)]
 
@@ -314,34 +336,3 @@ class Chaos:
             for _ in range(max(1, self._asked.concurrency // 4)):
                 group.create_task(one_after_another())
         return [found[index] for index in sorted(found)]
-
-    async def _probe(self, rooms: Rooms, model: str) -> tuple[list[ReceivedAnswer], int]:
-        """Ask for more than all seats until each was taken; also returns how many the batch stage never filled."""
-        rooms.peaks.clear()
-        body = {"model": model, "max_tokens": self._asked.longest, "ignore_eos": True, "stream": True}
-        body |= {"messages": [{"role": "user", "content": "water"}]}
-        clients, answers, indices = [Client(url) for url in self._urls], list[ReceivedAnswer](), count()
-        until = clock() + PROBE_LIMIT
-
-        async def one_after_another() -> None:
-            while rooms.never_taken and clock() < until:
-                index = next(indices)
-                key, patience = f"probe-{index}", self._asked.patience
-                answers.append(await ask(clients, "/v1/chat/completions", body, key, index, patience))
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(2 * rooms.seats):
-                group.create_task(one_after_another())
-        for client in clients:
-            client.close()
-        return answers, rooms.never_taken
-
-    async def _outliving(self, request: Request) -> Broken | None:
-        """What is wrong where a time-out is taken that outlives what a takeover needs."""
-        (path, body), timeout = request, 2 * self._settings.longest_timeout
-        client = Client(self._urls[0])
-        sample = await client.post(path, body | {"timeout": timeout})
-        client.close()
-        if (sample.error or "").startswith("HTTP 400"):
-            return None
-        return Broken("a time-out that outlives the events is refused", f"{timeout:g} s: {sample.error or 'taken'}")

@@ -11,7 +11,7 @@ import orjson
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from ...schemas.errors import PayloadTooLarge, StartupError, StreamFull, Superseded
+from ...schemas.errors import BrokerAway, BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
 from ..port import (
     MESSAGE_ID,
     Backlog,
@@ -247,9 +247,17 @@ class JetStreamBroker:
                 await self._link.send(message.reply, orjson.dumps(answer))
 
         # A publisher sets the pace of what arrives here, and the server cuts off a connection that lags behind.
-        link = await self._again()
+        try:
+            link = await self._again()
+        except BrokerAway as error:  # it has been there already
+            raise BrokerUnavailable(str(error)) from error
+        try:
+            listening = await self._listening(await link.subscribe(subject, heard, group=group), link)
+        except BaseException:
+            await link.close()
+            raise
         self._aside.append(link)
-        return await self._listening(await link.subscribe(subject, heard, group=group), link)
+        return listening
 
     async def _listening(self, subscription: Subscription, link: Link | None = None) -> _Listening:
         link = link or self._link

@@ -14,7 +14,7 @@ import asyncio
 import re
 import ssl
 
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.errors import Error, SecureConnWantedError
 
@@ -43,6 +43,7 @@ class DirectClient(Client):
         super().__init__()
         self._access = access
         self._lingering: asyncio.TimerHandle | None = None  # set by post, reset by _end_lingering
+        self._left: Srv | None = None  # set by leave, reset by _select_next_server
 
     async def post(
         self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None, *, linger: bool = False
@@ -64,6 +65,21 @@ class DirectClient(Client):
             self._flush_soon()
         elif self._lingering is None:
             self._lingering = asyncio.get_running_loop().call_later(LINGER, self._end_lingering)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether it knows more than one server."""
+        return len(self._server_pool) > 1
+
+    async def leave(self) -> None:
+        """Connect to another server, or to this one again if no other accepts us."""
+        self._left = self._current_server
+        await self._process_op_err(Error("nats: left"))
+
+    async def _select_next_server(self) -> None:
+        left, self._left = self._left, None
+        self._server_pool.sort(key=lambda server: server is left)  # which is stable
+        await super()._select_next_server()
 
     @property
     def ssl_context(self) -> ssl.SSLContext:

@@ -29,6 +29,7 @@ from nats.errors import (
 from ...schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PenstockError, StartupError
 from .access import Access
 from .client import DirectClient, cancellations
+from .isolation import Isolation
 from .opening import Denial, close_client, denial, open_client, public_address, refusal
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Link:
         self._url = url
         self._client = DirectClient(access)
         self._loop = asyncio.get_running_loop()
+        self.isolation = Isolation(self._loop.time)
         self._inbox = ""  # set by `connect`
         self._refused_at: float | None = None  # when a server first refused to have us back
         self.refused: asyncio.Future[StartupError] = self._loop.create_future()  # set when it goes on refusing
@@ -225,9 +227,6 @@ class Link:
                 exchange.answer.set_exception(BrokerUnavailable(f"the connection to {self.address} was closed"))
         for subscription in tuple(self._subscriptions):
             await self.unsubscribe(subscription)
-        await self._disconnect()
-
-    async def _disconnect(self) -> None:
         await close_client(self._client)
 
     async def _send(self, token: str, exchange: _Exchange) -> None:
@@ -258,6 +257,9 @@ class Link:
             await asyncio.sleep(_SWEEP)
             if not self._open:
                 self._unanswered.clear()
+            if self.connected and self._client.has_others and self.isolation.is_due():
+                log.warning("JetStream does not answer by this NATS server of %s: trying another", self.address)
+                await self._client.leave()
             now = self._loop.time()
             for token, exchange in list(self._open.items()):
                 if exchange.answer.done():

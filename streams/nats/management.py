@@ -36,6 +36,7 @@ EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"  # a header of publish
 BUCKET, KEY_VALUE = "KV_", "$KV."  # prefixes of the names and the subjects of the streams behind buckets
 
 _MAX_CONSUMERS = 1_000_000  # the server's own limit is 1,000 a stream: INFER has one per worker, EVENTS one per client
+_READS = ("INFO", "STREAM.INFO", "STREAM.LIST", "STREAM.MSG.GET", "STREAM.NAMES", "CONSUMER.INFO", "CONSUMER.LIST")
 _TRANSIENT = 503  # the class of "no leader", "starting up" and the like
 _IN_PROCESS = 10158  # a repeated message whose first copy is not stored on a majority of servers yet
 _RETRY_WAIT = 0.1
@@ -78,7 +79,8 @@ async def call(
     does not answer in time.
     """
     data = orjson.dumps(body) if body else b""
-    return await ask(link, link.access.api + method, data, at_once=at_once, retry_on=retry_on)
+    reads = method.startswith(_READS)
+    return await ask(link, link.access.api + method, data, at_once=at_once, retry_on=retry_on, reads=reads)
 
 
 async def ask(
@@ -89,19 +91,26 @@ async def ask(
     *,
     at_once: bool = False,
     retry_on: int | None = None,
+    reads: bool = False,
 ) -> Json:
     """Send a message that JetStream answers in JSON (a call, or a message to store), again while errors are transient.
 
-    Raises as `call` does.
+    `reads`: it changes nothing, so a server that is cut off from its cluster may answer. Raises as `call` does.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + link.timeout
+    if not reads:
+        link.isolation.asked()
     while True:
         answer: Json = orjson.loads((await link.exchange(subject, data, headers, at_once=at_once)).data)
         if "error" not in answer:
+            if not reads:
+                link.isolation.answered()
             return answer
         error = ApiError(answer["error"])
         is_transient = (error.status == _TRANSIENT or error.code == _IN_PROCESS) and error.code not in STREAM_FULL
+        if not is_transient and not reads:
+            link.isolation.answered()
         is_late = clock() >= deadline
         if not is_transient and (error.code != retry_on or is_late):
             raise error

@@ -270,6 +270,7 @@ class PullConsumer:
                     await self._lost.wait()
             if self._requested and self._link.connected and self._clock() - self._heard > silence:
                 log.warning("consumer %s of stream %s: heartbeats missing", self._spec.name, self._stream)
+                self._link.isolation.asked(silence)
                 self._pause = 0.0
                 return
 

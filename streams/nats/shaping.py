@@ -10,7 +10,7 @@ import structlog
 from ...schemas.errors import StartupError
 from .checks import check_fixed, refused
 from .link import Link
-from .management import STREAM_EXISTS, STREAM_FULL, STREAM_MISSING, ApiError, Json, allowed, call
+from .management import NO_PEERS, STREAM_EXISTS, STREAM_FULL, STREAM_MISSING, ApiError, Json, allowed, call
 
 COPYING = 120.0  # seconds that further copies of a stream may take until consumers can be created on it
 _LOOK = 0.2  # seconds between two looks
@@ -40,8 +40,10 @@ async def create(link: Link, config: Json) -> Json | None:
             if found is not None:
                 check_fixed(config, found)
                 return found
-            # The leader of a cluster knows a stream that has just been restored before the server that holds it does.
-            if error.code != STREAM_EXISTS or clock() >= end:
+            # The leader of a cluster knows a stream that has just been restored before the server that holds it does,
+            # and that a server belongs to it before it takes that one for present.
+            is_early = error.code == STREAM_EXISTS or (error.code in NO_PEERS and "offline" in str(error))
+            if not is_early or clock() >= end:
                 raise refused(config, error) from error
             await asyncio.sleep(_LOOK)
         else:

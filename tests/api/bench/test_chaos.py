@@ -126,7 +126,12 @@ def test_requests_are_mixed_and_the_same_again() -> None:
     ("said", "asked"),
     [
         ("butler: no such part; known: worker, validate", ["--victims", "worker,butler"]),
-        ("needs several brokers", ["--slow", "1"]),
+        ("--slow needs several brokers", ["--slow", "1"]),
+        ("--cluster needs several brokers", ["--cluster", "deaf=3"]),
+        ("--cluster quake: no such fault; known: partition, mute", ["--cluster", "quake=3", "--brokers", "3"]),
+        ("how long is missing; write deaf=SECONDS", ["--cluster", "mute=3,deaf", "--brokers", "3"]),
+        ("from 0 to 3,600 seconds", ["--cluster", "mute=-1", "--brokers", "3"]),
+        ("--small-disk and --cluster full-disk=SECONDS go together", ["--cluster", "full-disk=9", "--brokers", "3"]),
         ("must be whole numbers", ["--stops", "6,x"]),
         ("needs --victims to choose from", ["--stops", "6", "--victims", ""]),
         ("needs a model that calls tools", ["--tools", "3", "--backend", "echo"]),
@@ -166,10 +171,10 @@ def test_nothing_is_lost_while_parts_are_killed_cut_off_stopped_and_all_gone(sta
 
 def test_agents_do_everything_once_while_they_and_a_broker_are_killed(start: Start, tmp_path: Path) -> None:
     own = ("--tools", "4", "--victims", "tools", "--interval", "8", "--max-batch-size", "4")
-    cluster = ("--brokers", "3", "--broker-restarts", "1")
+    cluster = ("--brokers", "3", "--broker-restarts", "1", "--cluster", "partition=2,no-quorum=2")
     found = run(start, tmp_path / "figures.json", "--requests", "4", *own, *cluster)
     assert found["responses"] == 4
-    assert "kill broker" in {strike["kind"] for strike in found["strikes"]}
+    assert {"kill broker", "partition broker", "no-quorum brokers"} < {strike["kind"] for strike in found["strikes"]}
 
 
 def test_no_request_to_any_of_several_models_is_lost_while_their_agent_is_killed(start: Start, tmp_path: Path) -> None:

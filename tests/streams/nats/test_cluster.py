@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from penstock.api.bench.proxy import Proxy
+from penstock.streams.nats import isolation
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.cluster import LocalCluster
 from penstock.streams.port import ConsumerSpec, StreamSpec
@@ -90,6 +93,39 @@ async def test_a_client_leaves_a_node_that_stands_still(own_cluster: LocalCluste
     await broker.close()
     for door in doors:
         await door.close()
+
+
+async def test_a_client_leaves_a_node_that_is_cut_off_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node answers pings, and questions about what it knows; but it cannot store."""
+    monkeypatch.setattr(isolation, "PATIENCE", 1.0)
+    monkeypatch.setattr(isolation, "MOST_PATIENCE", 4.0)
+    proxies: dict[tuple[int, int], Proxy] = {}
+
+    async def dial(source: int, target: int, port: int) -> int:
+        proxies[source, target] = await Proxy.start(port)
+        return proxies[source, target].port
+
+    cluster = await LocalCluster.start(tmp_path / "cluster", dial=dial)
+    broker = await connect(cluster)
+    await broker.ensure([LEDGER], [])
+    connected = broker._link._client.connected_url
+    assert connected is not None
+    used = [urlsplit(node.url).port for node in cluster.nodes].index(connected.port)
+    for ends, proxy in proxies.items():
+        if used in ends:
+            proxy.stall()
+    assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
+    assert broker.outages > 0
+    for proxy in proxies.values():
+        proxy.resume()
+    await cluster.ready()
+    assert [message.sequence for message in await broker.replay("LEDGER", "p.ledger")] == [1]
+    await broker.close()
+    await cluster.close()
+    for proxy in proxies.values():
+        await proxy.close()
 
 
 async def test_all_come_back_under_their_addresses(own_cluster: LocalCluster) -> None:

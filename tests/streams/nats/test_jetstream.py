@@ -306,6 +306,21 @@ async def test_who_hears_more_than_it_reads_keeps_its_connection(own_server: Emb
     await broker.close()
 
 
+async def test_a_refusal_is_tried_again_where_the_server_stands_still(
+    own_server: EmbeddedServer, namespace: str
+) -> None:
+    """It takes a connection of its own; a part that runs already does not end for want of it."""
+    broker = await JetStreamBroker.connect(own_server.url, namespace=namespace)
+    own_server.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(BrokerUnavailable, match="no NATS server answers"):
+            await broker.refuse(f"{namespace}.jobs.>", "g", lambda _: "no such lane")
+    finally:
+        own_server.signal(signal.SIGCONT)
+    await broker.refuse(f"{namespace}.jobs.>", "g", lambda _: "no such lane")
+    await broker.close()
+
+
 async def test_a_stream_has_more_than_a_thousand_consumers(jetstream: JetStreamBroker, namespace: str) -> None:
     """One a worker on INFER, one a client on EVENTS; nats-server allows 1,000 where a stream names no number."""
     await jetstream.ensure([StreamSpec("RELAY", (f"{namespace}.relay.*",), "limits", "memory")], [])
