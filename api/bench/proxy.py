@@ -64,10 +64,13 @@ class Proxy:
 
     async def close(self) -> None:
         self._server.close()
-        tasks = tuple(self._connections)
+        pairs, tasks = tuple(self._connections.values()), tuple(self._connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in (writer for pair in pairs for writer in pair):
+            writer.transport.abort()  # what is held back would keep it open
+        await asyncio.sleep(0)
 
     @property
     def _whole(self) -> list[tuple[StreamWriter, ...]]:
@@ -98,6 +101,7 @@ class Proxy:
             await asyncio.gather(*pumps, return_exceptions=True)
             for one in (writer, to_server):
                 one.close()
+        await asyncio.gather(writer.wait_closed(), to_server.wait_closed(), return_exceptions=True)  # or close aborts
 
     async def _pump(self, reader: StreamReader, writer: StreamWriter, is_open: Event) -> None:
         """Return when the reader's side has ended and all of it is written. Raises `OSError` where the other breaks."""
