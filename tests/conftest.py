@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -15,13 +16,18 @@ import torch
 from serving import GUARDED, Process, Serve, Served, Start, serving
 from templates import HERMES
 
+ROOT = Path(__file__).parents[1]
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # or else each of many processes compiles whatever it imports
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / ".cache" / "bytecode")
+    sys.dont_write_bytecode = False
+
 if not torch.cuda.is_available():  # Triton, which others import too, reads it once
     os.environ["TRITON_INTERPRET"] = "1"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or else no child would end at Ctrl-C
 
-ROOT = Path(__file__).parents[1]
 SLOW = tuple(  # with many processes
     f"tests/{folder}/" for folder in ("serve", "deploy", "api/bench", "docs", "examples", "stages")
 )
