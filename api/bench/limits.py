@@ -18,14 +18,19 @@ from torch.nn import functional
 
 from ...engine.paged.decoding.linear import PackedLinear
 
-_MEMORY = 512 << 20  # bytes read, or more: at most a quarter of them may lie in the last cache
 _COLUMNS = 4096
-_SHAPES = ((512, 4096, 4096), (1024, 1024, 1024))  # [M, K] x [K, N]
+SHAPES = ((512, 4096, 4096), (1024, 1024, 1024))  # [M, K] x [K, N]
 _CUDA_MEMORY = 2 << 30  # so much that a launch does not count
 _CUDA_SIDE = 8192
 
 Ways = list[tuple[int, Callable[[], Tensor]]]  # how much each reads or computes, and what does it
 Sample = dict[str, list[float]]
+
+
+def read_size() -> int:
+    """How many bytes each way reads on a CPU: at most a quarter of them may lie in the last cache."""
+    cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
+    return max(512 << 20, 4 * cache)
 
 
 @torch.inference_mode()
@@ -34,12 +39,11 @@ def prepare(dtype: torch.dtype, device: torch.device) -> dict[str, Ways]:
     4 GiB."""
     if device.type == "cuda":
         return _prepare_cuda(dtype, device)
-    cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
-    numbers = torch.ones(max(_MEMORY, 4 * cache) // (4 * _COLUMNS), _COLUMNS)
+    numbers = torch.ones(read_size() // (4 * _COLUMNS), _COLUMNS)
     size, row = numbers.nbytes, torch.ones(1, _COLUMNS, dtype=dtype)
     packed = PackedLinear(torch.ones(size // row.nbytes, _COLUMNS, dtype=dtype), None)
     reads: Ways = [(size, numbers.sum), (size, numbers.view(torch.int64).sum), (size, lambda: packed(row))]
-    return {"read_bytes": reads, "flops": [way for shape in _SHAPES for way in _products(*shape, dtype)]}
+    return {"read_bytes": reads, "flops": [way for shape in SHAPES for way in _products(*shape, dtype)]}
 
 
 def _prepare_cuda(dtype: torch.dtype, device: torch.device) -> dict[str, Ways]:

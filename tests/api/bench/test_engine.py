@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.__main__ import app
 from penstock.api.bench import engine as bench_engine
+from penstock.api.bench import limits
 from penstock.engine.choice import Choice
 from penstock.engine.paged import backend as paged
 from penstock.engine.sampler import choose
@@ -29,6 +30,13 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits from little work, which `test_the_limits_of_this_machine` alone takes in full: no test judges speed."""
+    monkeypatch.setattr(limits, "read_size", lambda: 8 << 20)
+    monkeypatch.setattr(limits, "SHAPES", ((64, 256, 256),))
+
+
 def bench(*arguments: object, backend: str = "paged") -> Result:
     words = ["bench", "engine", *map(str, arguments), f"--backend={backend}", "--device=cpu"]
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
@@ -37,6 +45,15 @@ def bench(*arguments: object, backend: str = "paged") -> Result:
 def report(result: Result) -> Any:
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+def test_the_limits_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    ways = limits.prepare(torch.float32, torch.device("cpu"))
+    assert all(size >= 512 << 20 for size, _ in ways["read_bytes"])
+    sample = limits.measure(ways)
+    assert {name: len(rates) for name, rates in sample.items()} == {"read_bytes": 3, "flops": 4}
+    assert all(0 < max(rates) == pytest.approx(limits.limit([sample], name)) for name, rates in sample.items())
 
 
 def test_shares_of_the_limits_are_measured(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
