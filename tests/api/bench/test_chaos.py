@@ -151,7 +151,7 @@ def test_a_bad_model_is_told(tmp_path: Path, start: Start) -> None:
 
 def run(start: Start, path: Path, *asked: str) -> dict[str, Any]:
     """The figures of a run in which nothing was wrong."""
-    process = start("bench", "chaos", "--concurrency", "4", "--longest", "60", "--json", str(path), *asked)
+    process = start("bench", "chaos", "--longest", "60", "--json", str(path), *asked)
     assert process.wait(3 * START_TIMEOUT) == 0, process.output
     found: dict[str, Any] = json.loads(path.read_bytes())
     assert [found[name] for name in ("lost", "doubled", "different", "faults", "raw")] == [0, 0, 0, [], []]
@@ -160,9 +160,9 @@ def run(start: Start, path: Path, *asked: str) -> dict[str, Any]:
 
 
 def test_nothing_is_lost_while_parts_are_killed_cut_off_stopped_and_all_gone(start: Start, tmp_path: Path) -> None:
-    often = ("--victims", "worker,batch,stream,bridge", "--interval", "2", "--resets", "1")
+    often = ("--victims", "worker,batch,stream,bridge", "--interval", "4", "--resets", "1", "--echo-rate", "50")
     once = ("--broker-restarts", "1", "--stops", "2", "--blackout", "1")
-    found = run(start, tmp_path / "figures.json", "--requests", "12", *often, *once)
+    found = run(start, tmp_path / "figures.json", "--requests", "12", "--concurrency", "4", *often, *once)
     assert found["requests"] >= 12
     faults = {strike["kind"].rpartition(" ")[0] for strike in found["strikes"]}
     assert faults == {"kill", "reset", "stop 2 s", "blackout"}
@@ -170,7 +170,7 @@ def test_nothing_is_lost_while_parts_are_killed_cut_off_stopped_and_all_gone(sta
 
 
 def test_agents_do_everything_once_while_they_and_a_broker_are_killed(start: Start, tmp_path: Path) -> None:
-    own = ("--tools", "4", "--victims", "tools", "--interval", "8", "--max-batch-size", "4")
+    own = ("--tools", "4", "--victims", "tools", "--interval", "8", "--max-batch-size", "4", "--concurrency", "1")
     cluster = ("--brokers", "3", "--broker-restarts", "1", "--cluster", "partition=2,no-quorum=2")
     found = run(start, tmp_path / "figures.json", "--requests", "4", *own, *cluster)
     assert found["responses"] == 4
@@ -178,7 +178,7 @@ def test_agents_do_everything_once_while_they_and_a_broker_are_killed(start: Sta
 
 
 def test_no_request_to_any_of_several_models_is_lost_while_their_agent_is_killed(start: Start, tmp_path: Path) -> None:
-    few = ("--requests", "8", "--victims", "agent", "--interval", "6", "--least-residency", "0.5")
+    few = ("--requests", "8", "--concurrency", "4", "--victims", "agent", "--interval", "6", "--least-residency", "0.5")
     found = run(start, tmp_path / "figures.json", "--names", "3", *few)
     assert found["model_loads"][0] >= 3
     assert {strike["kind"] for strike in found["strikes"]} <= {"kill agent"}
