@@ -170,7 +170,7 @@ def test_nothing_is_lost_while_parts_are_killed_cut_off_stopped_and_all_gone(sta
 
 
 def test_agents_do_everything_once_while_they_and_a_broker_are_killed(start: Start, tmp_path: Path) -> None:
-    own = ("--tools", "4", "--victims", "tools", "--interval", "8", "--max-batch-size", "4", "--concurrency", "1")
+    own = ("--tools", "4", "--victims", "tools", "--interval", "4", "--max-batch-size", "4", "--concurrency", "1")
     cluster = ("--brokers", "3", "--broker-restarts", "1", "--cluster", "partition=2,no-quorum=2")
     found = run(start, tmp_path / "figures.json", "--requests", "4", *own, *cluster)
     assert found["responses"] == 4
