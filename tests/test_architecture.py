@@ -84,7 +84,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.vision",
     },
     "engine.text": {"engine.checkpoints", "engine.models"},
-    "engine.vision": {"engine.checkpoints", "engine.models", "engine.request", "engine.text"},
+    "engine.vision": {"engine.background", "engine.checkpoints", "engine.models", "engine.request", "engine.text"},
     "stages": {"stages.batch", "stages.tools"},
     "stages.batch": {"stages"},
     "stages.infer": {"stages"},

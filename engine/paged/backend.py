@@ -37,6 +37,7 @@ from .blocks import KVBlocks
 from .context import steady_length
 from .kv_plan import check_memory, plan_blocks
 from .load import load_model
+from .picture_gate import PictureGate
 from .prefixes import load_prefixes, save_prefixes
 from .quantization.quantize import ProductMaker
 from .rows import Row, Scheduled
@@ -107,8 +108,10 @@ class PagedBackend:
         )
         self.runner.allocate([group.num_blocks for group in groups])
         self.blocks = KVBlocks(self.runner.block_size, groups, longest)
+        self._gate = PictureGate(self.runner.vision.pictures if self.runner.vision is not None else None)
+        reserved = config.reserved_batch_size
         self._scheduler = Scheduler(
-            self.blocks, config.max_batch_size, chunk, chunked, config.reserved_batch_size, slots=self.slots
+            self.blocks, config.max_batch_size, chunk, chunked, reserved, slots=self.slots, gate=self._gate
         )
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._unread: _Unread | None = None  # set by `step`
@@ -231,9 +234,11 @@ class PagedBackend:
         return adapter
 
     def delay(self) -> float:
-        return 0.0 if self.num_running or self._scheduler.num_waiting else self._spill.delay()
+        delay = self._spill.delay()
+        return min(delay, self._gate.delay()) if self.num_running or self._scheduler.num_waiting else delay
 
     def close(self) -> None:
+        self._gate.close()
         self._spill.close()
         del self.runner
         gc.collect()

@@ -27,6 +27,7 @@ from ...schemas.jobs import most_together
 from ..choice import Choice
 from ..request import Preemption
 from .blocks import KVBlocks, Tables
+from .picture_gate import PictureGate
 from .rows import Row, Scheduled
 from .state.slots import NoSlots, Slots
 
@@ -51,9 +52,10 @@ class Scheduler:
         reserved: int = 0,
         now: Callable[[], float] = time.time,
         slots: Slots | None = None,
+        gate: PictureGate | None = None,
     ) -> None:
         """`reserved` rows of a batch are only for priority 0; one request gets at most `most_together` rows.
-        `now` tells when a choice is preempted, in Unix seconds; `slots` keeps the running states, if there are any.
+        `now` tells when a choice is preempted, in Unix seconds; `slots` keeps running states, `gate` awaits pictures.
 
         Raises `ValueError` if a step has fewer tokens than a full batch needs.
         """
@@ -63,6 +65,7 @@ class Scheduler:
         self._now = now
         self._blocks = blocks
         self._slots = slots or NoSlots()
+        self._gate = gate or PictureGate()
         self._max_batch_size = max_batch_size
         self._reserved = min(reserved, max_batch_size - 1)
         self._most_of_one = most_together(max_batch_size)  # rows of one request
@@ -93,6 +96,7 @@ class Scheduler:
         if row.num_tokens > self._blocks.capacity:
             raise ValueError(f"{row.num_tokens} tokens; the key-value cache holds {self._blocks.capacity}")
         self._arrivals += 1
+        self._gate.is_idle = False
         self._rows[choice] = row
         insort(self._waiting, row, key=_order)
 
@@ -101,6 +105,7 @@ class Scheduler:
         row = self._rows.pop(choice, None)
         if row is None:
             return
+        self._gate.forget(choice)
         if row.running:
             self._running.remove(row)
             self._leave(row)
@@ -123,6 +128,7 @@ class Scheduler:
         Raises `RuntimeError` if one choice alone has outgrown the pools.
         """
         scheduled = self._schedule()
+        self._gate.is_idle = not scheduled
         self._slots.begin((row.state, row.num_computed, row.num_computed + count) for row, count, _ in scheduled)
         return scheduled
 
@@ -139,6 +145,7 @@ class Scheduler:
         if not (prefills or self._waiting):  # skip the rest: it takes 20 µs
             self._has_waited = False
             return scheduled
+        self._gate.begin()
         left = self._max_step_tokens - len(scheduled)
         urgent = min((one.row.priority for one in scheduled), default=inf)
         shares: dict[Row, int] = {}
@@ -148,17 +155,12 @@ class Scheduler:
                 break
             if row.priority > urgent and self._share is not None:
                 left = min(left, self._share)
-            if row.running:
-                count = self._count(row.num_lacking, left, not shares)
-                is_in = count > 0 and self._grow(row, row.num_computed + count)
-            elif self.num_preemptions > preemptions or (matched := self._match(row)) is None:
+            matched = 0 if row.running else self._match(row) if self.num_preemptions == preemptions else None
+            if matched is None or not (lacking := self._gate.lacking(row, matched * self._blocks.block_size)):
                 continue
-            else:
-                count = self._count(row.num_lacking - matched * self._blocks.block_size, left, not shares)
-                is_in = count > 0 and self._admit(row, matched, count, shares, blocked)
-            if not count:
+            if not (count := self._count(lacking, left, not shares)):
                 break
-            if is_in:
+            if self._admit(row, matched, count, shares, blocked):
                 shares[row] = count
                 left -= count
         if self.num_preemptions != preemptions:
@@ -255,7 +257,9 @@ class Scheduler:
         return None if row.awaits else matched
 
     def _admit(self, row: Row, matched: int, count: int, shares: dict[Row, int], blocked: list[Row]) -> bool:
-        """Admit a waiting row, with blocks for `count` tokens, if all of it fits beside the prompts in `shares`."""
+        """Get a row blocks for `count` tokens; a waiting one only if all of it fits beside the prompts in `shares`."""
+        if row.running:
+            return self._grow(row, row.num_computed + count)
         reserved = sum(map(self._lacking_blocks, shares))
         if not self._blocks.fits(row.tables, matched, row.num_tokens, reserved):
             blocked.append(row)
@@ -272,7 +276,7 @@ class Scheduler:
         if self._share is None:
             return
         for row in sorted(shares, key=_order):
-            more = min(row.num_lacking - shares[row], left)
+            more = min(self._gate.lacking(row) - shares[row], left)
             if self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
                 shares[row] += more
                 left -= more

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+Key = tuple[str, bytes]
+"""A picture of which features are kept: the salt of the cache that they belong to, and `PromptImage.identity`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:

@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..request import EngineRequest
-from .images import PromptImage
+from .images import Key, PromptImage
 
 Ints = NDArray[np.int64]
 
 
 class Placed(NamedTuple):
     """The part of an image that some tokens show: `rows` are their indices, the first of which shows the image's token
-    number `first`; `owner` is the salt of the request's cache."""
+    number `first`."""
 
     image: PromptImage
-    owner: str
+    key: Key
     first: int
     rows: Ints
 
@@ -38,10 +38,11 @@ class Placement(NamedTuple):
 
 
 class ImageLayout:
-    """The layout of one prompt with images."""
+    """The layout of one prompt with images; `keyed` are these, with their keys."""
 
     def __init__(self, owner: str, images: tuple[PromptImage, ...], tokens: list[Ints], positions: Ints | None) -> None:
-        self._owner, self._images, self._tokens, self._positions = owner, images, tokens, positions
+        self.keyed = [((owner, image.identity), image) for image in images]
+        self._tokens, self._positions = tokens, positions
         self._shift = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
 
     @classmethod
@@ -69,10 +70,10 @@ class ImageLayout:
 
     def _placed(self, start: int, end: int) -> tuple[Placed, ...]:
         found = []
-        for image, tokens in zip(self._images, self._tokens, strict=True):
+        for (key, image), tokens in zip(self.keyed, self._tokens, strict=True):
             first, last = np.searchsorted(tokens, (start, end))
             if first < last:
-                found.append(Placed(image, self._owner, int(first), tokens[first:last] - start))
+                found.append(Placed(image, key, int(first), tokens[first:last] - start))
         return tuple(found)
 
 

@@ -118,7 +118,7 @@ class VisionProcessor:
             raise InvalidRequest("The image was prepared by another version of the model's processor; send it again.")
         import numpy as np
 
-        return {name: np.asarray(made[name]) for name in _MODEL_INPUTS if name in made}
+        return {name: np.ascontiguousarray(made[name]) for name in _MODEL_INPUTS if name in made}
 
     def sample(self) -> tuple[PromptImage, int]:
         """A small picture to try the model with, and how many tokens show it."""

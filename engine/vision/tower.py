@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
-from .images import PromptImage
+from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
+from .pictures import Pictures
 from .processor import VisionProcessor
 
 CACHE_BYTES = 256 << 20  # of features that are kept for the next chunk, request or takeover
@@ -96,9 +97,10 @@ class Vision:
         self._text = text
         self._body = body
         self._cache_bytes = cache_bytes
-        self._cache: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()  # [features and deep ones, K, E]
+        self._cache: OrderedDict[Key, Tensor] = OrderedDict()  # [features and deep ones, K, E]
         self._used = 0  # bytes
         self.num_encoded = 0  # images that passed the tower
+        self.pictures = Pictures(processor.inputs, self._cache.__contains__)
 
     def layout(self, request: EngineRequest) -> ImageLayout | None:
         if not request.images:
@@ -109,10 +111,18 @@ class Vision:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
         if not placed:
             return None
-        parts = [self._features(one)[:, one.first : one.first + len(one.rows)] for one in placed]
+        features: dict[Key, Tensor] = {}
+        for one in placed:
+            if one.key in self._cache:
+                self._cache.move_to_end(one.key)
+                features[one.key] = self._cache[one.key]
+        for one in placed:  # only now: a new one may push out what is kept
+            if one.key not in features:
+                features[one.key] = self._encode_and_keep(one)
+        parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in placed]
         rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
-        features, *deep = torch.cat(parts, dim=1).unbind(0)
-        return Seen(rows, features, deep)
+        seen, *deep = torch.cat(parts, dim=1).unbind(0)
+        return Seen(rows, seen, deep)
 
     def probe(self, ids: Sequence[int], head: nn.Module) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
@@ -127,7 +137,7 @@ class Vision:
             types = {"mm_token_type_ids": (tokens == self.processor.image_token).int()} if self.processor.merge else {}
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)
-                embedded[0, before : before + count] = self._encode(image)[0].to(embedded.dtype)
+                embedded[0, before : before + count] = self._encode(self.inputs(image))[0].to(embedded.dtype)
                 made = self._text(inputs_embeds=embedded, use_cache=False)
             else:
                 made = self._body(input_ids=tokens, use_cache=False, **self.inputs(image), **types)
@@ -136,29 +146,29 @@ class Vision:
             config._attn_implementation = own
 
     def inputs(self, image: PromptImage) -> dict[str, Tensor]:
-        """The tower's inputs for one image."""
-        arrays: Mapping[str, Any] = self.processor.inputs(image)
-        return {name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in arrays.items()}
+        """The tower's inputs for one image, prepared here and now."""
+        return self._to_device(self.processor.inputs(image))
+
+    def _to_device(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
 
     @property
     def _device(self) -> torch.device:
         device: torch.device = next(self._body.parameters()).device
         return device
 
-    def _features(self, placed: Placed) -> Tensor:
-        key = placed.owner, placed.image.identity
-        if (found := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return found
-        found = self._cache[key] = self._encode(placed.image)
+    def _encode_and_keep(self, placed: Placed) -> Tensor:
+        prepared = self.pictures.take(placed.key)
+        found = self._encode(self.inputs(placed.image) if prepared is None else self._to_device(prepared))
+        self._cache[placed.key] = found
         self._used += found.nbytes
         while self._used > self._cache_bytes and len(self._cache) > 1:
             self._used -= self._cache.popitem(last=False)[1].nbytes
         return found
 
-    def _encode(self, image: PromptImage) -> Tensor:
+    def _encode(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.num_encoded += 1
-        made = self._body.get_image_features(**self.inputs(image), return_dict=True)
+        made = self._body.get_image_features(**inputs, return_dict=True)
         pooled = made.pooler_output
         features = pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat([*pooled])
         deep = [torch.cat([*one]) for one in getattr(made, "deepstack_features", None) or ()]

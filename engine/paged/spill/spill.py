@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...background import Background
 from ...choice import Choice
 from ...output import SpillStats
 from ..blocks import Journal, KVBlocks, Tables
 from ..kv_cache import Pool
 from ..rows import Row
 from ..runner import Runner
-from .background import Background
 from .block_files import BlockFiles, DamagedBlock
 
 _log = logging.getLogger(__name__)
