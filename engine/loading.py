@@ -16,7 +16,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..schemas.errors import ConfigurationError, ModelLoadError
@@ -72,10 +76,7 @@ def load_causal_lm(
         with counting_weights(progress):
             options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
             options |= {"local_files_only": True, "output_loading_info": True}
-            if sees:
-                loaded = _load_seeing(path, config.dtype, **options)
-            else:
-                loaded = _load(path, config.dtype, keep_levels and config.quantization is None, **options)
+            loaded = _load(path, config.dtype, keep_levels and config.quantization is None, sees, **options)
         model: PreTrainedModel = loaded[0].to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(
@@ -91,8 +92,8 @@ def load_causal_lm(
     return model
 
 
-def _load(path: Path, name: str, keep_levels: bool, **options: Any) -> Any:
-    """transformers' model and its notes on the load; `name` is that of the dtype, or "auto".
+def _load(path: Path, name: str, keep_levels: bool, sees: bool, **options: Any) -> Any:
+    """transformers' model and its notes on the load; `name` is that of the dtype, or "auto". Raises `ModelLoadError`.
 
     Each module that Penstock has quantised keeps what its weight was as `rounded`; so do those of a GGUF file, with
     `keep_levels`.
@@ -101,7 +102,13 @@ def _load(path: Path, name: str, keep_levels: bool, **options: Any) -> Any:
     quantized = read_quantized(path)
     packed = None if gguf or quantized else packed_files(path)
     if not (gguf or quantized or packed):
-        return AutoModelForCausalLM.from_pretrained(path, dtype=name, **options)
+        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        return auto.from_pretrained(path, dtype=name, **options)
+    if sees and not quantized:
+        raise ModelLoadError(
+            f"{path} sees images and has packed weights of another program; name the model that it was made from, with "
+            "--quantization int4, or what `penstock quantize` makes of that"
+        )
     config = load_config(path)
     dtype: Any = (config.dtype or torch.bfloat16) if name == "auto" else getattr(torch, name)
     if hasattr(config, "quantization_config"):
@@ -115,18 +122,12 @@ def _load(path: Path, name: str, keep_levels: bool, **options: Any) -> Any:
     else:
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
     if gguf and (factors := rope_factors(gguf)):
         loaded[0].model.rotary_emb.inv_freq /= torch.tensor(factors)
     attach(loaded[0], found)
     return loaded
-
-
-def _load_seeing(path: Path, name: str, **options: Any) -> Any:
-    if read_quantized(path) or packed_files(path):
-        raise ModelLoadError(f"{path} sees images and has packed weights; use the model without quantisation")
-    return AutoModelForImageTextToText.from_pretrained(path, dtype=name, **options)
 
 
 @contextmanager

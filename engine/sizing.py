@@ -1,7 +1,6 @@
 """Chooses the batch size and the memory for keys and values, where the configuration does not, to suit the machine.
 
-It reads only the model's files, so that the choice can be made, and what a worker will take be known, before anything
-is loaded.
+It reads only the model's files, so that the choice, and what a worker will take, are known before anything is loaded.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, memory_of_machine
 from .discovery import find_backend
 from .models import read_config, read_model_info, read_quantized, read_shapes, resolve_model
+from .vision.families import is_of_tower
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
 
-_ECHO_ROWS = 64
+_ECHO_ROWS, _ECHO_PROCESS = 64, 128 << 20  # bytes
 _CPU_ROWS, _LARGE_CPU_ROWS, _LARGE_CPU = 32, 64, 16  # from _LARGE_CPU cores a worker on, _LARGE_CPU_ROWS
 _CUDA_ROWS = 128
 _CPU_STEP, _CUDA_STEP = 256, 2048  # tokens of a step, unless prefill_chunk_size says otherwise
@@ -44,7 +44,6 @@ _WIDTHS = {"int8": 1.1, "int4": 0.6, "fine": 1.3}  # bytes of a packed weight, s
 _LEVELS = {"Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4", "Q6_K": "fine"}  # how a GGUF file's types are kept
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
 _EMBEDDING = "model.embed_tokens.weight"  # its name in a GGUF file, translated
-_ECHO_PROCESS = 128 << 20  # bytes
 
 
 class SizedConfig(EngineConfig):
@@ -216,7 +215,7 @@ class _Files(NamedTuple):
         width = settings.get("hidden_size") or settings.get("n_embd") or 0
         sizes, quantized = {name: prod(shape) for name, shape in read_shapes(path).items()}, read_quantized(path)
         head = sum(size for name, size in sizes.items() if name.endswith(_HEADS))
-        inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE]
+        inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE and not is_of_tower(name)]
         gguf = read_gguf(path) if is_gguf(path) else None
         found = weights_of(gguf) if gguf else {}
         return cls(
@@ -246,9 +245,10 @@ class _Files(NamedTuple):
         method = config.quantization or (self.method if packs else None)
         tied: float = self.number  # bytes of a number in a head that is the embedding
         if method in _WIDTHS:
-            products = self.parameters - self.embedding - self.precise
+            tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
+            products = self.parameters - self.embedding - self.precise - tower
             packed = products * _WIDTHS[method] + self.precise * _WIDTHS["int8"]
-            kept = int(self.embedding * self.number + packed)
+            kept = int((self.embedding + tower) * self.number + packed)
             tied = _WIDTHS["int8"]
         elif packs and self._keeps_levels(config):
             others = self.widths.keys() - {_EMBEDDING}  # which is looked up in the dtype

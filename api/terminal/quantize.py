@@ -81,7 +81,9 @@ def quantize(
     config = EngineConfig(model=model, dtype="auto", device="cpu")
     begin = time.monotonic()
     with loading_bar(f"loading {model}") as progress:
-        loaded_model = load_causal_lm(config, source, info.architecture, torch.device("cpu"), progress, None)
+        loaded_model = load_causal_lm(
+            config, source, info.architecture, torch.device("cpu"), progress, None, sees=info.sees
+        )
     methods = {name: own for name, _, own in quantizable(loaded_model, method)}
     columns = (TextColumn("rounding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:

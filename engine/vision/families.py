@@ -57,6 +57,16 @@ def image_token(config: Config) -> int:
     return found
 
 
+def language_model_of(body: Any) -> Any:
+    """The language model inside transformers' model without its output head; None in a model of text."""
+    return getattr(body, "language_model", None) or getattr(body, "text_model", None)
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a weight of this name belongs to what makes features of pictures, and not to a language model."""
+    return not _TOWERS.isdisjoint(name.split("."))
+
+
 def _side(value: Any) -> int:
     return int(value[0] if isinstance(value, list | tuple) else value)
 
@@ -146,4 +156,5 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
 }
+_TOWERS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector"}  # modules' names
 _BIDIRECTIONAL = {"gemma3", "gemma3n", "gemma4", "paligemma", "shieldgemma2", "t5gemma2"}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
+from .families import language_model_of
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
 from .pictures import Pictures
@@ -178,7 +179,7 @@ class Vision:
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
     body = model.model
-    text = getattr(body, "language_model", None) or getattr(body, "text_model", None)
+    text = language_model_of(body)
     head = model.get_output_embeddings()
     if text is None or head is None or not hasattr(body, "get_image_features"):
         raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")

@@ -24,6 +24,7 @@ from ...checkpoints.quantized import PRECISE
 from ...checkpoints.rounded import Rounded
 from ...cpu.layouts import fours, grouped, nibbles
 from ...cpu.library import FINE, GROUP, INT4, INT8, Kernels, Product
+from ...vision.families import language_model_of
 from ..decoding.linear import CompiledLinear, Linear, PlainLinear, Unfused, fused_weight, make_packed
 from .rounding import to_int4, to_int8
 
@@ -78,10 +79,15 @@ def is_precise(name: str) -> bool:
 
 
 def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str, nn.Linear, str]]:
-    """The modules whose weights are quantised, that is, all products: name, module and method."""
+    """The modules whose weights are quantised, that is, all products: name, module and method.
+
+    Of a model that sees images those of the language model and its head: the tower stays as it is.
+    """
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    text: nn.Module | None = language_model_of(getattr(model, "model", None))
+    inside = {*(model if text is None else text).modules(), head}
     for name, module in model.named_modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module in inside:
             yield name, module, "int8" if module is head or is_precise(name) else quantization
 
 

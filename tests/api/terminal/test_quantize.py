@@ -11,9 +11,10 @@ import pytest
 import torch
 from pydantic import ByteSize
 from typer.testing import CliRunner, Result
+from vision_models import make_vision_model, picture
 
 from penstock.__main__ import app
-from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,18 @@ def test_what_it_writes_is_loaded_with_its_tokenizer_and_template(made: Path, ti
     with InferenceEngine(EngineConfig(model=str(made), device="cpu", kv_cache_memory=ByteSize(16 << 20))) as engine:
         prompt = engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
         assert len(engine.generate(prompt, GenerationParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
+def test_a_model_that_sees_still_does(tmp_path: Path) -> None:
+    source, out = make_vision_model(tmp_path / "smolvlm", "smolvlm"), tmp_path / "out"
+    result = quantize(source, out)
+    assert result.exit_code == 0, result.output
+    assert {file.name for file in out.iterdir()} == {file.name for file in source.iterdir()}
+    with InferenceEngine(EngineConfig(model=str(out), device="cpu", kv_cache_memory=ByteSize(16 << 20))) as engine:
+        one, two = (ImageText(f"{engine.image_mark} What?", (picture(salt=salt),)) for salt in (1, 2))
+        params = GenerationParams(temperature=0, max_tokens=12, ignore_eos=True)
+        first, second = engine.generate([one, two], params)
+    assert first.token_ids != second.token_ids
 
 
 def test_it_is_nearer_than_rounding_while_loading(made: Path, tiny_model: Path, tmp_path: Path) -> None:
