@@ -145,14 +145,15 @@ class Begun(Origin):
 
 
 class Turned(Record):
-    """A turn that has ended, with the results of its tools. `reason` and `usage` are those of its request; `index` is
-    the number of events until then."""
+    """A turn that has ended, with the results of its tools. `reason`, `usage` and `fallback` are those of its request;
+    `index` is the number of events until then."""
 
     turn: int
     items: Items
     reason: FinishReason
     usage: dict[str, int]
     index: int
+    fallback: str | None = None
 
 
 class Ended(Record):

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from ...schemas.errors import GenerationFailed
 from ...schemas.events import Accepted, Done, FinishReason, Token, ToolCallDelta, Usage
-from .openai import Renderer, join_calls
+from .openai import Renderer, answered_by, join_calls
 
 Piece = dict[str, Any]
 
@@ -75,7 +75,7 @@ class MessageRenderer(Renderer):
     def end(self, done: Done) -> Iterator[bytes]:
         yield from self._close()
         delta = self._ending(done, self._stop, called=bool(self._calls))
-        yield sse({"type": "message_delta", "delta": delta, "usage": _usage(done.usage)})
+        yield sse({"type": "message_delta", "delta": delta, "usage": _usage(done.usage), **answered_by(done.fallback)})
         yield sse({"type": "message_stop"})
 
     def whole(self, tokens: list[Token], done: Done) -> bytes:
@@ -89,7 +89,8 @@ class MessageRenderer(Renderer):
         content += ({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)} for call in calls)
         stop = next((token.stop_reason for token in tokens if isinstance(token.stop_reason, str)), None)
         ending = self._ending(done, stop, called=bool(calls))
-        return orjson.dumps({**self._base, "content": content, **ending, "usage": _usage(done.usage)})
+        ending |= {"usage": _usage(done.usage), **answered_by(done.fallback)}
+        return orjson.dumps({**self._base, "content": content, **ending})
 
     def _ending(self, done: Done, stop: str | None, *, called: bool) -> Piece:
         reason = _REASONS[done.finish_reasons[0]]

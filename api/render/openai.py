@@ -111,7 +111,7 @@ class Renderer:
 
     def end(self, done: Done) -> Iterator[bytes]:
         if self._extras.usage or done.fallback:
-            yield self._message([], _usage(done.usage), _metadata(done))
+            yield self._message([], _usage(done.usage), answered_by(done.fallback))
         yield b"data: [DONE]\n\n"
 
     def whole(self, tokens: list[Token], done: Done) -> bytes:
@@ -129,7 +129,9 @@ class Renderer:
             choice["finish_reason"] = _REASONS[reason]
             head = self._add_extras(choice, said, first=True)
             choices.append(choice)
-        return orjson.dumps({**self._head, **_metadata(done), **head, "choices": choices, "usage": _usage(done.usage)})
+        return orjson.dumps(
+            {**self._head, **answered_by(done.fallback), **head, "choices": choices, "usage": _usage(done.usage)}
+        )
 
     def _add_extras(self, choice: dict[str, Any], said: list[Token], *, first: bool) -> dict[str, Any]:
         """Add vLLM's fields to a choice that renders `said`; returns those that belong beside the choices."""
@@ -213,7 +215,7 @@ class Embeddings(Renderer):
             for token in sorted(tokens, key=lambda token: token.choice)
         ]
         usage = {"prompt_tokens": done.usage.prompt_tokens, "total_tokens": done.usage.total_tokens}
-        answer = {"object": "list", "data": data, "model": self._model, "usage": usage, **_metadata(done)}
+        answer = {"object": "list", "data": data, "model": self._model, "usage": usage, **answered_by(done.fallback)}
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _vector(self, text: str) -> Any:
@@ -231,9 +233,9 @@ def error_message(error: ErrorBody) -> bytes:
     return b"data: " + orjson.dumps(error_payload(error)) + b"\n\n"
 
 
-def _metadata(done: Done) -> dict[str, Any]:
-    """That another backend than the configured one has answered."""
-    return {"fallback_backend": done.fallback} if done.fallback else {}
+def answered_by(fallback: str | None) -> dict[str, Any]:
+    """What an answer says where another backend than the configured one has made it."""
+    return {"fallback_backend": fallback} if fallback else {}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ...schemas.openai.response_tools import namespaced
 from ...schemas.openai.responses import wants_logprobs
 from ...schemas.openai.turn_items import Change, TurnItems
 from .anthropic import sse
+from .openai import answered_by
 
 _Object = dict[str, Any]
 
@@ -95,6 +96,7 @@ class ResponseRenderer:
         self._turn: TurnItems | None = None
         self._job = ""  # the turn's request, while it runs
         self._usages: list[Mapping[str, int]] = []  # of turns that have ended
+        self._fallbacks: list[str | None] = []  # the backends of these turns, where it was not the configured one
 
     def render(self, event: Event) -> bytes:
         """The SSE messages of an event; none for queue positions, nor behind the end."""
@@ -113,7 +115,7 @@ class ResponseRenderer:
         open_items = {item["id"]: item for item in self._turn.items} if self._turn else {}
         output = [open_items.get(id, item) if id in self._unfinished else item for id, item in self._output.items()]
         head = _head(self._id, self._body, self._created, self._model)
-        return _response(head, output, self._usages, **self._ending)
+        return _response(head, output, self._usages, self._fallbacks, **self._ending)
 
     def _tell(self, event: Event) -> Iterator[bytes]:
         if not self.started and isinstance(event, FINAL):  # whose request may be anything
@@ -172,6 +174,7 @@ class ResponseRenderer:
             case Done():
                 self._job = ""
                 self._usages.append(asdict(event.usage))
+                self._fallbacks.append(event.fallback)
                 yield from self._tell_changes(self._turn.finish(event.finish_reasons[0]))
             case _:  # the response's own events say how it continues
                 pass
@@ -183,6 +186,7 @@ class ResponseRenderer:
             yield from self._tell_changes(self._turn.finish("error"))
         elif is_void:
             self._usages.pop()
+            self._fallbacks.pop()
         for item in [self._output[id] for id in self._unfinished]:
             broken = {"error": "The response ended before."} if item["type"] == "mcp_list_tools" else _INCOMPLETE
             yield from self._finish(item | broken)
@@ -265,12 +269,12 @@ def response_object(begun: Begun, turns: Sequence[Turned], ended: Ended | None) 
     job = begun.job
     head = _head(job.id, job.body, int(job.created), job.body["model"])
     output = [*begun.items, *(item for turn in turns for item in turn.items)]
-    usages = [turn.usage for turn in turns]
+    usages, fallbacks = [turn.usage for turn in turns], [turn.fallback for turn in turns]
     if ended is None:
-        return _response(head, output, usages, "in_progress")
+        return _response(head, output, usages, fallbacks, "in_progress")
     error = ErrorBody(**ended.error) if ended.error else None
     reason = _CUT.get(turns[-1].reason) if turns else None
-    return _response(head, output, usages, ended.status, error, ended.at, reason)
+    return _response(head, output, usages, fallbacks, ended.status, error, ended.at, reason)
 
 
 def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object:
@@ -302,6 +306,7 @@ def _response(
     head: _Object,
     output: Items,
     usages: Iterable[Mapping[str, int]],
+    fallbacks: Iterable[str | None],
     status: str,
     error: ErrorBody | None = None,
     at: float | None = None,
@@ -315,6 +320,7 @@ def _response(
         "incomplete_details": {"reason": reason or "max_output_tokens"} if status == "incomplete" else None,
         "output": output,
         "usage": None if status in ("queued", "in_progress") else _usage(usages),
+        **answered_by(next(filter(None, fallbacks), None)),
     }
 
 

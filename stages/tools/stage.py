@@ -284,7 +284,7 @@ class Tools(Stage):
                 await self._end(stored, "failed", error)
             case Cancelled():
                 await self._end(stored, "cancelled")
-            case Done(finish_reasons=(reason, *_), usage=usage):
+            case Done(finish_reasons=(reason, *_), usage=usage, fallback=fallback):
                 asked = parse_responses(job.body)
                 named, logprobs = asked.namespaced, asked.wants_logprobs
                 fold = TurnItems(str(turn), begun.callable, namespaced=named, logprobs=logprobs)
@@ -299,6 +299,7 @@ class Tools(Stage):
                     reason=reason,
                     usage=asdict(usage),
                     index=index + sum(map(waits, fold.items)),
+                    fallback=fallback,
                 )
                 turned = await self._log.write(job.tenant, job.id, turned)
                 await self._continue(replace(stored, turns=(*stored.turns, turned)))
@@ -332,7 +333,8 @@ class Tools(Stage):
         else:
             is_filtered = bool(stored.turns) and stored.turns[-1].reason == "content_filter"
             cut: FinishReason = "content_filter" if is_filtered else "length"
-            final = Done(job.id, (cut if ended.status == "incomplete" else "stop",), usage, ended.at)
+            fallback = next((turn.fallback for turn in stored.turns if turn.fallback), None)
+            final = Done(job.id, (cut if ended.status == "incomplete" else "stop",), usage, ended.at, fallback)
         await publish_event(self.pipe, address(job), final, "end")
         await self._log.drop_sealed(job.tenant, job.id)
         # Its client gets a refusal and never learns its id.

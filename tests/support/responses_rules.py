@@ -107,7 +107,7 @@ def _check_head(events: list[Event], final: Event) -> None:
     if final["background"]:
         heads.insert(1, "response.queued")
     assert [event["type"] for event in events[: len(heads)]] == heads
-    changing = {"status", "output", "usage", "error", "incomplete_details", "completed_at"}
+    changing = {"status", "output", "usage", "error", "incomplete_details", "completed_at", "fallback_backend"}
     for event in events[: len(heads)]:
         response = event["response"]
         assert response["output"] == [], "clients take what is there already for items that were added"

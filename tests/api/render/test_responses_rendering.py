@@ -120,11 +120,13 @@ class Run:
     def cancel_turn(self) -> None:
         self.events.append(Cancelled(self._job, Usage(12, 3, 15)))
 
-    def finish_turn(self, reason: FinishReason, failing: int = 0, *, stays: int | None = None) -> None:
+    def finish_turn(
+        self, reason: FinishReason, failing: int = 0, *, stays: int | None = None, fallback: str | None = None
+    ) -> None:
         """End a turn and make its calls; bit k of `failing` fails call k. With `stays` only so many are made."""
         assert self._fold is not None
         usage = Usage(12, 7, 19, cached_tokens=4, reasoning_tokens=2)
-        self.events.append(Done(self._job, (reason,), usage))
+        self.events.append(Done(self._job, (reason,), usage, fallback=fallback))
         self._fold.finish(reason)
         items = self._fold.items
         waiting = [place for place, item in enumerate(items) if item.get("status") == "in_progress"]
@@ -134,7 +136,10 @@ class Run:
             items[place] = {**items[place], **result}
             self._show(items[place])
         if stays is None or stays >= len(waiting):
-            turned = Turned(turn=len(self.turns) + 1, items=items, reason=reason, usage=asdict(usage), index=self._told)
+            number = len(self.turns) + 1
+            turned = Turned(
+                turn=number, items=items, reason=reason, usage=asdict(usage), index=self._told, fallback=fallback
+            )
             self.turns.append(turned)
 
     def end(self, event: Event) -> None:
@@ -219,11 +224,13 @@ def runs(draw: st.DrawFn) -> Run:
             run.turn(*draw(answers(logprobs=logprobs)), attempt=attempt)
             run.fail_turn(BUSY)
         run.turn(*draw(answers(logprobs=logprobs)), attempt=failures)
+        fallback = draw(st.sampled_from([None, "hf"]))
         match draw(
             st.sampled_from(["go on", "go on", "go on", "length", "late", "failed", "cancelled", "left", "in a call"])
         ):
             case "go on":
-                run.finish_turn(draw(st.sampled_from(["stop", "stop_sequence", "tool_calls"])), draw(st.integers(0, 7)))
+                reason = draw(st.sampled_from(["stop", "stop_sequence", "tool_calls"]))
+                run.finish_turn(reason, draw(st.integers(0, 7)), fallback=fallback)
             case "length":
                 run.finish_turn("length", draw(st.integers(0, 7)))
                 return run.done("length")
@@ -243,7 +250,7 @@ def runs(draw: st.DrawFn) -> Run:
                 run.end(Cancelled(ID, Usage(0, 0, 0)))
                 return run
             case _:
-                run.finish_turn("tool_calls", stays=draw(st.integers(0, 1)))
+                run.finish_turn("tool_calls", stays=draw(st.integers(0, 1)), fallback=fallback)
                 run.end(Expired(ID, LATE))
                 return run
     return run.done()
@@ -260,6 +267,7 @@ def test_every_stream_keeps_the_rules_and_ends_with_what_is_stored(run: Run) -> 
     final = check_responses(b"".join(map(renderer.render, run.events)), may_drop=run.asked_again)
     assert renderer.started and renderer.finished
     assert plain(renderer.response()) == final == plain(run.stored)
+    assert final.get("fallback_backend") == ("hf" if any(turn.fallback for turn in run.turns) else None)
     check_response(run.stored)
 
 

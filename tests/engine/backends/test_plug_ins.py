@@ -242,6 +242,24 @@ def test_a_server_shows_who_answered(site: Path, serve: Serve) -> None:
         assert (other["choices"][0]["text"], other["fallback_backend"]) == ("abc", "echo")
         streamed = client.post("/v1/completions", json=body | {"logprobs": 1, "stream": True}).text
         assert streamed.count('"fallback_backend":"echo"') == 1
+        asked = {"model": BUNDLED, "input": "abc", "max_output_tokens": 8}
+        plain = client.post("/v1/responses", json=asked).json()
+        assert plain["output"] and "fallback_backend" not in plain
+        asked |= {"include": ["message.output_text.logprobs"]}
+        other = client.post("/v1/responses", json=asked).json()
+        assert (other["status"], other["fallback_backend"]) == ("incomplete", "echo")
+        assert client.get(f"/v1/responses/{other['id']}").json() == other
+        streamed = client.post("/v1/responses", json=asked | {"stream": True}).text
+        assert streamed.count('"fallback_backend":"echo"') == 1 and '"type":"response.incomplete"' in streamed
+        message = {"role": "user", "content": "abc"}
+        asked = {"model": BUNDLED, "messages": [message], "max_tokens": 8}
+        plain = client.post("/v1/messages", json=asked).json()
+        assert plain["content"] and "fallback_backend" not in plain
+        asked |= {"top_k": 3}
+        assert client.post("/v1/messages", json=asked).json()["fallback_backend"] == "echo"
+        streamed = client.post("/v1/messages", json=asked | {"stream": True}).text
+        (marked,) = [line for line in streamed.splitlines() if "fallback_backend" in line]
+        assert orjson.loads(marked.removeprefix("data: "))["type"] == "message_delta"
     assert re.search("backend plug-in refused.*broken", served.process.output)
     served.process.wait_for("runs on the fallback backend echo")
 
