@@ -229,8 +229,8 @@ def runs(draw: st.DrawFn) -> Run:
             st.sampled_from(["go on", "go on", "go on", "length", "late", "failed", "cancelled", "left", "in a call"])
         ):
             case "go on":
-                reason = draw(st.sampled_from(["stop", "stop_sequence", "tool_calls"]))
-                run.finish_turn(reason, draw(st.integers(0, 7)), fallback=fallback)
+                reasons: list[FinishReason] = ["stop", "stop_sequence", "tool_calls"]
+                run.finish_turn(draw(st.sampled_from(reasons)), draw(st.integers(0, 7)), fallback=fallback)
             case "length":
                 run.finish_turn("length", draw(st.integers(0, 7)))
                 return run.done("length")
