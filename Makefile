@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Python compiles what is imported, which is a small part of what is installed; setuptools, which builds, is installed.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile --no-build-isolation
 MODEL ?=
+# Without bytecode each process compiles whatever it imports, at every start.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run test wheel clean
 

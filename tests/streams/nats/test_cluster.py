@@ -22,6 +22,12 @@ async def connect(cluster: LocalCluster) -> JetStreamBroker:
     return await JetStreamBroker.connect(cluster.urls, namespace="p", timeout=30.0, replicas=3)
 
 
+def until_it_stands(pid: int) -> None:
+    """Return when no thread of a process that was stopped runs any more."""
+    while any(" T " not in stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+        pass
+
+
 async def test_a_stream_outlives_its_leader(own_cluster: LocalCluster) -> None:
     broker = await connect(own_cluster)
     await broker.ensure([LEDGER], [])
@@ -86,6 +92,7 @@ async def test_a_client_leaves_a_node_that_stands_still(own_cluster: LocalCluste
     await broker.ensure([LEDGER], [])
     (used,) = [index for index, door in enumerate(doors) if door.connections]
     own_cluster.stop(used)
+    until_it_stands(own_cluster.nodes[used].pid)
     assert (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
     assert broker.outages == 1
     own_cluster.cont(used)
