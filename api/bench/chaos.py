@@ -79,7 +79,10 @@ def bench_chaos(
     ] = 0,
     cluster: Annotated[
         str,
-        Option(help=f"What several brokers suffer, as KIND=SECONDS,… of {', '.join(KINDS)}; once each, in this order."),
+        Option(
+            help="What several brokers suffer, as KIND=SECONDS,…, once each, in this order. "
+            + " ".join(f"{kind}: {what}." for kind, what in KINDS.items())
+        ),
     ] = "",
     small_disk: Annotated[
         Path | None, Option(exists=True, file_okay=False, help="Of a small file system: the last broker stores there.")
