@@ -29,7 +29,7 @@ def test_each_server_without_an_answer_is_given_longer_up_to_a_limit() -> None:
     clock = Clock()
     isolation = Isolation(clock)
     isolation.asked()
-    waited, since = [], clock.now
+    waited, since = list[float](), clock.now
     while len(waited) < 6:
         clock.now += 1.0
         isolation.asked()  # again, which does not begin the wait anew
