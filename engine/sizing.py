@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_ECHO_ROWS, _ECHO_PROCESS = 64, 128 << 20  # bytes
+_ECHO_ROWS, _ECHO_PROCESS = 64, 128 << 20  # the latter in bytes
 _CPU_ROWS, _LARGE_CPU_ROWS, _LARGE_CPU = 32, 64, 16  # from _LARGE_CPU cores a worker on, _LARGE_CPU_ROWS
 _CUDA_ROWS = 128
 _CPU_STEP, _CUDA_STEP = 256, 2048  # tokens of a step, unless prefill_chunk_size says otherwise

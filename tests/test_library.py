@@ -39,6 +39,11 @@ def test_names_of_the_first_release_still_work(old: str, new: str) -> None:
     assert {name for name in vars(there) if name[0] != "_"} <= vars(module).keys()
 
 
+@pytest.mark.parametrize("old", ["schemas.chat", "schemas.codec", "streams.jetstream"])
+def test_what_applications_imported_is_among_them(old: str) -> None:
+    assert old in penstock._MOVED
+
+
 def test_the_warning_names_who_imports() -> None:
     code = "import warnings; warnings.simplefilter('always')\nfrom penstock.schemas.chat import ChatMessage"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -44,7 +44,7 @@ def troubles(text: str) -> list[Trouble]:
         try:
             found.append(Trouble(kind, float(seconds)))
         except ValueError:
-            raise ValueError(f"{word}: how long is missing; write {kind}=SECONDS") from None
+            raise ValueError(f"{word}: no number of seconds; write {kind}=SECONDS, such as {kind}=60") from None
         if not 0 < found[-1].seconds < 3600:
             raise ValueError(f"{word}: from 0 to 3,600 seconds")
     return found

@@ -129,7 +129,10 @@ def test_requests_are_mixed_and_the_same_again() -> None:
         ("--slow needs several brokers", ["--slow", "1"]),
         ("--cluster needs several brokers", ["--cluster", "deaf=3"]),
         ("--cluster quake: no such fault; known: partition, mute", ["--cluster", "quake=3", "--brokers", "3"]),
-        ("how long is missing; write deaf=SECONDS", ["--cluster", "mute=3,deaf", "--brokers", "3"]),
+        (
+            "deaf: no number of seconds; write deaf=SECONDS, such as deaf=60",
+            ["--cluster", "mute=3,deaf", "--brokers", "3"],
+        ),
         ("from 0 to 3,600 seconds", ["--cluster", "mute=-1", "--brokers", "3"]),
         ("--small-disk and --cluster full-disk=SECONDS go together", ["--cluster", "full-disk=9", "--brokers", "3"]),
         ("must be whole numbers", ["--stops", "6,x"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +17,25 @@ from penstock.streams.nats.cluster import LocalCluster
 from penstock.streams.port import ConsumerSpec, Published, StreamSpec
 
 LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")
+
+
+Proxied = tuple[LocalCluster, dict[tuple[int, int], Proxy]]
+
+
+@pytest.fixture
+async def proxied(tmp_path: Path) -> AsyncIterator[Proxied]:
+    """Three servers, and the proxies between them: from which node to which."""
+    proxies: dict[tuple[int, int], Proxy] = {}
+
+    async def dial(source: int, target: int, port: int) -> int:
+        proxies[source, target] = await Proxy.start(port)
+        return proxies[source, target].port
+
+    cluster = await LocalCluster.start(tmp_path / "cluster", dial=dial)
+    yield cluster, proxies
+    await cluster.close()
+    for proxy in proxies.values():
+        await proxy.close()
 
 
 async def connect(cluster: LocalCluster) -> JetStreamBroker:
@@ -103,18 +123,12 @@ async def test_a_client_leaves_a_node_that_stands_still(own_cluster: LocalCluste
 
 
 async def test_a_client_leaves_a_node_that_is_cut_off_from_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxied: Proxied, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node answers pings, and questions about what it knows; but it cannot store."""
     monkeypatch.setattr(isolation, "PATIENCE", 1.0)
     monkeypatch.setattr(isolation, "MOST_PATIENCE", 4.0)
-    proxies: dict[tuple[int, int], Proxy] = {}
-
-    async def dial(source: int, target: int, port: int) -> int:
-        proxies[source, target] = await Proxy.start(port)
-        return proxies[source, target].port
-
-    cluster = await LocalCluster.start(tmp_path / "cluster", dial=dial)
+    cluster, proxies = proxied
     broker = await connect(cluster)
     await broker.ensure([LEDGER], [])
     connected = broker._link._client.connected_url
@@ -130,9 +144,6 @@ async def test_a_client_leaves_a_node_that_is_cut_off_from_the_others(
     await cluster.ready()
     assert await broker.publish("p.ledger", b"", message_id="m1") == Published(1, True)
     await broker.close()
-    await cluster.close()
-    for proxy in proxies.values():
-        await proxy.close()
 
 
 async def test_all_come_back_under_their_addresses(own_cluster: LocalCluster) -> None:
@@ -155,15 +166,9 @@ async def test_clients_learn_of_no_other_server(own_cluster: LocalCluster) -> No
     assert said["cluster"] == "local" and not said.get("connect_urls")
 
 
-async def test_a_publish_waits_for_a_leader_that_is_slow(tmp_path: Path) -> None:
+async def test_a_publish_waits_for_a_leader_that_is_slow(proxied: Proxied) -> None:
     """What is sent again meanwhile is refused by the server as being in process, and is stored once all the same."""
-    proxies: dict[tuple[int, int], Proxy] = {}
-
-    async def dial(source: int, target: int, port: int) -> int:
-        proxies[source, target] = await Proxy.start(port)
-        return proxies[source, target].port
-
-    cluster = await LocalCluster.start(tmp_path / "cluster", dial=dial)
+    cluster, proxies = proxied
     broker = await connect(cluster)
     await broker.ensure([LEDGER], [])
     leader = await cluster.leader_of("P_LEDGER")
@@ -172,6 +177,3 @@ async def test_a_publish_waits_for_a_leader_that_is_slow(tmp_path: Path) -> None
     stored = await broker.publish("p.ledger", b"", message_id="m1")
     assert stored.sequence == (await broker.publish("p.ledger", b"", message_id="m1")).sequence == 1
     await broker.close()
-    await cluster.close()
-    for proxy in proxies.values():
-        await proxy.close()
