@@ -91,7 +91,8 @@ ROOMS: dict[str, set[str]] = {
     "stages.tools": {"stages"},
     "api": set(),
     "api.batches": {"api.bridge", "api.render"},
-    "api.bench": {"api.serve", "api.terminal", "api.tools"},
+    "api.bench": {"api.bench.chaos", "api.serve", "api.terminal"},
+    "api.bench.chaos": {"api.bench", "api.serve", "api.terminal", "api.tools"},
     "api.bridge": set(),
     "api.grpc": {"api.bridge", "api.http.middleware"},
     "api.http": {

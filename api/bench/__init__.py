@@ -1,1 +1,1 @@
-"""`penstock bench`: load, faults, and the judge of what was stored."""
+"""`penstock bench`: servers, loads and reports."""

@@ -1,4 +1,4 @@
-"""The broker of `penstock bench chaos`: a server or a cluster, kept alive, and proxies by which parts reach it."""
+"""The broker of a benchmark: a server or a cluster, kept alive, and proxies by which parts reach it."""
 
 from __future__ import annotations
 

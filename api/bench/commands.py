@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .chaos import bench_chaos
+from .chaos.command import bench_chaos
 from .engine import bench_engine
 from .pipeline import pipeline
 from .quality import bench_quality

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from . import report as bench_report
-from .report import milliseconds, number
+from .. import report as bench_report
+from ..report import milliseconds, number
 
 
 def outcome(found: dict[str, Any]) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.api.bench.answers import ReceivedAnswer
-from penstock.api.bench.faults import Strike, longest_pauses
+from penstock.api.bench.chaos.faults import Strike, longest_pauses
 
 
 def answer(sent: float, *times: float, ended: float) -> ReceivedAnswer:

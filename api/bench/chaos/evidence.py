@@ -7,17 +7,17 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 
-from ...config.settings import Settings
-from ...schemas.canaries import CANARY
-from ...schemas.errors import Transient
-from ...schemas.loops import root_of
-from ...schemas.registry import InFlight, Room
-from ...streams.lanes import present_lanes
-from ...streams.port import DEAD_REASON, DEAD_SUBJECT, Broker, Message
-from ...streams.stores.registry import Registry
-from ...streams.topology import DEAD, EVENTS, PRIORITIES, STREAM, Subjects, batch_stream, topology
+from ....config.settings import Settings
+from ....schemas.canaries import CANARY
+from ....schemas.errors import Transient
+from ....schemas.loops import root_of
+from ....schemas.registry import InFlight, Room
+from ....streams.lanes import present_lanes
+from ....streams.port import DEAD_REASON, DEAD_SUBJECT, Broker, Message
+from ....streams.stores.registry import Registry
+from ....streams.topology import DEAD, EVENTS, PRIORITIES, STREAM, Subjects, batch_stream, topology
+from ..load import clock
 from .judge import Broken, events_of, judge, outputs_of
-from .load import clock
 
 IDLE_LIMIT = 60.0  # seconds after which messages left in a queue count as stuck
 POLL = 0.2

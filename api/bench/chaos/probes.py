@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 
-from .answers import ReceivedAnswer, Request, ask
+from ..answers import ReceivedAnswer, Request, ask
+from ..load import Client, clock
 from .evidence import Rooms
 from .judge import Broken
-from .load import Client, clock
 
 PROBE_LIMIT = 30.0  # seconds in which every seat has to be taken once
 

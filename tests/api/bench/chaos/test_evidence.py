@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 
-from penstock.api.bench.evidence import Evidence
+from penstock.api.bench.chaos.evidence import Evidence
 from penstock.config.settings import Settings
 from penstock.schemas.canaries import CANARY
 from penstock.schemas.events import Accepted, Done, Event, Usage

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.bench.agents import LEDGER, Agent, find_customer, get_order, get_price, judge_agents, ledger_of
+from penstock.api.bench.chaos.agents import LEDGER, Agent, find_customer, get_order, get_price, judge_agents, ledger_of
 
 
 def call(id: str, name: str, output: dict[str, Any] | None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def test_every_fault_has_its_law(law: str | None, agents: list[Agent], ledger: d
 def test_each_call_answers_with_the_end_of_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger"
     monkeypatch.setenv(LEDGER, str(path))
-    monkeypatch.setattr("penstock.api.bench.agents.SLOWEST", 0.0)
+    monkeypatch.setattr("penstock.api.bench.chaos.agents.SLOWEST", 0.0)
     assert ledger_of(path) == {}
     customer = find_customer("ann@bank.com")["customer_id"]
     order = get_order(customer)["order_id"]

@@ -19,31 +19,31 @@ import typer
 from rich.progress import Progress
 from typer import Option
 
-from ...config.catalogue import OF_ONE
-from ...config.settings import Settings
-from ...config.sources import SECRET, Loaded
-from ...engine import find_backend
-from ...schemas.errors import StartupError
-from ...streams.stores.registry import Registry
-from ...streams.topology import Subjects
-from ..serve.connecting import connected
-from ..serve.processes import Part, child_environment
-from ..serve.supervisor import listen
-from ..terminal.options import with_settings
+from ....config.catalogue import OF_ONE
+from ....config.settings import Settings
+from ....config.sources import SECRET, Loaded
+from ....engine import find_backend
+from ....schemas.errors import StartupError
+from ....streams.stores.registry import Registry
+from ....streams.topology import Subjects
+from ...serve.connecting import connected
+from ...serve.processes import Part, child_environment
+from ...serve.supervisor import listen
+from ...terminal.options import with_settings
+from .. import offered
+from .. import report as bench_report
+from ..answers import PATIENCE, ReceivedAnswer, Request, ask, compare, mixed_requests
+from ..brokers import Brokers, set_up
+from ..load import Client, Ended, clock
+from ..server import kept, served_models, workplace
 from . import agents as bench_agents
-from . import offered
-from . import report as bench_report
 from .agents import Agent, judge_agents, ledger_of
-from .answers import PATIENCE, ReceivedAnswer, Request, ask, compare, mixed_requests
-from .brokers import Brokers, set_up
 from .cluster_faults import KINDS, ClusterFaults, troubles
 from .evidence import Evidence, Rooms
 from .faults import POLL, Faults, Strike, longest_pauses
 from .judge import Broken
-from .load import Client, Ended, clock
 from .outcome import outcome
 from .probes import outlive, take_all_seats
-from .server import kept, served_models, workplace
 
 STAGES = ("validate", "queue", "batch", "stream")
 VICTIMS = ("worker", *STAGES, "tools", "bridge", "agent", "broker")

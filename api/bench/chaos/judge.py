@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...schemas.events import FINAL, Accepted, Delta, Done, Event, ItemEvent, Queued, Started, Token, Turn
-from ...schemas.wire import codec
-from ...schemas.wire.codec import DecodeError
-from ...streams.port import Message
+from ....schemas.events import FINAL, Accepted, Delta, Done, Event, ItemEvent, Queued, Started, Token, Turn
+from ....schemas.wire import codec
+from ....schemas.wire.codec import DecodeError
+from ....streams.port import Message
 
 MOST = 5  # broken laws that are reported of one request; most follow from the first
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from ..tools.functions import tool
-from .answers import PAUSE
+from ...tools.functions import tool
+from ..answers import PAUSE
 from .judge import Broken
 
 LEDGER = "BENCH_CHAOS_LEDGER"  # the environment's name for the ledger's path
-TOOLS = ",".join(f"penstock.api.bench.agents:{name}" for name in ("find_customer", "get_order", "get_price"))
+TOOLS = ",".join(f"penstock.api.bench.chaos.agents:{name}" for name in ("find_customer", "get_order", "get_price"))
 SLOWEST = 0.5  # seconds of a call, so that some are under way when their process dies
 ENDED = ("completed", "failed", "incomplete", "cancelled")
 EMAILS = ("ann@bank.com", "paul@river.com")

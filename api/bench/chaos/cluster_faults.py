@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...schemas.errors import StartupError
-from .brokers import Brokers
+from ....schemas.errors import StartupError
+from ..brokers import Brokers
+from ..load import clock
+from ..server import START_LIMIT
 from .faults import POLL, Strike
-from .load import clock
-from .server import START_LIMIT
 
 KINDS = {
     "partition": "the leader and the others do not hear each other",

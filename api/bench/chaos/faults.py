@@ -18,14 +18,14 @@ from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
-from ...schemas.errors import BrokerAway, BrokerUnavailable, Transient
-from ...streams.stores.registry import Registry
-from ..serve.processes import ProcessKeeper
-from .answers import ReceivedAnswer
-from .brokers import Brokers
-from .load import clock
-from .offered import placed
-from .server import START_LIMIT
+from ....schemas.errors import BrokerAway, BrokerUnavailable, Transient
+from ....streams.stores.registry import Registry
+from ...serve.processes import ProcessKeeper
+from ..answers import ReceivedAnswer
+from ..brokers import Brokers
+from ..load import clock
+from ..offered import placed
+from ..server import START_LIMIT
 
 POLL = 0.2  # seconds between two checks whether a part is back
 LEAST_SLOW = 0.05  # seconds that a slow follower is behind at least

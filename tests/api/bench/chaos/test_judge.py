@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.api.bench.judge import events_of, judge, outputs_of
+from penstock.api.bench.chaos.judge import events_of, judge, outputs_of
 from penstock.schemas.events import (
     Accepted,
     Delta,

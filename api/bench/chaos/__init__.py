@@ -1,0 +1,1 @@
+"""`penstock bench chaos`: faults, and the judge of what was stored."""
