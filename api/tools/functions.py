@@ -30,8 +30,8 @@ from ...config.loading import load_named
 from ...schemas.base import MAX_TOOL_NAME, TOOL_NAME_PATTERN
 from ...schemas.errors import ConfigurationError
 from ...schemas.loops import ToolResult
+from .cutting import cut
 from .mcp_config import TIMEOUT
-from .text import cut
 
 GROUP = "penstock.tools"
 

@@ -27,8 +27,9 @@ from mcp.client.streamable_http import streamable_http_client
 from ... import __version__
 from ...schemas.errors import ToolFailed
 from ...schemas.loops import ToolResult
+from .cutting import cut
 from .mcp_config import HttpServer, ServerConfig
-from .text import cut, openai_tools, result_text
+from .text import openai_tools, result_text
 
 TOOLS_TTL = 300.0  # seconds that a list of tools is cached, unless the server says less or announces a change
 IDLE = 300.0  # seconds after which an unused connection is closed

@@ -10,8 +10,6 @@ import mcp_types as mcp
 
 from ...schemas.loops import ToolResult
 
-MAX_TEXT = 256 * 1024  # bytes of UTF-8
-
 
 def openai_tools(tools: Iterable[mcp.Tool]) -> list[dict[str, Any]]:
     """The value of `tools` in a chat request."""
@@ -56,15 +54,6 @@ def result_text(result: mcp.CallToolResult) -> str:
         if value not in said and structured not in said:
             parts.append(json.dumps(structured, ensure_ascii=False))
     return "\n".join(parts)
-
-
-def cut(text: str) -> str:
-    """The first `MAX_TEXT` bytes of a text, followed by a sentence that says so where it was longer."""
-    encoded = text.encode(errors="replace")  # half a surrogate pair cannot be encoded
-    if len(encoded) <= MAX_TEXT:
-        return encoded.decode()
-    kept = encoded[:MAX_TEXT].decode(errors="ignore")
-    return f"{kept}\n[The result was cut here: these are the first {MAX_TEXT} of {len(encoded)} bytes.]"
 
 
 def _part(part: mcp.ContentBlock) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import jsonschema
 import referencing.exceptions
@@ -20,10 +20,12 @@ from ...schemas.base import tool_name
 from ...schemas.errors import InvalidRequest, ToolFailed
 from ...schemas.loops import LoopTool, Source, ToolResult
 from .functions import Function, find_functions
-from .mcp_client import McpClient
 from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers
 from .policy import ToolPolicy, each, location_of, mcp_prefix, refuse
 from .sealing import unseal
+
+if TYPE_CHECKING:
+    from .mcp_client import McpClient
 
 MAX_CLIENTS = 256  # connections to servers that requests bring, one for each set of headers
 MAX_SCHEMA = 4000  # characters of a schema that an error repeats to the model
@@ -59,6 +61,8 @@ class Toolbox:
             tuple[str, str, tuple[tuple[str, str], ...]], McpClient
         ] = {}  # the least recently used first
         self._named: dict[str, McpClient] = {}
+        if servers or allowed_urls:
+            _mcp_client()  # not at the first call
 
     def check(self, source: Source) -> None:
         """Raise `InvalidRequest` for a source that its request may not use. Opens no connection."""
@@ -146,11 +150,12 @@ class Toolbox:
         await asyncio.gather(*(client.close() for client in clients))
 
     async def _client(self, source: Source) -> McpClient:
+        client_type = _mcp_client()
         if source.url is None:  # the operator's own are few, and never evicted
-            return self._named.setdefault(source.label, McpClient(self._servers[source.label], name=source.label))
+            return self._named.setdefault(source.label, client_type(self._servers[source.label], name=source.label))
         config = HttpServer(url=source.url, headers=self._headers(source))
         key = (source.label, config.url, tuple(sorted(config.headers.items())))
-        client = self._clients.pop(key, None) or McpClient(config, name=source.label)
+        client = self._clients.pop(key, None) or client_type(config, name=source.label)
         while len(self._clients) >= MAX_CLIENTS:
             idle = next((known for known, one in self._clients.items() if not one.busy), None)
             if idle is None:
@@ -220,6 +225,13 @@ def _without_patterns(schema: Any) -> Any:
         for key, value in schema.items()
         if not (key == "pattern" and isinstance(value, str)) and key not in ("patternProperties", "propertyNames")
     }
+
+
+def _mcp_client() -> type[McpClient]:
+    """The client, whose import takes as long as all others of a bridge together; most servers need none."""
+    from .mcp_client import McpClient
+
+    return McpClient
 
 
 def _is_functions(source: Source) -> bool:

@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from penstock.api.tools import functions
+from penstock.api.tools.cutting import MAX_TEXT
 from penstock.api.tools.functions import Function, find_functions, tool
-from penstock.api.tools.text import MAX_TEXT
 from penstock.schemas.errors import ConfigurationError
 from penstock.schemas.loops import ToolResult
 

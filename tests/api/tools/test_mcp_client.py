@@ -13,9 +13,10 @@ import psutil
 import pytest
 from mcp_servers import CLOCK, PAGE, TOOLS, Era, Everything, McpServer, counting_socket, mcp_server
 
+from penstock.api.tools.cutting import MAX_TEXT
 from penstock.api.tools.mcp_client import McpClient
 from penstock.api.tools.mcp_config import HttpServer, StdioServer
-from penstock.api.tools.text import MAX_TEXT, mcp_tool, openai_tools, result_text, tool_message, tool_result
+from penstock.api.tools.text import mcp_tool, openai_tools, result_text, tool_message, tool_result
 from penstock.schemas.errors import ToolFailed
 from penstock.schemas.loops import ToolResult
 

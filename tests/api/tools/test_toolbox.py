@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -303,3 +305,16 @@ async def test_connections_for_requests_are_shared_and_bounded(
 async def test_function_that_is_no_more_is_an_error(toolbox: Toolbox) -> None:
     text, is_error = await toolbox.call(Source(label="functions"), a_tool("halve"), "{}")
     assert is_error and text == "There is no tool halve any more."
+
+
+@pytest.mark.parametrize(("urls", "loaded"), [([], "False"), (["https://example.com/"], "True")])
+def test_the_client_is_loaded_before_the_first_request_or_never(urls: list[str], loaded: str) -> None:
+    script = (
+        "import sys\n"
+        "from penstock.api.tools.toolbox import Toolbox\n"
+        f"Toolbox({{}}, [], {urls})\n"
+        "print('penstock.api.tools.mcp_client' in sys.modules)\n"
+        "print('mcp' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [loaded, loaded]
