@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import sys
 from types import TracebackType
+from typing import Any, TextIO
 
+import orjson
 import structlog
 
 from .settings import Settings
@@ -23,25 +27,21 @@ def configure_logging(settings: Settings, **context: object) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
     ]
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(),
-            exception_formatter=write,
-        )
+    rendering: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=write)]
         if console
-        else structlog.processors.JSONRenderer()
+        else [structlog.processors.ExceptionRenderer(as_text), structlog.processors.JSONRenderer(as_json)]
     )
+    # Past the standard library, in which a line takes five times as long.
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(settings.log_level.upper())),
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        logger_factory=lambda *_: _Lines(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    final: list[structlog.typing.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
-    if not console:
-        final.append(structlog.processors.ExceptionRenderer(as_text))
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*final, renderer], foreign_pre_chain=shared))
+    final = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering]
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=final, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     for chatty in ("httpx2", "httpcore2", "nats", "uvicorn", "asyncio", "client"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -49,6 +49,29 @@ def configure_logging(settings: Settings, **context: object) -> None:
     logging.getLogger("asyncio").addFilter(FirstLine())
     sys.excepthook = _ended
     structlog.contextvars.bind_contextvars(**context)
+
+
+class _Lines:
+    """Writes each line at once. A reader that has gone, or a disk that is full, costs lines and no request."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def msg(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    debug = info = warning = error = critical = msg
+
+
+def as_json(event: object, **options: Any) -> str:
+    """As `json.dumps` writes it, ten times faster for nearly all."""
+    try:
+        line = orjson.dumps(event, options["default"])
+    except TypeError:  # half a surrogate pair, or a number of more than 64 bits
+        line = b""
+    return line.decode() if line and line.isascii() else json.dumps(event, **options)
 
 
 def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

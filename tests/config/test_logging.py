@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.logging import as_json
 
 SECRET = "my diagnosis"
 SET_UP = """
@@ -91,3 +97,38 @@ def test_a_task_that_nobody_waited_for_is_told_the_same_way(form: str) -> None:
 def test_the_error_that_ends_a_process_is_told_the_same_way(form: str) -> None:
     written = logged(form, "raise ExceptionGroup(SECRET, [ValueError(SECRET)])", status=1)
     assert "process ended with an error" in written and "ValueError" in written
+
+
+texts = st.text(st.characters(codec=None)).filter(lambda text: json.loads(json.dumps(text)) == text)
+
+
+@given(
+    st.dictionaries(
+        texts,
+        st.one_of(texts, st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans()),
+        max_size=4,
+    )
+)
+def test_any_line_is_json_in_ascii(values: dict[str, object]) -> None:
+    line = as_json(values, default=repr)
+    assert line.isascii() and "\n" not in line and json.loads(line) == values
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_reader_that_has_gone_ends_nothing(form: str) -> None:
+    program = """
+        import os, sys
+        for name in ("penstock", "another"):
+            structlog.get_logger(name).error("failed", exc_info=failed(ValueError(SECRET)))
+            logging.getLogger(name).error("failed")
+        os.write(1, b"goes on")
+        os._exit(0)
+    """
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = textwrap.dedent(SET_UP.replace("FORMAT", form)) + textwrap.dedent(program)
+    try:
+        ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writing, timeout=60)
+    finally:
+        os.close(writing)
+    assert (ran.returncode, ran.stdout) == (0, b"goes on")
