@@ -193,7 +193,7 @@ def test_p8_who_waits_past_the_deadline_is_removed_and_hears_408(where: dict[str
 
 async def test_a_deadline_stops_what_runs_and_says_so() -> None:
     async with pipeline_of(echo_rate=50.0) as pipeline:
-        reading = await publish(pipeline, timeout=0.5, body={"max_tokens": 400, "ignore_eos": True})
+        reading = await publish(pipeline, timeout=3.0, body={"max_tokens": 400, "ignore_eos": True})
         events = await whole(reading)
         done = events[-1]
         assert isinstance(done, Done)

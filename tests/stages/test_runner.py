@@ -303,7 +303,7 @@ async def test_what_a_drain_cannot_finish_goes_to_another_copy_at_once() -> None
 def test_a_custom_stage_that_never_ends_is_left_at_the_deadline() -> None:
     async def scene() -> list[Event]:
         pipeline = await Pipeline.start(Slow, pipeline=("validate", "slow", *PIPELINE[2:]))
-        events = await pipeline.events(BODY, timeout=0.1)
+        events = await pipeline.events(BODY, timeout=1.0)
         await pipeline.stop()
         return events
 

@@ -126,7 +126,7 @@ async def test_streams_and_consumers_in_memory_are_made_again(own_server: Embedd
 
 
 async def test_an_outage_is_reported_in_time(own_server: EmbeddedServer) -> None:
-    broker = await JetStreamBroker.connect(own_server.url, namespace="p", timeout=0.5)
+    broker = await JetStreamBroker.connect(own_server.url, namespace="p", timeout=2.0)
     await broker.ensure([LEDGER], [])
     os.kill(own_server.pid, signal.SIGKILL)
     await own_server.wait()
