@@ -65,4 +65,5 @@ class StallClock:
 
 
 def _progress(choice: Choice) -> tuple[int, int]:
-    return choice.num_computed, len(choice.tokens)
+    encoded = choice.layout.num_encoded if choice.layout is not None else 0
+    return choice.num_computed + encoded, len(choice.tokens)

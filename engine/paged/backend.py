@@ -252,6 +252,7 @@ class PagedBackend:
         for choice in self._spill.advance():
             self._scheduler.add(choice)
         scheduled = self._scheduler.schedule()
+        self._gate.encode(scheduled)
         before, self._unread = self._unread, None
         if not scheduled:
             return self._read(before)

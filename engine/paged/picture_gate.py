@@ -1,10 +1,12 @@
-"""Lets a step compute the tokens of an image only once its picture is prepared. Never sees a tensor."""
+"""Lets a step compute the tokens of an image only once its picture is encoded. Never sees a tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..choice import Choice
-from ..vision.pictures import Pictures
-from .rows import Row
+from ..vision.pictures import Pictures, Turn
+from .rows import Row, Scheduled
 
 _MAX_BLIND = 8  # waiting rows without their pictures that one step considers; text passes them
 
@@ -32,9 +34,18 @@ class PictureGate:
             return 0
         start, is_first = row.num_computed + matched, self._num_blind == 0
         end = start + lacking
-        visible = self._pictures.visible(row.choice.layout, start, end, runs=row.running, is_first=is_first)
+        turn, layout = _turn(row), row.choice.layout
+        visible = self._pictures.visible(layout, start, end, turn, runs=row.running, is_first=is_first)
         self._num_blind += visible < end and not row.running
         return visible - start
+
+    def encode(self, scheduled: Sequence[Scheduled]) -> None:
+        """Encode a part of the picture that is next in line, beside a step of these rows."""
+        if self._pictures is None:
+            return
+        turns = [_turn(row) for row, _, _ in scheduled if row.num_tokens - row.num_computed > 1]
+        if self._pictures.advance(min(turns, default=None)):
+            self.is_idle = False
 
     def forget(self, choice: Choice) -> None:
         """A choice has ended."""
@@ -49,3 +60,7 @@ class PictureGate:
     def close(self) -> None:
         if self._pictures is not None:
             self._pictures.close()
+
+
+def _turn(row: Row) -> Turn:
+    return Turn(row.order, row.priority)

@@ -20,13 +20,17 @@ class Family(NamedTuple):
     """How a family's processor describes an image: `grid` are numbers, of which `write` makes the text that stands for
     it, where `mark` is the text of one image token. `options` are for the image processor; `merge` is the side of the
     square of patches that make one token of a model with positions in three dimensions, 0 for plain positions.
-    `is_rigid`: transformers' code for it converts features to the dtype of the weights, whatever runs in float32."""
+    `is_rigid`: transformers' code for it converts features to the dtype of the weights, whatever runs in float32.
+    `tiles` is the axis of the tower's inputs along which an image lies in tiles that do not see each other, None where
+    the tower sees an image as a whole; then `blocks` names its blocks, and what computes further features of them."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
     options: Callable[[Config], dict[str, Any]] = lambda _: {}
     merge: Callable[[Config], int] = lambda _: 0
     is_rigid: bool = False
+    tiles: int | None = None
+    blocks: tuple[str, ...] = ()
 
 
 def family_of(config: Config) -> Family | None:
@@ -143,14 +147,19 @@ def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
     return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
 
 
-_QWEN = Family(_patches, _write_patches, merge=_merge)
-_TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True)
-_PIXTRAL = Family(_sizes, _write_pixtral, lambda config: {"patch_size": _pixtral_patch(config)})
+_QWEN = Family(_patches, _write_patches, merge=_merge, blocks=("visual.blocks", "visual.deepstack_merger_list"))
+_TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
+_PIXTRAL = Family(
+    _sizes,
+    _write_pixtral,
+    lambda config: {"patch_size": _pixtral_patch(config)},
+    blocks=("vision_tower.transformer.layers",),
+)
 FAMILIES: dict[str, Family] = {
-    "llava": Family(_shape, _write_llava),
+    "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "idefics3": _TILES,
     "smolvlm": _TILES,
-    "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}),
+    "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
     "mistral3": _PIXTRAL,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,

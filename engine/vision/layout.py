@@ -42,6 +42,7 @@ class ImageLayout:
 
     def __init__(self, owner: str, images: tuple[PromptImage, ...], tokens: list[Ints], positions: Ints | None) -> None:
         self.keyed = [((owner, image.identity), image) for image in images]
+        self.num_encoded = 0  # parts of its images that passed the tower since it waits for them; set by `Pictures`
         self._tokens, self._positions = tokens, positions
         self._shift = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
 

@@ -49,7 +49,7 @@ class VisionProcessor:
         self._lock = Lock()  # guards the grids, and the loading of transformers' processor
         self.image_token = image_token(config)
         self.merge = family.merge(config)
-        self.is_rigid = family.is_rigid
+        self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
 
     @classmethod
     def of(cls, path: Path) -> Self | None:

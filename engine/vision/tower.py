@@ -6,8 +6,9 @@ Both are transformers' own modules. The features take the place of the embedding
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,13 +18,20 @@ from torch import Tensor, nn
 
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
+from .blocks import Blocks
 from .families import language_model_of
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
-from .pictures import Pictures
+from .pictures import Arrays, Pictures
 from .processor import VisionProcessor
 
+_log = logging.getLogger(__name__)
+
 CACHE_BYTES = 256 << 20  # of features that are kept for the next chunk, request or takeover
+_TILES = {"cpu": 1}  # that pass the tower together, for an image in tiles; more are no faster there
+_MANY_TILES = 4
+_BUDGET = {"cpu": 2.5e11}  # floating-point operations between two steps, for an image that is seen as a whole
+_LARGE_BUDGET = 2e12
 
 
 class Seen(NamedTuple):
@@ -90,7 +98,10 @@ class LanguageModel(nn.Module):
 
 
 class Vision:
-    """Makes features of images, each once as long as they are kept. The engine's thread calls it."""
+    """Makes features of images, each once as long as they are kept. The engine's thread calls it.
+
+    Steps see features of `pictures`, which passes them through this tower part by part.
+    """
 
     def __init__(self, body: Any, text: Any, processor: VisionProcessor, cache_bytes: int = CACHE_BYTES) -> None:
         """`body` is transformers' model without its output head, `text` its language model."""
@@ -101,7 +112,9 @@ class Vision:
         self._cache: OrderedDict[Key, Tensor] = OrderedDict()  # [features and deep ones, K, E]
         self._used = 0  # bytes
         self.num_encoded = 0  # images that passed the tower
-        self.pictures = Pictures(processor.inputs, self._cache.__contains__)
+        self.budget = _BUDGET.get(self._device.type, _LARGE_BUDGET)
+        self._blocks: Blocks | None = None  # set by `probe`
+        self.pictures = Pictures(processor.inputs, self.encode, self._cache.__contains__)
 
     def layout(self, request: EngineRequest) -> ImageLayout | None:
         if not request.images:
@@ -119,7 +132,7 @@ class Vision:
                 features[one.key] = self._cache[one.key]
         for one in placed:  # only now: a new one may push out what is kept
             if one.key not in features:
-                features[one.key] = self._encode_and_keep(one)
+                features[one.key] = self._features(one)
         parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in placed]
         rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
         seen, *deep = torch.cat(parts, dim=1).unbind(0)
@@ -128,6 +141,8 @@ class Vision:
     def probe(self, ids: Sequence[int], head: nn.Module) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
         image, count = self.processor.sample()
+        inputs = self.processor.inputs(image)
+        self._blocks = self._blocks_of(self._to_device(inputs))
         before = len(ids) // 2
         whole = [*ids[:before], *[self.processor.image_token] * count, *ids[before:]]
         image = replace(image, offset=before, length=count)
@@ -138,19 +153,71 @@ class Vision:
             types = {"mm_token_type_ids": (tokens == self.processor.image_token).int()} if self.processor.merge else {}
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)
-                embedded[0, before : before + count] = self._encode(self.inputs(image))[0].to(embedded.dtype)
+                features = self._encode_at_once(inputs)
+                embedded[0, before : before + count] = features[0].to(embedded.dtype)
                 made = self._text(inputs_embeds=embedded, use_cache=False)
             else:
-                made = self._body(input_ids=tokens, use_cache=False, **self.inputs(image), **types)
+                made = self._body(input_ids=tokens, use_cache=False, **self._to_device(inputs), **types)
             return Probe(whole, image, head(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own
 
-    def inputs(self, image: PromptImage) -> dict[str, Tensor]:
-        """The tower's inputs for one image, prepared here and now."""
-        return self._to_device(self.processor.inputs(image))
+    def encode(self, arrays: Arrays) -> Iterator[Tensor | None]:
+        """Pass an image through the tower; yields None after each part but the last, and then the features and the deep
+        ones, [F, K, E].
 
-    def _to_device(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+        A part is a tile, or so many, or as many blocks of the tower as take about as long.
+        """
+        if self._blocks is not None:
+            inputs = self._to_device(arrays)
+            yield from self._blocks.run(lambda: self._pass(inputs), self.budget)
+            return
+        *parts, last = self._tiles(arrays)
+        made = []
+        for part in parts:
+            made.append(self._pass(self._to_device(part)))
+            yield None
+        yield torch.cat([*made, self._pass(self._to_device(last))], dim=1)
+
+    def _encode_at_once(self, arrays: Arrays) -> Tensor:
+        *_, features = self.encode(arrays)
+        assert features is not None
+        return features
+
+    def _tiles(self, arrays: Arrays) -> list[Arrays]:
+        axis = self.processor.tiles
+        if axis is None:
+            return [arrays]
+        size, count = _TILES.get(self._device.type, _MANY_TILES), arrays["pixel_values"].shape[axis]
+        before = (slice(None),) * axis
+        return [
+            {name: array[(*before, slice(first, first + size))] for name, array in arrays.items()}
+            for first in range(0, count, size)
+        ]
+
+    def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
+        made = self._body.get_image_features(**inputs, return_dict=True)
+        pooled = made.pooler_output
+        features = pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat([*pooled])
+        deep = [torch.cat([*one]) for one in getattr(made, "deepstack_features", None) or ()]
+        return torch.stack([features, *deep])
+
+    def _blocks_of(self, inputs: dict[str, Tensor]) -> Blocks | None:
+        """The tower's blocks, if they can run one by one; `inputs` are those for some image."""
+        blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
+        if not blocks:
+            return None
+        found = Blocks(blocks, [one for more in others for one in more])
+        try:
+            *_, one_by_one = found.run(lambda: self._pass(inputs), 0)
+            if one_by_one is not None and torch.equal(one_by_one, self._pass(inputs)):
+                return found
+        except (AttributeError, TypeError, RuntimeError) as error:  # a block takes or returns something else
+            _log.info("%r", error)
+        _log.warning("the vision tower of %s cannot pause within an image", type(self._body).__name__)
+        return None
+
+    def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
 
     @property
@@ -158,22 +225,27 @@ class Vision:
         device: torch.device = next(self._body.parameters()).device
         return device
 
-    def _encode_and_keep(self, placed: Placed) -> Tensor:
-        prepared = self.pictures.take(placed.key)
-        found = self._encode(self.inputs(placed.image) if prepared is None else self._to_device(prepared))
+    def _features(self, placed: Placed) -> Tensor:
+        """The features of a picture that are not kept yet. Raises `InvalidRequest`."""
+        found = self.pictures.take(placed.key)
+        if found is None:  # it was kept, until others of the same step pushed it out
+            found = self._encode_at_once(self.processor.inputs(placed.image))
         self._cache[placed.key] = found
+        self.num_encoded += 1
         self._used += found.nbytes
         while self._used > self._cache_bytes and len(self._cache) > 1:
             self._used -= self._cache.popitem(last=False)[1].nbytes
         return found
 
-    def _encode(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        self.num_encoded += 1
-        made = self._body.get_image_features(**inputs, return_dict=True)
-        pooled = made.pooler_output
-        features = pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat([*pooled])
-        deep = [torch.cat([*one]) for one in getattr(made, "deepstack_features", None) or ()]
-        return torch.stack([features, *deep])
+
+def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:
+    """The children of a module inside another, in order; none if it is missing."""
+    for part in name.split("."):
+        found = getattr(module, part, None)
+        if found is None:
+            return ()
+        module = found
+    return module.children()
 
 
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:

@@ -12,6 +12,7 @@ from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.choice import Choice
 from penstock.engine.stalls import Stall, StallClock
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
+from penstock.engine.vision.layout import ImageLayout
 from penstock.schemas.events import Delta
 
 TOKENIZER = ByteTokenizer()
@@ -59,6 +60,17 @@ def test_a_token_or_a_piece_of_the_prompt_is_progress() -> None:
     one.append(97)
     clock.checks(7, one)
     one.num_computed += 16
+    assert clock.checks(8, one) == []
+    assert clock.checks(1, one) == [(one, True)]
+
+
+def test_a_part_of_a_picture_is_progress() -> None:
+    """A picture of many parts may take longer than the limit, and its request waits until all are encoded."""
+    clock, one = Clock(), make_choice(is_waiting=True)
+    one.layout = ImageLayout("", (), [], None)
+    for _ in range(3):
+        assert clock.checks(7, one) == []
+        one.layout.num_encoded += 1
     assert clock.checks(8, one) == []
     assert clock.checks(1, one) == [(one, True)]
 

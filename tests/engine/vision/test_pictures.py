@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ByteSize
 from vision_models import damaged, make_vision_model, picture
 
@@ -21,7 +22,7 @@ from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.layout import ImageLayout
-from penstock.engine.vision.pictures import Pictures
+from penstock.engine.vision.pictures import Arrays, Pictures, Turn
 from penstock.schemas.events import Delta
 
 GREEDY = GenerationParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -214,10 +215,21 @@ def layouts(*sizes: int) -> list[ImageLayout]:
     ]
 
 
+def encode(arrays: Arrays) -> Iterator[torch.Tensor]:
+    """Makes features of as many bytes, in one part."""
+    yield torch.from_numpy(arrays["pixels"])
+
+
 def look(pictures: Pictures, line: Sequence[ImageLayout]) -> list[int]:
-    """What is visible of prompts of 100 tokens that do not run, after what is in hand is prepared."""
+    """What is visible of prompts of 100 tokens that do not run, after what is in hand is prepared and encoded."""
     wait(pictures._begun)
-    return [pictures.visible(one, 0, 100, runs=False, is_first=one is line[0]) for one in line]
+    while pictures.advance(None):
+        pass
+    turns = [Turn(number, 0) for number in range(len(line))]
+    return [
+        pictures.visible(one, 0, 100, turn, runs=False, is_first=one is line[0])
+        for one, turn in zip(line, turns, strict=True)
+    ]
 
 
 def test_no_picture_is_begun_while_enough_of_them_wait() -> None:
@@ -227,7 +239,7 @@ def test_no_picture_is_begun_while_enough_of_them_wait() -> None:
         begun.append(image.digest)
         return {"pixels": np.zeros(100, np.uint8)}
 
-    pictures = Pictures(prepare, lambda key: False, limit=150)
+    pictures = Pictures(prepare, encode, lambda key: False, limit=150)
     first, second, third = line = layouts(1, 3, 1)
     assert look(pictures, line) == [0, 0, 0]
     assert look(pictures, line) == [100, 10, 0], "the second fills the limit, and begins with what there is"

@@ -16,18 +16,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ByteSize
 from vision_models import FAMILIES, make_vision_model, picture
+from vision_truth import expected, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.vision.images import PromptImage
-from penstock.engine.vision.processor import VisionProcessor
 from penstock.schemas.errors import InvalidRequest, ModelLoadError
 
 COUNT = 20  # tokens generated
@@ -73,7 +72,7 @@ def truth(config_of: ConfigOf, reference_of: Callable[[str], Any]) -> Truth:
         with InferenceEngine(config_of(family)) as engine:
             requests, processor = requests_of(engine, [*prompts(engine), TEXT]), engine.sight.processor
             assert processor is not None
-            return requests, [expected(reference_of(family), one, processor, family) for one in requests]
+            return requests, [expected(reference_of(family), one, processor, family, COUNT) for one in requests]
 
     return cache(make)
 
@@ -91,16 +90,7 @@ def small_machine() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reference_of(directory_of: Callable[[str], Path]) -> Callable[[str], Any]:
-    from transformers import AutoModelForImageTextToText
-
-    def load(family: str) -> Any:
-        model: Any = AutoModelForImageTextToText.from_pretrained(
-            directory_of(family), dtype="float32", attn_implementation="eager"
-        )
-        model.generation_config.eos_token_id = None
-        return model
-
-    return cache(load)
+    return cache(lambda family: reference(directory_of(family)))
 
 
 def prompts(engine: InferenceEngine) -> list[ImageText]:
@@ -110,29 +100,6 @@ def prompts(engine: InferenceEngine) -> list[ImageText]:
         ImageText(f"Here is {mark} and nothing else. What do you see?", (picture(),)),
         ImageText(f"{mark} is one, {mark} another. Say which is larger.", (picture(80, 30, 1), picture(40, 90, 2))),
     ]
-
-
-def joined(images: Sequence[PromptImage], processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
-    """The inputs of all images of a prompt, as transformers' processors put them together."""
-    each = [processor.inputs(image) for image in images]
-    if family == "mistral3":
-        height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (2, 3))
-        for one in each:
-            pixels = one["pixel_values"]
-            lacking = (0, height - pixels.shape[2]), (0, width - pixels.shape[3])
-            one["pixel_values"] = np.pad(pixels, ((0, 0), (0, 0), *lacking))
-    axis = 1 if family == "smolvlm" else 0
-    return {name: torch.from_numpy(np.concatenate([one[name] for one in each], axis)) for name in each[0]}
-
-
-def expected(model: Any, request: EngineRequest, processor: VisionProcessor, family: str) -> tuple[int, ...]:
-    """What transformers makes of a prompt, ends of text ignored."""
-    ids = torch.tensor([request.prompt])
-    inputs = joined(request.images, processor, family) if request.images else {}
-    if processor.merge and request.images:
-        inputs["mm_token_type_ids"] = (ids == processor.image_token).int()
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False, **inputs)
-    return tuple(output[0, len(request.prompt) :].tolist())
 
 
 def requests_of(engine: InferenceEngine, given: Sequence[ImageText | str]) -> list[EngineRequest]:

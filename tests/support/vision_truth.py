@@ -1,0 +1,49 @@
+"""What transformers makes of prompts with images: eager attention in float32, one prompt at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.engine import EngineRequest
+from penstock.engine.vision.images import PromptImage
+from penstock.engine.vision.processor import VisionProcessor
+
+
+def reference(directory: Path) -> Any:
+    """The model in `directory` as transformers runs it, ends of text ignored."""
+    from transformers import AutoModelForImageTextToText
+
+    library: Any = AutoModelForImageTextToText
+    model = library.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def expected(
+    model: Any, request: EngineRequest, processor: VisionProcessor, family: str, count: int
+) -> tuple[int, ...]:
+    """The `count` tokens that a `reference` generates after a prompt."""
+    ids = torch.tensor([request.prompt])
+    inputs = _joined(request.images, processor, family) if request.images else {}
+    if processor.merge and request.images:
+        inputs["mm_token_type_ids"] = (ids == processor.image_token).int()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **inputs)
+    return tuple(output[0, len(request.prompt) :].tolist())
+
+
+def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
+    """The inputs of all images of a prompt, as transformers' processors put them together."""
+    each = [processor.inputs(image) for image in images]
+    if family == "mistral3":
+        height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (2, 3))
+        for one in each:
+            pixels = one["pixel_values"]
+            lacking = (0, height - pixels.shape[2]), (0, width - pixels.shape[3])
+            one["pixel_values"] = np.pad(pixels, ((0, 0), (0, 0), *lacking))
+    axis = 1 if family == "smolvlm" else 0
+    return {name: torch.from_numpy(np.concatenate([one[name] for one in each], axis)) for name in each[0]}
