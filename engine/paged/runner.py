@@ -280,7 +280,7 @@ class Runner:
         self._decoder = Decoder.of(self._model, Views, torch.float32)
         try:
             return inf if self._decoder is None else distance(expected, self._forward(step))
-        except RuntimeError:  # rotations of another size, for example
+        except (RuntimeError, IndexError):  # rotations of another size, for example
             return inf
         finally:
             self._decoder = None

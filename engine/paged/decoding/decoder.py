@@ -8,6 +8,7 @@ caller must compare results with the original model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -64,10 +65,11 @@ class Layer:
         self.num_q_heads = attention.q_proj.out_features // head_dim
         self.num_kv_heads = attention.k_proj.out_features // head_dim
         self.head_norm: Tensor | None = None
+        self.epsilon = 0.0
         if hasattr(attention, "q_norm"):
             norms = [attention.q_norm.weight] * self.num_q_heads + [attention.k_norm.weight] * self.num_kv_heads
             self.head_norm = torch.stack(norms)[:, None]
-            self.epsilon: float = attention.q_norm.variance_epsilon
+            self.epsilon = attention.q_norm.variance_epsilon
         self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = make([attention.o_proj])
         self.gate, self.up, self.down = make([mlp.gate_proj]), make([mlp.up_proj]), make([mlp.down_proj])
@@ -79,8 +81,12 @@ class Decoder:
     def __init__(self, model: Any, make: MakeLinear, dtype: torch.dtype) -> None:
         """`dtype` is that of the activations."""
         body = model.model
-        self._dtype = dtype
+        self._dtype, self._through = dtype, through
         self.embedding: Tensor = body.embed_tokens.weight
+        if self.embedding.is_cuda and find_spec("triton") is not None:
+            from ..cuda import layers
+
+            self._through = layers.through
         self._rotary: nn.Module = body.rotary_emb
         self.layers = [Layer(layer, make) for layer in body.layers]
         self.norm = Norm(body.norm)
@@ -101,11 +107,7 @@ class Decoder:
         x = functional.embedding(ids, self.embedding).to(self._dtype)
         if seen is not None:
             x = x.index_copy(0, seen.rows, seen.features.to(self._dtype))
-        angles = self.angles(positions, self._dtype)
-        for index, layer in enumerate(self.layers):
-            x = advance(layer, index, x, angles, attention)
-            if seen is not None and index < len(seen.deep):
-                x = x.index_add(0, seen.rows, seen.deep[index].to(self._dtype))
+        x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen)
         return self.head(self.norm(x[keep]))
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
@@ -118,6 +120,15 @@ class Decoder:
         """All products in the order of their use."""
         each = [(layer.qkv, layer.output, layer.gate, layer.up, layer.down) for layer in self.layers]
         return [*chain.from_iterable(each), self.head]
+
+
+def through(layers: Sequence[Layer], x: Tensor, angles: Angles, attention: Attention, seen: Seen | None) -> Tensor:
+    """The residual stream [T, E] after all layers."""
+    for index, layer in enumerate(layers):
+        x = advance(layer, index, x, angles, attention)
+        if seen is not None and index < len(seen.deep):
+            x = x.index_add(0, seen.rows, seen.deep[index].to(x.dtype))
+    return x
 
 
 def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Attention) -> Tensor:

@@ -1,5 +1,5 @@
-"""What runs on CUDA, as far as a machine without a GPU can tell: the same code, its kernels in Triton's
-interpreter, its graphs replaced by what obeys the same contract.
+"""What runs on CUDA, its graphs replaced by what obeys the same contract; without a GPU on the CPU, the attention's
+kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.quantization.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT = 160
 NUM_BLOCKS = 48
+
+
+class TorchAlone(Runner):
+    """A runner without Triton's kernels, wherever it runs."""
+
+    on_triton = False
 
 
 class CudaLike(Runner):
@@ -44,17 +50,17 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["mistral", "qwen3"])
 def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Path]) -> tuple[Runner, Runner]:
-    """The same model with the attention of CPUs and with that of CUDA, in float32."""
+    """The same model with torch's operations and with the kernels of CUDA, in float32."""
 
     def load(kind: type[Runner]) -> Runner:
         model = AutoModelForCausalLM.from_pretrained(
             model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
-        )
+        ).to(DEVICE)
         runner = kind(model, 16, 256, ProductMaker(None, torch.device("cuda")))
         runner.allocate([NUM_BLOCKS] * len(runner.groups))
         return runner
 
-    return load(Runner), load(CudaLike)
+    return load(TorchAlone), load(CudaLike)
 
 
 def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[Tensor]:
@@ -86,7 +92,7 @@ STEPS = [
 ]
 
 
-def test_attention_by_block_table_equals_ours(runners: tuple[Runner, Runner]) -> None:
+def test_the_kernels_compute_what_torch_does(runners: tuple[Runner, Runner]) -> None:
     ours, theirs = (run(runner, STEPS) for runner in runners)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -112,7 +118,7 @@ class Capture:
 def record(runner: Runner) -> Capture:
     """Decode up to four rows by graphs from now on."""
     capture = Capture()
-    arguments = runner._forward, runner._packed_groups, runner.block_size, CONTEXT, 4, CPU
+    arguments = runner._forward, runner._packed_groups, runner.block_size, CONTEXT, 4, DEVICE
     runner._graphs = DecodeGraphs(*arguments, capture=capture)
     return capture
 
@@ -153,7 +159,7 @@ def test_recorded_steps_launched_ahead_change_no_answer(
     config = EngineConfig(
         model=str(model_directory("llama")),
         dtype="float32",
-        device="cpu",
+        device=DEVICE.type,
         kv_cache_memory=ByteSize(8 << 20),
         max_sequence_length=CONTEXT,
         compile_kernels=False,
