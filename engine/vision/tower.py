@@ -198,9 +198,8 @@ class Vision:
     def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
         made = self._body.get_image_features(**inputs, return_dict=True)
         pooled = made.pooler_output
-        features = pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat([*pooled])
-        deep = [torch.cat([*one]) for one in getattr(made, "deepstack_features", None) or ()]
-        return torch.stack([features, *deep])
+        deep = getattr(made, "deepstack_features", None) or ()
+        return torch.stack([_rows(one) for one in (pooled, *deep)])
 
     def _blocks_of(self, inputs: dict[str, Tensor]) -> Blocks | None:
         """The tower's blocks, if they can run one by one; `inputs` are those for some image."""
@@ -236,6 +235,11 @@ class Vision:
         while self._used > self._cache_bytes and len(self._cache) > 1:
             self._used -= self._cache.popitem(last=False)[1].nbytes
         return found
+
+
+def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Those of all images [K, E]; versions of transformers differ in how they lie."""
+    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat([*features])
 
 
 def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:
