@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from math import ceil
 from typing import Annotated, Any
 
@@ -149,7 +149,7 @@ def publish(
         "options": options,
         "machine": {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()},
         "versions": {"penstock": __version__, "python": platform.python_version()}
-        | {package: version(package) for package in PACKAGES},
+        | {package: version(package) for package in PACKAGES if any(distributions(name=package))},
         **details,
     }
     file.write(orjson.dumps(document, default=str, option=orjson.OPT_INDENT_2) + b"\n")
