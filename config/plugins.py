@@ -18,6 +18,11 @@ class PluginSettings(BaseSettings):
         description="Ids of the backend plug-ins that may be imported; without it all that are installed. Penstock's "
         "own need no permission.",
     )
+    backend_options: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+        (),
+        description="NAME=VALUE, several with commas: what the backend vllm passes on to vLLM's engine, as in "
+        "tensor_parallel_size=2. Values are JSON, or else text.",
+    )
     allowed_plug_ins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (),
         description="Names of the installed generation plug-ins (logits processors, stopping criteria, clean-ups) that "

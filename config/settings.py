@@ -238,7 +238,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
         "paged",
         min_length=1,
         description="paged (the default), hf (transformers, for reference), llama_cpp (GGUF by llama.cpp), "
-        "sentence_transformers (embeddings), echo (no model) or a plug-in's; see `penstock backends`.",
+        "vllm, sentence_transformers (embeddings), echo (no model) or a plug-in's; see `penstock backends`.",
     )
     device: str = Field(
         "auto",

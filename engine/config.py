@@ -26,9 +26,10 @@ class EngineConfig(BaseModel):
     computes nothing for a scheduled request in `stall_timeout` seconds, it restarts the request; the second time the
     request fails.
 
-    `allowed_backends` are the ids of the plug-ins that may be imported, None for all. `fallback_backend` loads the
-    model as well, and runs the requests that need what `backend` lacks. `allowed_plug_ins` are the installed generation
-    plug-ins that requests may name, None for all.
+    `backend_options` are NAME=VALUE, in the words of a backend that takes some. `allowed_backends` are the ids of the
+    plug-ins that may be imported, None for all. `fallback_backend` loads the model as well, and runs the requests that
+    need what `backend` lacks. `allowed_plug_ins` are the installed generation plug-ins that requests may name, None for
+    all.
 
     An image with more than `max_pixels` is reduced before the model sees it, one with fewer than `min_pixels` enlarged;
     None leaves that to the model's own processor. One whose file holds more than `max_decoded_pixels` is refused.
@@ -58,6 +59,7 @@ class EngineConfig(BaseModel):
     prefix_cache_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(10 << 30)
     cache_answers: bool = False
     stall_timeout: Annotated[float, Field(gt=0)] = 30.0
+    backend_options: tuple[str, ...] = ()
     allowed_backends: tuple[str, ...] | None = None
     fallback_backend: Annotated[str, Field(min_length=1)] | None = None
     allowed_plug_ins: tuple[str, ...] | None = None

@@ -14,7 +14,7 @@ from .models import ModelInfo, read_config, resolve_model
 GROUP = "penstock.backends"
 _OWN = {  # found like those of plug-ins
     name: EntryPoint(name, f"{Manifest.__module__}s:{name.upper()}", GROUP)
-    for name in ("paged", "hf", "llama_cpp", "sentence_transformers", "echo")
+    for name in ("paged", "hf", "llama_cpp", "vllm", "sentence_transformers", "echo")
 }
 
 

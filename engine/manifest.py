@@ -30,6 +30,7 @@ class Manifest(BaseModel):
     same tokens ("exact"), with the same tokens at temperature 0 and not at all otherwise ("greedy"), or not at all.
     `parameters` are the fields of `GenerationParams` that it honours. `adapters`: it runs LoRA adapters. `cache`: it
     keeps keys and values within `kv_cache_memory`. `expands`: it holds weights as `dtype`, whatever the file has.
+    `options`: it takes `backend_options`.
     `requires` are modules that must be installed, by the command `install`.
     """
 
@@ -48,6 +49,7 @@ class Manifest(BaseModel):
     adapters: bool = False
     cache: bool = False
     expands: bool = True
+    options: bool = False
     requires: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     install: str = ""
 

@@ -46,6 +46,21 @@ LLAMA_CPP = Manifest(
     requires=("llama_cpp",),
     install="pip install 'penstock[llama-cpp]'",
 )
+VLLM = Manifest(
+    id="vllm",
+    interface=INTERFACE,
+    backend="penstock.engine.vllm.backend:VllmBackend",
+    licence="Apache-2.0",
+    formats=("safetensors",),
+    devices=("cpu", "cuda"),
+    modes=("text",),
+    resume="greedy",
+    parameters=_ALL - {"logits_processors"},
+    cache=True,
+    options=True,
+    requires=("vllm",),
+    install="pip install 'penstock[vllm]'",
+)
 ECHO = Manifest(
     id="echo",
     interface=INTERFACE,

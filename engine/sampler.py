@@ -221,7 +221,7 @@ def _edit(scores: Tensor, rows: Sequence[Choice]) -> None:
     # Only the kinds that a request asks for: even an empty scatter takes 30 µs of a step.
     if bias := {start + token: by for start, _, p in each for token, by in p.logit_bias.items() if token < width}:
         flat[_put([*bias], flat)] += _put([*bias.values()], flat, flat.dtype)
-    _forbid(scores, {row: s.matcher for row, s in enumerate(rows) if s.matcher is not None})
+    forbid(scores, {row: s.matcher for row, s in enumerate(rows) if s.matcher is not None})
     if ends := [(start, [*s.end_token_ids]) for start, s, p in each if s.index < p.min_tokens]:
         flat[_put(cells(ends), flat)] = -torch.inf
     asked = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in each]
@@ -249,8 +249,11 @@ def _process(scores: Tensor, rows: Sequence[Choice]) -> None:
             row.fill_(-torch.inf)
 
 
-def _forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
-    """Make the tokens that a row's grammar forbids impossible, in place; rows without a grammar keep theirs."""
+def forbid(scores: Tensor, matchers: dict[int, Matcher]) -> None:
+    """Make the tokens that a row's grammar forbids impossible, in place; rows without a grammar keep theirs.
+
+    `matchers` are by row, in order.
+    """
     if not matchers:
         return
     masks = np.stack([matcher.mask() for matcher in matchers.values()]).view(np.uint16).astype(np.int32)

@@ -85,6 +85,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "engine.text": {"engine.checkpoints", "engine.models"},
     "engine.vision": {"engine.background", "engine.checkpoints", "engine.models", "engine.request", "engine.text"},
+    "engine.vllm": {"engine", "engine.grammar", "engine.text"},
     "stages": {"stages.batch", "stages.tools"},
     "stages.batch": {"stages"},
     "stages.infer": {"stages"},

@@ -20,6 +20,8 @@ def load_backend(config: EngineConfig, progress: ProgressCallback | None = None)
     manifest = find_backend(config.backend, config.allowed_backends)
     if reason := why_not(manifest, config.model, config.device):
         raise ConfigurationError([reason])
+    if not manifest.options:
+        config.refuse("backend_options")
     module, _, name = manifest.backend.partition(":")
     try:
         kind = getattr(import_module(module), name)

@@ -21,13 +21,13 @@ from ..backend import NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..device import resolve_device
+from ..line import Line, Row
 from ..manifests import LLAMA_CPP
 from ..models import count_parameters, read_model_info, resolve_model
 from ..output import CacheStats, SpeculationStats
 from ..sampler import Sampled, sample, score
 from ..sizing import fitting_length, sized
 from ..text.tokenizer import Tokenizer
-from .line import Line, Row
 from .piece import Logits, Piece
 from .plan import plan_sequences
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 from gguf_files import write_gguf
+from pydantic import ByteSize
 
 from penstock.engine import EngineConfig
 from penstock.testing.backend import BackendConformance
@@ -44,3 +45,13 @@ class TestLlamaCpp(BackendConformance):
 
 class TestLlamaCppInLevels(TestLlamaCpp):
     kind = "Q4_1"
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+class TestVllm(BackendConformance):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _on_tiny_model(cls, tiny_model: Path) -> None:
+        pytest.importorskip("vllm", reason="needs pip install 'penstock[vllm]'")
+        memory = ByteSize(64 << 20)
+        cls.config = EngineConfig(model=str(tiny_model), backend="vllm", dtype="float32", kv_cache_memory=memory)

@@ -1,4 +1,4 @@
-"""Which choices run and which wait: each running one has a sequence of the model until it ends."""
+"""Which choices run and which wait, where a backend has fixed places: each running one has a place until it ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from ...schemas.jobs import most_together
-from ..choice import Choice
+from ..schemas.jobs import most_together
+from .choice import Choice
 
 _PRIORITY = 1_000  # arrivals that one level of priority outranks
 _order = attrgetter("order")
@@ -69,11 +69,12 @@ class Line:
         heappush(self._free, row.sequence)
         return row.sequence
 
-    def admit(self) -> None:
-        """Start the waiting choices for which there is room, in order."""
+    def admit(self) -> list[Row]:
+        """Start the waiting choices for which there is room, in order; returns them."""
+        started: list[Row] = []
         for row in self.waiting.copy():
             if not self._free:
-                return
+                break
             others = sum(other.choice.request is row.choice.request for other in self.running)
             is_full = row.choice.request.priority > 0 and len(self._free) <= self._reserved
             if is_full or others >= self._most_of_one:
@@ -82,6 +83,8 @@ class Line:
             row.sequence = heappop(self._free)
             row.choice.is_waiting = False
             insort(self.running, row, key=_order)
+            started.append(row)
+        return started
 
     def clear(self) -> None:
         """Drop all choices."""
