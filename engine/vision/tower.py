@@ -212,7 +212,7 @@ class Vision:
             if one_by_one is not None and torch.equal(one_by_one, self._pass(inputs)):
                 return found
         except (AttributeError, TypeError, RuntimeError) as error:  # a block takes or returns something else
-            _log.info("%r", error)
+            _log.info("its blocks cannot run one by one: %r", error)
         _log.warning("the vision tower of %s cannot pause within an image", type(self._body).__name__)
         return None
 

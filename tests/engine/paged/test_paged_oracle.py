@@ -34,6 +34,7 @@ from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoa
 
 BACKEND = "paged"
 DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cpu")
+FAR = 1e-4 if DEVICE == "cpu" else 5e-4  # of a log-probability from the oracle's
 
 BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
@@ -218,9 +219,9 @@ def test_a_prompt_is_scored_as_the_oracle_has_it(
         assert (told[0].logprob, told[0].top) == (None, ())
         raw = oracle.logprobs(shape, prompt[:1], [*prompt[1:], *output.token_ids])
         chosen = raw[range(len(raw)), [entry.token_id for entry in told[1:]]]
-        assert [entry.logprob for entry in told[1:]] == pytest.approx(chosen.tolist(), abs=1e-4)
+        assert [entry.logprob for entry in told[1:]] == pytest.approx(chosen.tolist(), abs=FAR)
         best = [[rival.logprob for rival in entry.top] for entry in told[1:]]
-        assert best == [pytest.approx(row, abs=1e-4) for row in raw.topk(2).values.tolist()]
+        assert best == [pytest.approx(row, abs=FAR) for row in raw.topk(2).values.tolist()]
         highest, lowest = ((raw > chosen[:, None] + by).sum(-1).tolist() for by in (1e-4, -1e-4))
         for entry, most, least in zip(output.prompt_logprobs[1:], highest, lowest, strict=False):
             assert entry.rank is not None and most < entry.rank <= least
@@ -444,6 +445,7 @@ def replace_weights(model: Any, quantization: str) -> Any:
     return copy
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="quantisation runs only on a CPU")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("shape", ["llama", "gemma2", "gpt2", "gpt_oss", "phi3"])
 def test_quantised_weights_equal_what_they_stand_for(

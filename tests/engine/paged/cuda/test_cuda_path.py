@@ -55,7 +55,8 @@ def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Pat
     def load(kind: type[Runner]) -> Runner:
         model = AutoModelForCausalLM.from_pretrained(
             model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
-        ).to(DEVICE)
+        )
+        model.to(device=DEVICE)  # type: ignore[call-arg]  # as transformers wraps it
         runner = kind(model, 16, 256, ProductMaker(None, torch.device("cuda")))
         runner.allocate([NUM_BLOCKS] * len(runner.groups))
         return runner
