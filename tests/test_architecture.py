@@ -68,7 +68,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.vision",
     },
     "engine.paged.cuda": {"engine", "engine.paged"},
-    "engine.paged.decoding": {"engine.adapters", "engine.cpu", "engine.paged", "engine.vision"},
+    "engine.paged.decoding": {"engine.adapters", "engine.cpu", "engine.paged", "engine.paged.cuda", "engine.vision"},
     "engine.paged.quantization": {"engine.checkpoints", "engine.cpu", "engine.paged.decoding", "engine.vision"},
     "engine.paged.speculation": {"engine", "engine.cpu", "engine.paged", "engine.text"},
     "engine.paged.spill": {"engine", "engine.checkpoints", "engine.cpu", "engine.paged"},

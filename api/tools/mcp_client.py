@@ -59,9 +59,8 @@ class McpClient:
         self.name = name
         self._idle = idle
         self._connection: _Connection | None = None
-        self._attempt: asyncio.Task[_Connection] | None = (
-            None  # to connect, which all waiting calls share; set by _connected
-        )
+        # To connect, which all waiting calls share; set by _connected.
+        self._attempt: asyncio.Task[_Connection] | None = None
         self._listing = asyncio.Lock()
         self._tools: tuple[types.Tool, ...] = ()
         self._tools_until = 0.0

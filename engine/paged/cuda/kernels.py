@@ -1,4 +1,4 @@
-"""The Triton kernels of `PagedAttention` and of `layers`, which document their arguments; scores are exponents of 2."""
+"""The Triton kernels of `PagedAttention` and `cuda_layers`, documented there; scores are exponents of 2."""
 
 import triton
 import triton.language as tl

@@ -84,9 +84,9 @@ class Decoder:
         self._dtype, self._through = dtype, through
         self.embedding: Tensor = body.embed_tokens.weight
         if self.embedding.is_cuda and find_spec("triton") is not None:
-            from ..cuda import layers
+            from . import cuda_layers
 
-            self._through = layers.through
+            self._through = cuda_layers.through
         self._rotary: nn.Module = body.rotary_emb
         self.layers = [Layer(layer, make) for layer in body.layers]
         self.norm = Norm(body.norm)

@@ -7,21 +7,24 @@ was theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...vision.tower import Seen
-from ..decoding.decoder import Angles, Attention, Layer, Norm
-from . import kernels
-from .attention import power_of_2
+from ..cuda import kernels
+from ..cuda.attention import power_of_2
+
+if TYPE_CHECKING:  # it takes `through` from here
+    from .decoder import Angles, Attention, Layer, Norm
 
 _BLOCK = 1024  # numbers of one program of `gate`
 
 
 def through(layers: Sequence[Layer], x: Tensor, angles: Angles, attention: Attention, seen: Seen | None) -> Tensor:
     """As the function of the same name in `decoder`."""
-    angles = Angles(angles.cosines.contiguous(), angles.sines.contiguous())
+    angles = angles._replace(cosines=angles.cosines.contiguous(), sines=angles.sines.contiguous())
     update: Tensor | None = None  # of the residual stream, to be added with the next norm
     for index, layer in enumerate(layers):
         x, h = add_norm(x, update, layer.attention_norm)

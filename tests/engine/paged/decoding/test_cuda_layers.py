@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.paged.cuda import layers as on_cuda
+from penstock.engine.paged.decoding import cuda_layers as on_cuda
 from penstock.engine.paged.decoding.decoder import Angles, Layer, through
 from penstock.engine.paged.decoding.linear import Views
 from penstock.engine.vision.tower import Seen
