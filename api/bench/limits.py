@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...engine.paged.decoding.linear import PackedLinear
+from ...engine.paged.decoding.linear import make_packed, packs_bfloat16
 
 _COLUMNS = 4096
 SHAPES = ((512, 4096, 4096), (1024, 1024, 1024))  # [M, K] x [K, N]
@@ -39,9 +39,11 @@ def prepare(dtype: torch.dtype, device: torch.device) -> dict[str, Ways]:
     4 GiB."""
     if device.type == "cuda":
         return _prepare_cuda(dtype, device)
+    if dtype == torch.bfloat16 and not packs_bfloat16():
+        dtype = torch.float32  # in which such a CPU computes bfloat16, at best
     numbers = torch.ones(read_size() // (4 * _COLUMNS), _COLUMNS)
     size, row = numbers.nbytes, torch.ones(1, _COLUMNS, dtype=dtype)
-    packed = PackedLinear(torch.ones(size // row.nbytes, _COLUMNS, dtype=dtype), None)
+    packed = make_packed(torch.ones(size // row.nbytes, _COLUMNS, dtype=dtype), None, None)
     reads: Ways = [(size, numbers.sum), (size, numbers.view(torch.int64).sum), (size, lambda: packed(row))]
     return {"read_bytes": reads, "flops": [way for shape in SHAPES for way in _products(*shape, dtype)]}
 
@@ -73,7 +75,7 @@ def limit(samples: Sequence[Sample], name: str) -> float:
 
 def _products(m: int, k: int, n: int, dtype: torch.dtype) -> Ways:
     x, weight, count = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), 2 * m * k * n
-    packed, plain = PackedLinear(weight, None), weight.t().contiguous()
+    packed, plain = make_packed(weight, None, None), weight.t().contiguous()
     return [(count, lambda: packed(x)), (count, lambda: torch.mm(x, plain))]
 
 

@@ -24,12 +24,15 @@ if _HAS_ONEDNN:
     reorder = torch.ops.mkldnn._reorder_linear_weight
     """Converts a weight [O, I] to oneDNN's layout."""
 
-    packs_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    """Whether oneDNN multiplies in bfloat16 on this CPU."""
-
     _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
     _BINARY = torch.ops.mkldnn._linear_pointwise.binary
+
 _FEW_ROWS = 64
+
+
+def packs_bfloat16() -> bool:
+    """Whether oneDNN multiplies in bfloat16 on this CPU: one with AVX2 alone does not."""
+    return _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Linear(Protocol):

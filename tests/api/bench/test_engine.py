@@ -181,3 +181,13 @@ def test_a_model_is_asked_for() -> None:
     result = bench()
     assert result.exit_code == 2
     assert "penstock bench engine MODEL" in result.stderr
+
+
+def test_a_processor_without_bfloat16_is_measured_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine computes it there; oneDNN refuses to pack such a weight."""
+    monkeypatch.setattr(limits, "packs_bfloat16", lambda: False)
+    monkeypatch.setattr(limits, "read_size", lambda: 1 << 20)
+    monkeypatch.setattr(limits, "SHAPES", ((8, 64, 64),))
+    ways = limits.prepare(torch.bfloat16, torch.device("cpu"))
+    assert {way().dtype for _, way in ways["flops"]} == {torch.float32}
+    assert all(rate > 0 for rates in limits.measure(ways).values() for rate in rates)

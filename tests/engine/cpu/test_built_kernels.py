@@ -157,7 +157,7 @@ def test_without_onednn_the_kernels_multiply_everything(
     for is_missing in (False, True):
         if is_missing:
             monkeypatch.setattr("penstock.engine.paged.decoding.linear._HAS_ONEDNN", False)
-            for name in ("reorder", "packs_bfloat16", "_POINTWISE", "_BINARY"):
+            for name in ("reorder", "_POINTWISE", "_BINARY"):
                 monkeypatch.delattr(f"penstock.engine.paged.decoding.linear.{name}")
         with InferenceEngine(config) as engine:
             assert engine.model_info().slow_paths == ()
