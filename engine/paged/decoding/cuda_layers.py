@@ -1,7 +1,7 @@
 """The layers of the plain decoder on CUDA: one kernel where torch's operations take two or three.
 
-With few rows, each of these small operations costs more than it computes: a quarter of a decoding step of an 8B model
-was theirs.
+With few rows, each of these small operations costs more than it computes: a ninth of a decoding step of an 8B model was
+theirs.
 """
 
 from __future__ import annotations
