@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.config.settings import Settings
@@ -84,6 +84,18 @@ STEPS = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
+@example(  # a repeated message charges nothing, and so does not move the account's clock
+    [
+        [
+            Step(0.0, 0.0, 0, (0,), 1, False),
+            Step(61.0, 0.0, 0, (0,), 1, False),
+            Step(0.0, 3.0, 2, (0,), 20, False),
+            Step(0.0, 0.0, 1, (0,), 1, False),
+        ]
+    ],
+    2,
+    20,
+)
 @given(st.lists(STEPS, min_size=1, max_size=4), st.integers(1, 8), st.integers(20, 100))
 def test_no_interleaving_serves_more_than_the_limit_or_charges_twice(
     groups: Sequence[Sequence[Step]], requests: int, tokens: int
@@ -94,33 +106,34 @@ def test_no_interleaving_serves_more_than_the_limit_or_charges_twice(
 
     async def scene() -> None:
         copies = await Copies.of(3, requests_per_minute=requests, tokens_per_minute=tokens)
-        now, times = 0.0, list[float]()  # of the messages: only what lies between the first and the last of them counts
+        now, clock = 0.0, 0.0  # `clock` is the latest time of a message that was charged: the account's
         begun: dict[int, int] = {}  # tokens of the requests that were let in
         ended: dict[int, int] = {}
         charges: list[tuple[float, int, int]] = []  # when, and of how many requests and tokens
         for group in groups:
             for step in group:
                 now += step.wait
-                times.append(now - step.late)
+                at = now - step.late
                 cost = begun.get(step.request, min(step.tokens, tokens))
                 if step.ends and step.request in begun:
                     if step.request not in ended:
-                        charges.append((max(times), 0, step.tokens))
+                        clock = max(clock, at)
+                        charges.append((clock, 0, step.tokens))
                     cost = ended.setdefault(step.request, step.tokens)
                     ends = [
-                        copies.ledgers[copy].end("ada", f"{step.request}", cost, START + times[-1])
-                        for copy in step.copies
+                        copies.ledgers[copy].end("ada", f"{step.request}", cost, START + at) for copy in step.copies
                     ]
                     await asyncio.gather(*ends)
                     continue
-                told = [copies.begin(copy, f"{step.request}", cost, times[-1]) for copy in step.copies]
+                told = [copies.begin(copy, f"{step.request}", cost, at) for copy in step.copies]
                 if any(await asyncio.gather(*told)) and step.request not in begun:
+                    clock = max(clock, at) if begun else at
                     begun[step.request] = cost
-                    charges.append((max(times), 1, cost))
+                    charges.append((clock, 1, cost))
                     of_requests = of_tokens = 0
                     for since, request, spent in reversed(charges):
                         of_requests, of_tokens = of_requests + request, of_tokens + spent
-                        minutes = (max(times) - since) / MINUTE
+                        minutes = (clock - since) / MINUTE
                         assert of_tokens <= tokens * (1 + minutes) + 1e-6
                         assert of_requests <= requests * (1 + minutes) + 1e-6
         if begun:
