@@ -76,6 +76,7 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         "tool_grants",
         "tools_without_approval",
         "allowed_backends",
+        "backend_options",
         "allowed_plug_ins",
     ):
         return st.lists(TOKENS, max_size=3).map(tuple)

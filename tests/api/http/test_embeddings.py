@@ -72,7 +72,8 @@ def test_the_answer_is_openai_s_and_the_vectors_the_library_s(
 def test_base64_holds_the_same_numbers(client: httpx2.Client) -> None:
     plain, coded = (ask(client, input=TEXTS, encoding_format=form) for form in ("float", "base64"))
     decoded = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in coded["data"]]
-    assert np.array_equal(np.array(decoded), vectors(plain))
+    # Texts share passes as they arrive, and torch rounds by the shape of a pass: the last bits may differ.
+    assert np.abs(np.array(decoded) - vectors(plain)).max() < 1e-6
 
 
 def test_the_official_client(server: Served, reference: SentenceTransformer) -> None:
