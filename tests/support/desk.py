@@ -16,7 +16,7 @@ from penstock.engine.models import BUNDLED, resolve_model
 
 Made = TypeVar("Made")
 
-PATIENCE = 30.0  # seconds
+PATIENCE = 120.0  # seconds: the first request with tools loads what compiles grammars
 
 
 async def within_time(work: Coroutine[Any, Any, Made]) -> Made:

@@ -20,7 +20,7 @@ some = re.compile(r"[1-9]")
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("console")
-    arguments = "--models", str(catalogue(root)), "--echo-rate", "30", "--max-batch-size", "4", "--api-keys", KEYS
+    arguments = "--models", str(catalogue(root)), "--echo-rate", "30", "--max-batch-size", "2", "--api-keys", KEYS
     with serving(root / "state", *arguments, "--heartbeat-interval", "0.5") as served:
         yield served
 
