@@ -13,11 +13,12 @@
 #include <string.h>
 
 enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outputs; fours of a group */
-#ifdef __aarch64__
-enum { BIAS = 0 };
+#if defined __AVX512VNNI__ && defined __AVX512BW__ || defined __AVXVNNI__
+#define HAS_VNNI 1
 #else
-enum { BIAS = 128 }; /* x86 multiplies unsigned by signed bytes */
+#define HAS_VNNI 0
 #endif
+enum { BIAS = HAS_VNNI ? 128 : 0 }; /* VNNI multiplies unsigned by signed bytes */
 enum { CHUNK_GROUPS = 16 };                   /* groups of a block that stay in the cache while all rows pass */
 
 /* Quantised inputs of a product, by rows. */
@@ -84,7 +85,17 @@ INLINE __m512i load_four(const uint8_t *from, int kind, int j) {
     return _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
 }
 
-/* Add to each sum of 32 bits the products of its four bytes: those of weights plus BIAS, and signed ones. */
+/* Add to each sum the products of its four bytes: those of weights plus BIAS, and signed ones. Where SHORT_SUMS, a sum
+   is two of 16 bits, of which WHOLE makes one of 32. */
+#if defined __aarch64__ || HAS_VNNI
+#define SHORT_SUMS(kind) 0
+#define WHOLE(sum) (sum)
+#else
+/* The products of two levels of INT4 are at most 2 * 15 * 127, so that those of a group, 16, fit into 16 bits. */
+#define SHORT_SUMS(kind) ((kind) == INT4)
+#define WHOLE(sum) _mm512_madd_epi16(sum, _mm512_set1_epi16(1))
+#endif
+
 #ifdef __aarch64__
 #define DOT(sum, weight, input, kind) sum = ints_dot(sum, weight, input)
 #elif defined __AVX512VNNI__ && defined __AVX512BW__
@@ -95,16 +106,38 @@ INLINE __m512i load_four(const uint8_t *from, int kind, int j) {
     (sum).low = _mm256_dpbusd_avx_epi32((sum).low, (weight).low, (input).low),                                        \
     (sum).high = _mm256_dpbusd_avx_epi32((sum).high, (weight).high, (input).high)
 #else
-#define DOT(sum, weight, input, kind) sum = _mm512_add_epi32(sum, fours_of(weight, input, kind))
+#define DOT(sum, weight, input, kind) sum = with_dot(sum, weight, input, kind)
 
-/* The sums of the products of four bytes each. Those of two fit into 16 bits only for the levels of INT4. */
-INLINE __m512i fours_of(__m512i weight, __m512i input, int kind) {
-    if (kind == INT4) return _mm512_madd_epi16(_mm512_maddubs_epi16(weight, input), _mm512_set1_epi16(1));
-    __m512i even = _mm512_and_si512(weight, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(weight, 8);
-    __m512i even_input = _mm512_srai_epi16(_mm512_slli_epi16(input, 8), 8), odd_input = _mm512_srai_epi16(input, 8);
-    return _mm512_add_epi32(_mm512_madd_epi16(even, even_input), _mm512_madd_epi16(odd, odd_input));
+/* The products of two bytes each, at most 2 * 128 * 127: of the weights' sizes, and inputs with the weights' signs. */
+INLINE __m512i signed_pairs(__m512i weight, __m512i input) {
+#ifdef __AVX512BW__
+    __m512i negated = _mm512_sub_epi8(_mm512_setzero_si512(), input);
+    return _mm512_maddubs_epi16(_mm512_abs_epi8(weight),
+                                _mm512_mask_mov_epi8(input, _mm512_movepi8_mask(weight), negated));
+#else
+    return _mm512_maddubs_epi16(bytes_sizes(weight), bytes_signed_as(input, weight));
+#endif
+}
+
+INLINE __m512i with_dot(__m512i sum, __m512i weight, __m512i input, int kind) {
+    if (SHORT_SUMS(kind)) sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(weight, input));
+    else sum = _mm512_add_epi32(sum, WHOLE(signed_pairs(weight, input)));
+    /* Otherwise the compiler keeps the products in memory, and adds them up later. */
+#ifdef __AVX512BW__
+    __asm__("" : "+v"(sum));
+#else
+    __asm__("" : "+x"(sum.low), "+x"(sum.high));
+#endif
+    return sum;
 }
 #endif
+
+/* What the sums of a group, or its part, must have added: the weights were BIAS, or INT4's `middle`, too large. */
+INLINE __m512i offset_of(const Product *p, const Inputs *x, int64_t at, int part, int kind) {
+    if (kind == FINE) return _mm512_set1_epi32(-BIAS * x->halves[2 * at + part]);
+    if (kind == INT8) return _mm512_set1_epi32(BIAS / 8 * x->offsets[at]);
+    return p->middle ? _mm512_set1_epi32(x->offsets[at]) : _mm512_setzero_si512();
+}
 
 /* Multiply `rows` rows from `row` on by the groups `from` to `end` of one block; store the sums [rows, 64] if `from` is
    0, else add them. Each group also prefetches `share` bytes, starting at `next`. */
@@ -125,12 +158,10 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
                     const int64_t at = (row + r) * G + g;
-                    __m512i offset = _mm512_setzero_si512();
-                    if (kind == FINE) offset = _mm512_set1_epi32(-BIAS * x->halves[2 * at + part]);
-                    else if (kind == INT8) offset = _mm512_set1_epi32(BIAS / 8 * x->offsets[at]);
-                    else if (p->middle) offset = _mm512_set1_epi32(x->offsets[at]);
+                    __m512i start = _mm512_setzero_si512();
+                    if (!SHORT_SUMS(kind)) start = offset_of(p, x, at, part, kind);
 #pragma GCC unroll 4
-                    for (int j = 0; j < wide; j++) sums[r][j] = offset;
+                    for (int j = 0; j < wide; j++) sums[r][j] = start;
                 }
 #pragma GCC unroll 8
                 for (int q = 0; q < QUADS / num_parts(kind); q++, fours += bytes / QUADS) {
@@ -160,6 +191,8 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
                     const float total = kind == FINE ? x->scales[at] * x->halves[2 * at + part] : x->totals[at];
 #pragma GCC unroll 4
                     for (int j = 0; j < wide; j++) {
+                        if (SHORT_SUMS(kind))
+                            sums[r][j] = _mm512_add_epi32(WHOLE(sums[r][j]), offset_of(p, x, at, part, kind));
                         float *all = to[r] + 16 * (first + j);
                         __m512 sum = g || part ? _mm512_loadu_ps(all) : _mm512_setzero_ps();
                         __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][j]), scales[j]);

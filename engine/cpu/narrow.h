@@ -50,6 +50,8 @@ EACH_INT(ints_sub, _mm256_sub_epi32)
 EACH_INT(ints_max_unsigned, _mm256_max_epu32)
 EACH_INT(ints_madd, _mm256_madd_epi16)
 EACH_INT(ints_maddubs, _mm256_maddubs_epi16)
+EACH_INT(shorts_add, _mm256_add_epi16)
+EACH_INT(bytes_signed_as, _mm256_sign_epi8)
 EACH_SHIFT(ints_left, _mm256_slli_epi32)
 EACH_SHIFT(ints_right, _mm256_srli_epi32)
 EACH_SHIFT(shorts_left, _mm256_slli_epi16)
@@ -71,6 +73,7 @@ EACH_SHIFT(shorts_right_signed, _mm256_srai_epi16)
 #define _mm512_xor_si512 ints_xor
 #define _mm512_sub_epi32 ints_sub
 #define _mm512_max_epu32 ints_max_unsigned
+#define _mm512_add_epi16 shorts_add
 #define _mm512_madd_epi16 ints_madd
 #define _mm512_maddubs_epi16 ints_maddubs
 #define _mm512_slli_epi32 ints_left
@@ -99,6 +102,7 @@ EACH_SHIFT(shorts_right_signed, _mm256_srai_epi16)
 #define _mm512_loadu_si512(from) ints_at(from)
 #define _mm512_storeu_ps floats_to
 
+INLINE Ints bytes_sizes(Ints v) { return (Ints){_mm256_abs_epi8(v.low), _mm256_abs_epi8(v.high)}; }
 INLINE Floats floats_of(__m256 v) { return (Floats){v, v}; }
 INLINE Ints ints_of(__m256i v) { return (Ints){v, v}; }
 INLINE Ints ints_from_bits(Floats v) { return (Ints){_mm256_castps_si256(v.low), _mm256_castps_si256(v.high)}; }
