@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,3 +76,20 @@ def test_what_cannot_be_loaded_is_said(run: Run, tmp_path: Path) -> None:
     assert failed.exit_code == 1 and "four was added, but cannot be loaded: " in failed.stderr
     assert "no such directory" in run("list").stdout and rows(run)["four"][0] == "failed"
     assert "no such directory" in json.loads(run("show", "four").stdout)["last_error"]
+
+
+def test_the_fastest_backend_is_measured(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+    added = run("add", "tiny", str(tiny_model), "--set", "dtype=float32", "--measure")
+    assert added.exit_code == 0 and added.stdout.endswith("tiny is offered\n"), added.output
+    times = {backend: float(seconds) for backend, seconds in re.findall(r"^(\w+) +([\d.]+) s\s*$", added.stdout, re.M)}
+    assert {"paged", "hf"} <= {*times} and [*times.values()] == sorted(times.values())
+    assert re.search("^sentence_transformers +it makes no text", added.stdout, re.M)
+    assert json.loads(run("show", "tiny").stdout)["backend"] == next(iter(times))
+    assert run("load", "tiny").stdout == "tiny is loaded\n"
+
+    chosen = run("add", "other", str(tiny_model), "--set", "backend=hf", "--measure")
+    assert chosen.exit_code == 2 and "leave out --set backend, or --measure" in chosen.stderr
+    (tmp_path / "config.json").write_text("{}")
+    refused = run("add", "other", str(tmp_path), "--measure")
+    assert refused.exit_code == 1 and "no backend runs it here" in refused.stderr
+    assert "other" not in rows(run)

@@ -95,6 +95,7 @@ class ModelRoutes:
             models.append(
                 {
                     "id": card.name,
+                    "backend": card.backend,
                     "revision": card.revision,
                     "state": reached[-1],
                     "progress": state.progress if state and state.status == "loading" else None,
@@ -112,6 +113,7 @@ class ModelRoutes:
                 models.append(
                     {
                         "id": entry.name,
+                        "backend": entry.backend,
                         "revision": entry.revision,
                         "state": reached[-1],
                         "last_error": refusal.reason if refusal else None,
