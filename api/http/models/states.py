@@ -82,8 +82,8 @@ class ModelRoutes:
         return found[0] if found else self._described(card, states)
 
     async def status(self) -> Any:
-        """What the models are doing: the whole, and by model its state, what waits for it, its last error, and a swap
-        that goes on or has failed."""
+        """What the models are doing: the whole, and by model its backend, its state, what waits for it, its last error,
+        and a swap that goes on or has failed."""
         catalogue, states = await self._known()
         swaps = self._swaps(catalogue, states)
         models: list[dict[str, Any]] = []
