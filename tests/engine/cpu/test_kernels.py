@@ -269,6 +269,20 @@ def test_products_of_levels_are_exact(
     assert distance(kernels().multiply(floats.product, x.float()), x.double() @ known.numbers.double().T) < 1e-6
 
 
+@pytest.mark.parametrize("bits, middle, size", [(4, 0, 32), (4, 8, 32), (8, 0, 32), (8, 0, 16)])
+def test_the_largest_levels_do_not_overflow(processor: str, bits: int, middle: int, size: int) -> None:
+    """Every product of a group has the same sign and the largest size: some processors add them up in 16 bits."""
+    x = torch.ones(7, 64).bfloat16()
+    x[1::2] = -1
+    for level in (0, 15) if bits == 4 else (-128, -127, 127):
+        levels = torch.full((80, 64), level, dtype=torch.int8)
+        known = Rounded(levels, torch.ones(80, 64 // size).half(), None, bits, middle, size)
+        linear = ProductMaker(None, torch.device("cpu"), kernels())([_with(known).bfloat16()], "any", is_head=False)
+        assert linear.product is not None
+        expected = x.float() @ known.numbers.float().T
+        assert torch.allclose(kernels().multiply(linear.product, x).float(), expected, rtol=0.004)
+
+
 @pytest.mark.parametrize("is_fine", [False, True])
 def test_outputs_in_different_forms_are_one_product(processor: str, is_fine: bool) -> None:
     """As those of queries and values in a Q4_K_M file."""
