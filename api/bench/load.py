@@ -138,6 +138,10 @@ def _refusal(status: int, body: bytes) -> str:
         return f"HTTP {status}: {body[:200].decode(errors='replace')}"
 
 
+class ConnectionWasOver(ConnectionError):
+    """The server had closed a connection that was used before, without saying so, and answered nothing."""
+
+
 class Client:
     """Posts to one server over as many connections as it takes, and uses them again. `close` it."""
 
@@ -152,7 +156,12 @@ class Client:
         sample = Sample()
         try:
             async with asyncio.timeout(self._time_limit):
-                await self.send(path, body, sample)
+                while True:
+                    try:
+                        await self.send(path, body, sample)
+                        break
+                    except ConnectionWasOver:  # some servers do that after each stream; a new one is no error
+                        continue
         except TimeoutError:
             sample.error = f"no end of the answer in {self._time_limit:g} s"
         except OSError as error:
@@ -160,17 +169,22 @@ class Client:
         return sample
 
     async def send(self, path: str, body: dict[str, Any], sample: Sample, headers: Mapping[str, str] = {}) -> None:
-        """Ask once, and note what comes. Raises `OSError` where the answer breaks off; a refusal is an `error`."""
+        """Ask once, and note what comes. Raises `OSError` where the answer breaks off, `ConnectionWasOver` where asking
+        again is all that is needed; a refusal is an `error`."""
         data, streaming = orjson.dumps(body), body.get("stream") is True
         fields = {**self._headers, **headers, "Content-Length": str(len(data))}
         lines = [f"POST {self._parts.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
-        reader, writer = await self._connection()
+        reader, writer, was_used = await self._connection()
         answer = ResponseParser(sample, streaming=streaming)
         try:
             sample.sent = clock()
             writer.write("\r\n".join([*lines, "\r\n"]).encode() + data)
             while not answer.is_complete:
                 answer.feed(await reader.read(1 << 16))
+        except ConnectionError as error:
+            if was_used and not sample.ended:
+                raise ConnectionWasOver(str(error)) from error
+            raise
         finally:
             if answer.is_reusable:
                 self._idle.append((reader, writer))
@@ -183,15 +197,16 @@ class Client:
         for _, writer in self._idle:
             writer.transport.abort()
 
-    async def _connection(self) -> tuple[StreamReader, StreamWriter]:
+    async def _connection(self) -> tuple[StreamReader, StreamWriter, bool]:
+        """A connection, and whether it was used before."""
         while self._idle:
             reader, writer = self._idle.pop()
             if not (reader.at_eof() or writer.is_closing()):
-                return reader, writer
+                return reader, writer, True
             writer.transport.abort()
         secure = self._parts.scheme == "https"
         port = self._parts.port or (443 if secure else 80)
-        return await asyncio.open_connection(self._parts.hostname, port, ssl=secure or None)
+        return *await asyncio.open_connection(self._parts.hostname, port, ssl=secure or None), False
 
 
 Ask = Callable[[], Awaitable[Sample]]

@@ -129,6 +129,21 @@ def test_penstock_is_measured(echo_server: Served, tmp_path: Path, chat: bool) -
         assert f"{level['ttft_ms']['p50']:.1f}" in texts
 
 
+def test_a_server_may_close_connections_without_saying_so(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp's does after each stream."""
+
+    class Closing(Handler):
+        protocol_version = "HTTP/1.1"  # that of connections which are used again
+
+        def do_POST(self) -> None:
+            super().do_POST()
+            self.close_connection = True
+
+    monkeypatch.setattr(fake, "RequestHandlerClass", Closing)
+    (level,) = levels(bench(fake.url, "--concurrency=2", "--requests=20", "--json=-"))
+    assert (level["completed"], level["failed"]) == (20, 0)
+
+
 def test_tokens_are_those_of_the_servers_usage(fake: Fake) -> None:
     result = bench(fake.url, "--concurrency=1,2", "--requests=3", "--input-tokens=65", "--json=-")
     found = levels(result)
