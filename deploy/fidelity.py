@@ -25,7 +25,7 @@ from penstock.api.bench.load import Client, Sample, open_loop
 from penstock.api.bench.report import milliseconds
 from penstock.api.bench.server import served_models
 
-ROWS, PROMPTS, CONTEXTS = "1,2,4,8,16", "32,128,512", (64, 512)
+ROWS, PROMPTS, CONTEXTS = "1,4,16", "32,128,256", (64, 256)
 CACHE = "1GiB"
 
 
@@ -38,8 +38,8 @@ def measure_costs(model: str, folder: Path) -> list[str]:
     """The names of the files in `folder` that have the model's costs."""
     names = [f"costs-{context}.json" for context in CONTEXTS]
     for context, name in zip(CONTEXTS, names, strict=True):
-        load = ("--batch", ROWS, "--prompt", PROMPTS, "--context", str(context), "--kv-cache-memory", CACHE)
-        penstock("bench", "engine", model, *load, "--json", str(folder / name))
+        load = ("--batch", ROWS, "--prompt", PROMPTS, "--context", str(context), "--rounds", "2")
+        penstock("bench", "engine", model, *load, "--kv-cache-memory", CACHE, "--json", str(folder / name))
     return names
 
 
@@ -72,7 +72,7 @@ def simulated(folder: Path, costs: list[str], rate: float, requests: int, prompt
     """The same of requests in the simulator."""
     scenario, found = folder / f"rate-{rate}.toml", folder / f"rate-{rate}.json"
     scenario.write_text(
-        f"jobs = {requests}\n[[workers]]\nseats = 16\ncosts_from = {orjson.dumps(costs).decode()}\n"
+        f"jobs = {requests}\n[[workers]]\ncount = 1\nseats = 16\ncosts_from = {orjson.dumps(costs).decode()}\n"
         f'[[tenants]]\nname = "all"\nrate = {rate}\narrivals = "even"\nprompt = {{ mean = {prompt} }}\n'
         f"answer = {{ mean = {answer} }}\n"
     )
