@@ -19,7 +19,7 @@ enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outp
 #define HAS_VNNI 0
 #endif
 enum { BIAS = HAS_VNNI ? 128 : 0 }; /* VNNI multiplies unsigned by signed bytes */
-enum { CHUNK_GROUPS = 16 };                   /* groups of a block that stay in the cache while all rows pass */
+enum { CHUNK_GROUPS = 16 };            /* groups of a block that stay in the cache while all rows pass */
 
 /* Quantised inputs of a product, by rows. */
 typedef struct {

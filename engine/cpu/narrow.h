@@ -54,9 +54,7 @@ EACH_INT(shorts_add, _mm256_add_epi16)
 EACH_INT(bytes_signed_as, _mm256_sign_epi8)
 EACH_SHIFT(ints_left, _mm256_slli_epi32)
 EACH_SHIFT(ints_right, _mm256_srli_epi32)
-EACH_SHIFT(shorts_left, _mm256_slli_epi16)
 EACH_SHIFT(shorts_right, _mm256_srli_epi16)
-EACH_SHIFT(shorts_right_signed, _mm256_srai_epi16)
 
 #define _mm512_add_ps floats_add
 #define _mm512_sub_ps floats_sub
@@ -78,9 +76,7 @@ EACH_SHIFT(shorts_right_signed, _mm256_srai_epi16)
 #define _mm512_maddubs_epi16 ints_maddubs
 #define _mm512_slli_epi32 ints_left
 #define _mm512_srli_epi32 ints_right
-#define _mm512_slli_epi16 shorts_left
 #define _mm512_srli_epi16 shorts_right
-#define _mm512_srai_epi16 shorts_right_signed
 
 /* ---- Memory, constants and conversions ---- */
 
