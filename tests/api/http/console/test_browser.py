@@ -74,7 +74,7 @@ def test_every_panel_has_live_data_under_load(served: Served, page: Page) -> Non
         show(page, "workers")
         expect(page.locator(".card h2")).to_have_count(2)
         for each in page.locator(".card").all():
-            expect(each.locator(".gauge b").first).to_have_text(re.compile("[1-9] of 4"))
+            expect(each.locator(".gauge b").first).to_have_text(re.compile("[1-9] of 2"))
         assert serious_faults(page) == []
 
 
