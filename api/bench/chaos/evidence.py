@@ -111,11 +111,6 @@ class Rooms:
         """Of all living workers, for requests that are not of high priority."""
         return sum(card.capacity for card in self._registry.workers)
 
-    def context_length(self, model: str) -> int:
-        """The tokens that a prompt and its answer may have together; 0 while nobody offers the model."""
-        card = self._registry.models.get(model)
-        return card.context_length if card else 0
-
     @property
     def never_taken(self) -> int:
         """Seats of living workers above what was taken at once."""

@@ -17,24 +17,20 @@ PROBE_LIMIT = 120.0  # seconds in which every seat has to be taken once
 async def take_all_seats(
     urls: Sequence[str], rooms: Rooms, model: str, longest: int, patience: float
 ) -> tuple[list[ReceivedAnswer], int]:
-    """Ask for more than all seats until each was taken; also returns how many the batch stage never filled.
-
-    Answers become longer: where a seat is filled slowly, short ones are over before all are taken at once.
-    """
+    """Ask for more than all seats until each was taken; also returns how many the batch stage never filled."""
     rooms.peaks.clear()
-    body = {"model": model, "ignore_eos": True, "stream": True, "messages": [{"role": "user", "content": "water"}]}
-    asked, most = 2 * rooms.seats, max(longest, rooms.context_length(model) // 2)
+    body = {"model": model, "max_tokens": longest, "ignore_eos": True, "stream": True}
+    body |= {"messages": [{"role": "user", "content": "water"}]}
     clients, answers, indices = [Client(url) for url in urls], list[ReceivedAnswer](), count()
     until = clock() + PROBE_LIMIT
 
     async def one_after_another() -> None:
         while rooms.never_taken and clock() < until:
             index = next(indices)
-            own = body | {"max_tokens": min(longest * (1 + index // asked), most)}
-            answers.append(await ask(clients, "/v1/chat/completions", own, f"probe-{index}", index, patience))
+            answers.append(await ask(clients, "/v1/chat/completions", body, f"probe-{index}", index, patience))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(asked):
+        for _ in range(2 * rooms.seats):
             group.create_task(one_after_another())
     for client in clients:
         client.close()
