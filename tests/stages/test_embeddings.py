@@ -151,7 +151,7 @@ def test_many_inputs_take_one_seat(pipeline: Pipeline) -> None:
         await pipeline.pipe.broker.listen(pipeline.pipe.subjects.room_all(), hear)
         asking = [await held(pipeline, *"abc" * 20)]
         asking += [asyncio.create_task(pipeline.events(body(*"abc" * 20), PATH)) for _ in range(2)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             while (room := await rooms.get()).active < 3:
                 assert room.free > 0
         assert room.active == 3
@@ -223,7 +223,7 @@ def test_a_successor_embeds_only_what_is_left(pipeline: Pipeline) -> None:
 
 async def follow(pipeline: Pipeline, job: ValidatedJob) -> Any:
     subject = pipeline.pipe.subjects.events(job.tenant, job.bridge, job.id)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(30):
         while not await pipeline.pipe.broker.replay("EVENTS", subject):  # noqa: ASYNC110
             await asyncio.sleep(0)
     return await pipeline.bridge.follow(job.id, job.tenant)

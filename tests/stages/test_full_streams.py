@@ -26,7 +26,7 @@ async def pipeline() -> AsyncIterator[Pipeline]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -72,7 +72,7 @@ async def test_stages_outlive_it_too(pipeline: Pipeline) -> None:
         await until(lambda: sum(entry.get("stage") == stage.name for entry in logs) > 3)
     await limit(pipeline, WORKERS)
     workers = await pipeline.pipe.broker.bucket(WORKERS)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(30):
         while await workers.get(f"stage.{stage.name}.{stage.copy}") is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     beating.cancel()

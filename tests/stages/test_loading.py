@@ -27,7 +27,7 @@ async def test_a_model_is_askable_while_it_loads_and_gone_if_that_fails() -> Non
     async def known(name: str) -> bool:
         return await registry.find(name) is not None
 
-    async with announced(connect, NEW), asyncio.timeout(60):
+    async with announced(connect, NEW), asyncio.timeout(10):
         while not await known("new"):  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert await known("new"), "it has been loaded"

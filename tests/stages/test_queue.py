@@ -33,7 +33,7 @@ from penstock.streams.port import Held, Message
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import PRIORITIES, Subjects, batch_stream, lanes_of, topology
 
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 10.0  # seconds until a wait counts as endless
 EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
 
 

@@ -12,7 +12,7 @@ import pytest
 from penstock.schemas.errors import BrokerUnavailable, PayloadTooLarge, StartupError, StreamFull, Superseded
 from penstock.streams.port import MESSAGE_ID, Broker, BucketSpec, Consumer, ConsumerSpec, Delivery, Message, StreamSpec
 
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 10.0  # seconds until a wait counts as endless
 LEASE = 0.3
 LONG_LEASE = 60.0  # longer than any test: what comes again does so for another reason
 POLL = 0.02

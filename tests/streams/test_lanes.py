@@ -79,7 +79,7 @@ async def test_nothing_waits_in_lanes_that_were_removed(broker: Broker, settings
 
 async def test_lanes_of_which_only_the_note_is_left_give_way(namespace: str, server: EmbeddedServer) -> None:
     """A process that died left it: the next one finds nothing waiting there, and makes use of the room."""
-    broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=30.0)
+    broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=2.0)
     await broker.ensure(*topology(namespace, ["queue"]))
     settings = Settings(namespace=namespace, max_models=1, store_limit=64 << 20, events_limit=1 << 20)
     await open_lanes(broker, settings, "m")

@@ -36,7 +36,7 @@ async def follow(happenings: list[tuple[str, object]]) -> None:
         wanted = [sequence for sequence in owed[pattern] if sequence in stored]
         got: list[int] = []
         while len(got) < len(wanted):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(10):
                 for delivery in await opened[pattern].take(64):
                     if delivery.message.sequence in stored:  # else it was deleted behind the consumer's back
                         got.append(delivery.message.sequence)

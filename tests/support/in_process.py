@@ -27,7 +27,7 @@ from penstock.streams.stores.catalogue import CatalogueStore
 
 MODEL = "m"
 TOKENS = 20
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 30.0  # seconds until a wait counts as endless
 BROKEN = ("dead", "fatal", "faulty", "mute")  # sources whose swap fails, each in its own way
 
 

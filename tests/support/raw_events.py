@@ -18,7 +18,7 @@ from penstock.streams.topology import topology
 
 TEXT = "every word of it once"
 BODY = {"model": MODEL, "prompt": TEXT, "max_tokens": 64}
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 10.0  # seconds until a wait counts as endless
 
 
 class Forgetful(MemoryBroker):

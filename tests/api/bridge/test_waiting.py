@@ -20,7 +20,7 @@ from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEADLINE, Headers, Published
 
 COMPLETIONS = "/v1/completions"
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 10.0  # seconds until a wait counts as endless
 BODY: dict[str, Any] = {"model": "echo", "prompt": "x", "stream": True}
 ACCEPTED, DONE = Accepted("", "echo", 1, 1), Done("", ("stop",), Usage(1, 1, 2))
 TOKEN = Token("", 0, 0, (1,), "ok", finish_reason="stop")

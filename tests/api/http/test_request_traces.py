@@ -25,7 +25,7 @@ from penstock.schemas.wire.hops import append_hop
 from penstock.streams.port import HOPS, SCHEMA
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": "hello, how are you?", "max_tokens": 12, "ignore_eos": True}
-PATIENCE = 60.0  # seconds
+PATIENCE = 30.0  # seconds
 
 
 def post(applications: Applications, body: dict[str, Any], **more: Any) -> Response:

@@ -88,7 +88,7 @@ def test_calls_of_one_turn_run_at_once_and_are_answered_in_their_order(office: O
                 {"model": "echo", "input": "Go.", "tools": functions(), "stream": True},
             )
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             await office.waiting.acquire()
             await office.waiting.acquire()
             office.goes.set()
@@ -245,7 +245,7 @@ def test_a_response_whose_tools_are_still_being_listed(office: Office) -> None:
     async def create() -> tuple[str, asyncio.Task[Response]]:
         await office.broker.listen(f"{office.pipeline.pipe.subjects.root}.events.>", hear)
         asking = asyncio.create_task(ask(office.apps[0], "POST", "/v1/responses", body))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             return await begun.get(), asking
 
     id, asking = office.run(create())
@@ -360,7 +360,7 @@ def test_in_the_background(office: Office) -> None:
     assert (begun["status"], begun["output"]) == ("queued", [])
 
     async def follow() -> Response:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             await office.waiting.acquire()
         office.goes.set()
         return await ask(office.apps[1], "GET", f"/v1/responses/{begun['id']}?stream=true")
@@ -375,7 +375,7 @@ def test_a_response_is_cancelled_in_the_middle_of_a_call(office: Office) -> None
     begun = orjson.loads(office.ask("POST", "/v1/responses", body).body)
 
     async def cancel() -> Response:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             await office.waiting.acquire()
             return await ask(office.apps[1], "POST", f"/v1/responses/{begun['id']}/cancel")
 
@@ -420,7 +420,7 @@ def test_a_client_that_leaves_stops_what_is_not_kept(office: Office) -> None:
     async def leave() -> None:
         await office.broker.listen(f"{office.pipeline.pipe.subjects.root}.events.>", hear)
         await ask(office.apps[0], "POST", "/v1/responses", body, leave_after=1)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             await ended.wait()
 
     office.run(leave())

@@ -29,7 +29,7 @@ from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.schemas.wire import codec
 from penstock.streams.port import SCHEMA, TRACE_PARENT
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 30.0  # seconds
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY: dict[str, Any] = {"model": "echo", "prompt": "a secret", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
 

@@ -209,7 +209,7 @@ async def test_calls_of_one_turn_run_at_once_and_are_answered_in_their_order() -
         return "fast"
 
     model = Scripted(calling(("slow", {}), ("fast", {})), saying("Both."))
-    async with asyncio.timeout(60), ResponsesSession(model, functions=[slow, fast]) as session:
+    async with asyncio.timeout(30), ResponsesSession(model, functions=[slow, fast]) as session:
         result = await session.run("Go.")
     assert model.told == [call.result for call in result.calls] == ["slow", "fast"]
     assert [message.get("tool_call_id") for message in session.messages if message["role"] == "tool"] == [

@@ -216,7 +216,7 @@ async def test_unused_connection_is_closed_and_made_anew() -> None:
         assert not server.left.is_set()
         server.go.set()
         assert await call == ToolResult("at last")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             await server.left.wait()
         assert await client.call("add", {"a": 1, "b": 1}) == ToolResult("2")
 
@@ -225,7 +225,7 @@ async def test_closing_ends_what_is_running(client: McpClient, server: McpServer
     call = asyncio.create_task(client.call("slow", {}))
     await server.started.wait()
     await client.close()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(20):
         text, is_error = await call
     assert is_error and "the connection broke" in text
 

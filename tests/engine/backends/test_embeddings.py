@@ -385,7 +385,7 @@ async def test_closing_tells_who_waits(fake: tuple[InferenceEngine, Fake]) -> No
     assert await asyncio.to_thread(engine.close, 10)
     assert len(await holding) == 1
     with pytest.raises(GenerationFailed, match="stopped"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             await asking
 
 

@@ -81,7 +81,7 @@ async def add(pipeline: Pipeline, name: str, path: Path, model: str = MODEL) -> 
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -246,7 +246,7 @@ async def dispatch(pipeline: Pipeline, worker: str, job: ValidatedJob) -> None:
 async def events_of(pipeline: Pipeline, job: ValidatedJob) -> list[Event]:
     subject = pipeline.pipe.subjects.events(job.tenant, job.bridge, job.id)
     heard: list[Event] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(10):
         while not any(isinstance(event, FINAL) for event in heard):
             await asyncio.sleep(0)
             heard = [codec.decode_event(m.data) for m in await pipeline.pipe.broker.replay("EVENTS", subject)]

@@ -17,7 +17,7 @@ from penstock.stages.batch.seats import Seats
 from penstock.stages.infer.arrivals import Arrivals
 from penstock.streams.port import Consumer, ConsumerSpec, Delivery
 
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 20.0  # seconds until a wait counts as endless
 COPY = "copy"
 
 
@@ -126,7 +126,7 @@ async def answered(pipeline: Pipeline) -> None:
     """As many at once as there is room for are answered."""
     body = {"model": MODEL, "prompt": "room", "max_tokens": 4}
     async with asyncio.timeout(PATIENCE):
-        answers = await asyncio.gather(*(pipeline.events(body, timeout=60.0) for _ in range(16)))
+        answers = await asyncio.gather(*(pipeline.events(body, timeout=10.0) for _ in range(16)))
     assert all(isinstance(events[-1], Done) for events in answers)
 
 

@@ -22,7 +22,7 @@ from penstock.streams.stores.registry import Registry
 from penstock.streams.stores.responses import CallKey, ResponseLog
 from penstock.streams.topology import Subjects, topology
 
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 10.0  # seconds until a wait counts as endless
 SOURCE = Source(label="functions")
 
 

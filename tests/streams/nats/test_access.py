@@ -123,7 +123,7 @@ async def _works(broker: JetStreamBroker) -> None:
 
 
 async def _refused(server: EmbeddedServer, **access: Any) -> str:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(20):
         with pytest.raises(StartupError) as caught:
             await _connect(server, **access)
     return str(caught.value)
@@ -235,7 +235,7 @@ async def test_a_denial_names_the_subject_at_once(started: Start) -> None:
     url = server.url.replace("//", "//u:p@")
     broker = await JetStreamBroker.connect(url, namespace="p", timeout=600.0)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             with pytest.raises(BrokerDenied, match=r"publish to p\.Jobs\.a:"):
                 await broker.publish("p.Jobs.a", b"", message_id="1")
             with pytest.raises(BrokerDenied, match=r"publish to \$JS\.API\.STREAM\.CREATE\.P_JOBS:"):

@@ -75,7 +75,7 @@ async def test_a_tenant_publishes_cancels_and_hears_its_own(accounts: Accounts) 
         answer = await anna.request("penstock.jobs.normal.anna", b"{}", headers={"Nats-Msg-Id": "1"}, timeout=30)
         assert JOBS.encode() in answer.data
         await anna.publish("penstock.control.cancel.anna.r1", b"")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             assert await cancelled.get() == "penstock.control.cancel.anna.r1"
         await accounts.broker.publish("penstock.events.anna.me.r1", b"token", message_id="e1")
         message = await events.next_msg(timeout=30)
@@ -150,7 +150,7 @@ async def test_a_tenant_hears_nothing_of_others(accounts: Accounts) -> None:
         await accounts.broker.publish("penstock.events.bob.me.r2", b"secret", message_id="e2")
         assert (await own.next_msg(timeout=30)).data == b"secret"
         await accounts.broker.publish("penstock.events.anna.me.r2", b"own", message_id="e3")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             while not heard:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await anna.flush()

@@ -59,7 +59,7 @@ async def test_a_stream_outlives_its_leader(own_cluster: LocalCluster) -> None:
     await own_cluster.kill(leader)
     assert (await broker.publish("p.ledger", b"", message_id="m2")).sequence == 2
     assert await own_cluster.leader_of("P_LEDGER") not in (None, leader)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(20):
         while [(used.leader in ("", f"n{leader}"), used.away) for used in await broker.usage()] != [(False, 1)]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await own_cluster.ready()
@@ -79,7 +79,7 @@ async def test_a_node_that_steps_aside_leads_nothing(own_cluster: LocalCluster) 
         leader = await own_cluster.leader_of("P_LEDGER")
         assert leader is not None
         await own_cluster.step_aside(leader)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             while await own_cluster.leader_of("P_LEDGER") in (None, leader):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             while (await broker.consumers("LEDGER"))[0]["cluster"].get("leader") in (None, f"n{leader}"):  # noqa: ASYNC110

@@ -298,7 +298,7 @@ async def test_partitions_stay_while_requests_run(jetstream: JetStreamBroker, pa
         await owned(jetstream, part(stream_partitions=4))
     (delivery,) = await consumer.take(1)
     await delivery.ack()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(20):
         while await jetstream.unsettled("STREAM"):  # noqa: ASYNC110  # an ack is not answered
             await asyncio.sleep(0)
     await consumer.close()

@@ -23,7 +23,7 @@ from penstock.streams.nats.pull import parse_reply_subject
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, Consumer, ConsumerSpec, Delivery, Message, Published, StreamSpec
 
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 20.0  # seconds until a wait counts as endless
 PROMPT = 5.0  # seconds; missing heartbeats would have told only later
 CLIENTS = 2
 

@@ -130,7 +130,7 @@ async def test_an_attack_is_denied(guarded: Guarded, user: str, action: str, sub
         else:
             await client.publish(subject, b"{}")
         await client.flush()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             denial = await denials.get()
     finally:
         await client.close()

@@ -18,7 +18,7 @@ from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import StreamSpec
 
-PATIENCE = 60.0  # seconds until a wait counts as endless
+PATIENCE = 20.0  # seconds until a wait counts as endless
 POLL = 0.02
 
 LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")
