@@ -12,6 +12,7 @@ import asyncio
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, inf
@@ -139,7 +140,8 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 class ConnectionWasOver(ConnectionError):
-    """The server had closed a connection that was used before, without saying so, and answered nothing."""
+    """The server had closed a connection that was used before, without saying so, and answered nothing: some servers do
+    so after each stream."""
 
 
 class Client:
@@ -156,12 +158,10 @@ class Client:
         sample = Sample()
         try:
             async with asyncio.timeout(self._time_limit):
-                while True:
-                    try:
+                while True:  # at the latest, a new connection ends it
+                    with suppress(ConnectionWasOver):
                         await self.send(path, body, sample)
                         break
-                    except ConnectionWasOver:  # some servers do that after each stream; a new one is no error
-                        continue
         except TimeoutError:
             sample.error = f"no end of the answer in {self._time_limit:g} s"
         except OSError as error:
