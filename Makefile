@@ -14,6 +14,8 @@ export PYTHONDONTWRITEBYTECODE :=
 run: $(VENV)/run.done
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
+# Threads that wait for others sleep at once, since the tests of several processes share the cores.
+test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/test.done
 	$(INSTALL) --no-deps --force-reinstall -c deploy/constraints.txt .
 	$(BIN)/ruff check .
