@@ -24,7 +24,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.models.catalogue import CatalogueEntry, parse_keep_alive
-from ..schemas.sources import gguf_model, is_gguf, looks_like_path
+from ..schemas.sources import absolute_pair, gguf_model, is_gguf, looks_like_path
 from .sources import Loaded
 
 _KEPT = ("version", "name", "revision", "others", "failed_swap")  # not the file's to set
@@ -45,7 +45,7 @@ class _Found(NamedTuple):
 
 
 # Settings that a server of several models cannot have.
-OF_ONE = ("model", "workers", "served_model_name", "lora_modules")
+OF_ONE = ("model", "mmproj", "workers", "served_model_name", "lora_modules")
 
 
 def offered_models(loaded: Loaded) -> tuple[CatalogueEntry, ...] | None:
@@ -202,6 +202,8 @@ def _to_bytes(value: object) -> int | None:
 def _resolve(source: str, base: Path) -> str:
     """An absolute path if `source` is a directory or a file, seen from `base`; otherwise a Hugging Face id as it is."""
     path = base / Path(source).expanduser()
+    if (pair := absolute_pair(source, base.absolute())) is not None:
+        return str(pair)
     if path.is_dir():
         if not _holds_model(path):
             raise ValueError(f"{path} has no config.json: name a model's directory in Hugging Face's format")

@@ -16,6 +16,11 @@ class ImageSettings(BaseSettings):
     image_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (), description="Beginnings of URLs from which requests may have images fetched; none by default."
     )
+    mmproj: str | None = Field(
+        None,
+        min_length=1,
+        description="GGUF file with the vision part of the model, or none; by default the one beside the model's file.",
+    )
     max_pixels: int | None = Field(
         None, ge=1, description="Images with more pixels are reduced before the model sees them; by default as it says."
     )

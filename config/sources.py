@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from ..schemas.errors import ConfigurationError
+from ..schemas.sources import join_pair, parts_of
 from .settings import Settings
 
 DEFAULT_FILE = Path("penstock.toml")
@@ -26,6 +27,17 @@ class Loaded:
 
     settings: Settings
     origins: Mapping[str, str]
+
+
+def with_projector(settings: Settings) -> Settings:
+    """The settings with one name for both files of a model, in place of `mmproj`. Raises `ConfigurationError`."""
+    if settings.mmproj is None:
+        return settings
+    pair = None if settings.model is None else join_pair(Path(settings.model), settings.mmproj)
+    if pair is None or parts_of(pair) is None:
+        fault = "name MODEL, too" if pair is None else f"{settings.model} is no GGUF file; it goes with one"
+        raise ConfigurationError([f"mmproj={settings.mmproj!r}: {fault}"])
+    return settings.model_copy(update={"model": str(pair), "mmproj": None})
 
 
 def flag(field: str) -> str:

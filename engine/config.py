@@ -14,11 +14,11 @@ from .vision.reading import ANY, MOST_DECODED
 class EngineConfig(BaseModel):
     """One engine: its model, device and limits.
 
-    `model` is a local directory, a GGUF file or a Hugging Face id. `dtype` "auto" keeps the checkpoint's.
-    `max_sequence_length` counts prompt and answer together and can only shorten the model's own context.
-    `kv_cache_memory` is in bytes or a string such as "4GiB". If it or `max_batch_size` is left out, the engine chooses
-    it to suit the machine. The backend chooses where `attention` is "auto", or where chunked prefill,
-    `prefill_chunk_size` in tokens, or CUDA graphs are None. `compile_kernels` lets a CPU run short steps in
+    `model` is a local directory, a GGUF file, alone or with its projector behind a comma, or a Hugging Face id.
+    `dtype` "auto" keeps the checkpoint's. `max_sequence_length` counts prompt and answer together and can only shorten
+    the model's own context. `kv_cache_memory` is in bytes or a string such as "4GiB". If it or `max_batch_size` is left
+    out, the engine chooses it to suit the machine. The backend chooses where `attention` is "auto", or where chunked
+    prefill, `prefill_chunk_size` in tokens, or CUDA graphs are None. `compile_kernels` lets a CPU run short steps in
     `kernels.c`, if it can be compiled. `speculation` lets decoding steps check guessed tokens, at most
     `speculation_depth` a choice, where that changes no answer and pays. `prefix_cache_dir` also keeps cached prefixes
     on disk, in `prefix_cache_limit` bytes, for later engines. `cache_answers` answers identical greedy requests from

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from ..schemas.errors import ConfigurationError
-from ..schemas.sources import is_gguf
+from ..schemas.sources import is_gguf, split_pair
 from .manifest import Format, Manifest, explain, read_manifest
 from .models import ModelInfo, read_config, resolve_model
 
@@ -71,7 +72,7 @@ def why_not(manifest: Manifest, model: str | None = None, device: str = "auto") 
         return f"device={device!r}: the backend {manifest.id!r} runs {only}"
     if model is None or not manifest.formats:
         return ""
-    path = resolve_model(model)
+    path = files_for(manifest, model)
     form: Format = "gguf" if is_gguf(path) else "safetensors"
     if form not in manifest.formats:
         return f"the backend {manifest.id!r} runs {' and '.join(manifest.formats)} models, and {model} is {form}"
@@ -81,6 +82,12 @@ def why_not(manifest: Manifest, model: str | None = None, device: str = "auto") 
             known = ", ".join(manifest.architectures)
             return f"the backend {manifest.id!r} runs {known}, and {model} is a {names[0]}"
     return ""
+
+
+def files_for(manifest: Manifest, model: str) -> Path:
+    """What a backend reads of a model: without its projector, if it sees nothing. Raises `ModelLoadError`."""
+    path = resolve_model(model)
+    return path if "images" in manifest.modes else split_pair(path)[0]
 
 
 def installed(group: str) -> dict[str, list[EntryPoint]]:

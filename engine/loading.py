@@ -27,12 +27,14 @@ from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import is_gguf
 from .backend import ProgressCallback
 from .checkpoints.gguf import read_gguf
-from .checkpoints.gguf_models import config_of, rope_factors
+from .checkpoints.gguf_models import rope_factors
+from .checkpoints.gguf_pairs import config_of
 from .checkpoints.gguf_weights import lazy_weights, read_levels
 from .checkpoints.packed_weights import lazy_packed_weights
 from .checkpoints.rounded import attach, lazy_rounded_weights, read_rounded
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized
+from .vision.families import language_model_of
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -104,7 +106,7 @@ def _load(path: Path, name: str, keep_levels: bool, sees: bool, **options: Any) 
     if not (gguf or quantized or packed):
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         return auto.from_pretrained(path, dtype=name, **options)
-    if sees and not quantized:
+    if sees and packed:
         raise ModelLoadError(
             f"{path} sees images and has packed weights of another program; name the model that it was made from, with "
             "--quantization int4, or what `penstock quantize` makes of that"
@@ -125,7 +127,8 @@ def _load(path: Path, name: str, keep_levels: bool, sees: bool, **options: Any) 
     kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
     if gguf and (factors := rope_factors(gguf)):
-        loaded[0].model.rotary_emb.inv_freq /= torch.tensor(factors)
+        body = loaded[0].model
+        (language_model_of(body) or body).rotary_emb.inv_freq /= torch.tensor(factors)
     attach(loaded[0], found)
     return loaded
 

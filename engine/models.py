@@ -1,6 +1,6 @@
 """Find a model, read what its files say about it, and check that its weight files are whole. Needs no torch.
 
-A model is a directory in Hugging Face's format, or a GGUF file.
+A model is a directory in Hugging Face's format, or a GGUF file, alone or with a projector.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import ConfigurationError, ModelLoadError
-from ..schemas.sources import gguf_model, is_gguf, looks_like_path
+from ..schemas.sources import NO_PROJECTOR, absolute_pair, gguf_model, is_gguf, looks_like_path, split_pair
 from .checkpoints.files import read_header, read_json, weight_files
 from .checkpoints.gguf import read_gguf
-from .checkpoints.gguf_models import config_of, weights_of
+from .checkpoints.gguf_pairs import config_of, find_projector, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
 from .checkpoints.quantized import Quantized
 from .vision.families import family_of
@@ -53,14 +53,17 @@ def user_cache() -> Path:
 def resolve_model(source: str) -> Path:
     """The directory or GGUF file of `source`: a path, the bundled model's name, or a Hugging Face id.
 
-    A model on the hub is downloaded. The path is absolute. Raises `ModelLoadError`.
+    A model on the hub is downloaded. The path is absolute, and names a GGUF file's projector, too: the one that
+    `source` names, or the one beside the file. Raises `ModelLoadError`.
     """
     path = Path(source).expanduser()
+    if (pair := absolute_pair(path)) is not None and is_gguf(path):
+        return _checked(pair)
     if path.is_dir():
         return path.resolve() if (path / "config.json").is_file() else _only_gguf(path)
     if path.is_file():
         if is_gguf(path):
-            return path.absolute()  # the target of a link may have another name, and its shards
+            return find_projector(path.absolute())  # the target of a link may have another name, and its shards
         raise ModelLoadError(f"{source} is no GGUF file; name one, or the directory with config.json and the weights")
     if looks_like_path(source):
         raise ModelLoadError(f"no such directory or file: {source}; check the path")
@@ -75,12 +78,24 @@ def _only_gguf(directory: Path) -> Path:
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise ModelLoadError(f"{directory} holds several models; name one of its files: {names}")
-    return found[0].absolute() if found else directory.resolve()
+    return find_projector(found[0].absolute()) if found else directory.resolve()
+
+
+def _checked(pair: Path) -> Path:
+    """Raises `ModelLoadError` for a projector that is missing."""
+    text, projector = split_pair(pair)
+    if projector is not None and (not projector.is_file() or not is_gguf(projector)):
+        raise ModelLoadError(
+            f"{projector} is no GGUF file; behind the comma name the projector of {text}, or {NO_PROJECTOR} for text "
+            "alone"
+        )
+    return pair
 
 
 def model_name(path: Path) -> str:
     """What a model is called unless it is given a name: like its directory or file."""
-    return gguf_model(path.name) or path.name
+    text = split_pair(path)[0]
+    return gguf_model(text.name) or text.name
 
 
 def read_config(path: Path) -> dict[str, Any]:

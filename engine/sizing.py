@@ -15,12 +15,12 @@ from pydantic import ByteSize
 from ..schemas.errors import ConfigurationError
 from ..schemas.sources import is_gguf
 from .checkpoints.gguf import read_gguf
-from .checkpoints.gguf_models import weights_of
+from .checkpoints.gguf_pairs import weights_of
 from .checkpoints.quantized import PRECISE
 from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, memory_of_machine
-from .discovery import find_backend
-from .models import read_config, read_model_info, read_quantized, read_shapes, resolve_model
+from .discovery import files_for, find_backend
+from .models import read_config, read_model_info, read_quantized, read_shapes
 from .vision.families import is_of_tower
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _WIDTHS = {"int8": 1.1, "int4": 0.6, "fine": 1.3}  # bytes of a packed weight, scales included
 _LEVELS = {"Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4", "Q6_K": "fine"}  # how a GGUF file's types are kept
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
-_EMBEDDING = "model.embed_tokens.weight"  # its name in a GGUF file, translated
+_EMBEDDING = "embed_tokens.weight"  # how its name in a GGUF file ends, translated
 
 
 class SizedConfig(EngineConfig):
@@ -207,13 +207,13 @@ class _Files(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        path = resolve_model(config.model)
+        path = files_for(find_backend(config.backend, config.allowed_backends), config.model)
         info = read_model_info(path, config.model, config.max_sequence_length)
         whole = read_config(path)
         settings = whole.get("text_config", whole)
         name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
         width = settings.get("hidden_size") or settings.get("n_embd") or 0
-        sizes, quantized = {name: prod(shape) for name, shape in read_shapes(path).items()}, read_quantized(path)
+        sizes, quantized = {own: prod(shape) for own, shape in read_shapes(path).items()}, read_quantized(path)
         head = sum(size for name, size in sizes.items() if name.endswith(_HEADS))
         inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE and not is_of_tower(name)]
         gguf = read_gguf(path) if is_gguf(path) else None
@@ -230,7 +230,7 @@ class _Files(NamedTuple):
             widths={
                 name: _WIDTHS[_LEVELS.get(weight.tensor.type, "int8")]
                 for name, weight in found.items()
-                if weight.tensor.type.startswith("Q") and len(weight.shape) == 2 and weight.expert is None
+                if weight.tensor.type.startswith("Q") and weight.keeps_levels
             },
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
@@ -251,10 +251,10 @@ class _Files(NamedTuple):
             kept = int((self.embedding + tower) * self.number + packed)
             tied = _WIDTHS["int8"]
         elif packs and self._keeps_levels(config):
-            others = self.widths.keys() - {_EMBEDDING}  # which is looked up in the dtype
-            saved = sum(self.sizes[name] * (self.number - self.widths[name]) for name in others)
-            kept = int(expanded - saved)
-            tied = self.widths.get(_EMBEDDING, tied)
+            embedding = next((name for name in self.widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype
+            saved = sum(self.sizes[name] * (self.number - width) for name, width in self.widths.items())
+            kept = int(expanded - saved + self.sizes.get(embedding, 0) * (self.number - self.widths.get(embedding, 0)))
+            tied = self.widths.get(embedding, tied)
         else:
             kept = expanded
         if packs and not self.head:  # the embedding is the head, whose product packs a copy of it

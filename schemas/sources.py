@@ -1,4 +1,7 @@
-"""What the name of a model's source tells: a path, or a Hugging Face id; and the names of GGUF files."""
+"""What the name of a model's source tells: a path, or a Hugging Face id; and the names of GGUF files.
+
+A model in GGUF that sees has two files, named with a comma between: `model.gguf,mmproj.gguf`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import re
 from pathlib import Path
 
 GGUF = ".gguf"
+NO_PROJECTOR = "none"
+"""In the place of a projector: the model is for text alone, whatever lies beside it."""
 
 _SHARD = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 
@@ -17,8 +22,43 @@ def looks_like_path(source: str) -> bool:
     return source.count("/") > 1 or "\\" in source
 
 
+def parts_of(source: str | Path) -> tuple[Path, str] | None:
+    """The model's file and what stands behind the comma, if `source` names both."""
+    text = str(source)
+    for comma in re.finditer(",", text):
+        if (path := Path(text[: comma.start()]).expanduser()).is_file() and not Path(text).exists():
+            return path, text[comma.end() :]
+    return None
+
+
+def split_pair(path: Path) -> tuple[Path, Path | None]:
+    """The file of a model and that of its projector; None if `path` names none."""
+    text, projector = parts_of(path) or (path, NO_PROJECTOR)
+    return text, None if projector == NO_PROJECTOR else Path(projector).expanduser()
+
+
+def is_here(source: str | Path) -> bool:
+    """Whether `source` names a directory or files of this machine."""
+    return parts_of(source) is not None or Path(source).expanduser().exists()
+
+
+def join_pair(text: Path, projector: Path | str) -> Path:
+    """What names both."""
+    return Path(f"{text},{projector}")
+
+
+def absolute_pair(source: str | Path, base: Path | None = None) -> Path | None:
+    """What names both files of `source` from anywhere; None if it names one. Without `base` they are seen from here."""
+    at = base or Path.cwd()
+    if (pair := parts_of(at / Path(source).expanduser())) is None:
+        return None
+    text, projector = pair
+    return join_pair(text, projector if projector == NO_PROJECTOR else at / Path(projector).expanduser())
+
+
 def is_gguf(path: Path) -> bool:
     """Whether `path` is a GGUF file by its name or, like those that Ollama keeps, by its first bytes."""
+    path = split_pair(path)[0]
     if path.suffix.lower() == GGUF:
         return not path.is_dir()
     if not path.is_file():
@@ -30,10 +70,15 @@ def is_gguf(path: Path) -> bool:
 def gguf_model(name: str) -> str | None:
     """The name of the model in a GGUF file called `name`: for the first of several shards that of all.
 
-    None for other files: those of another kind, later shards, and the vision parts of models.
+    None for other files: those of another kind, later shards, and projectors, the vision parts of models.
     """
-    if not name.lower().endswith(GGUF) or name.lower().startswith("mmproj"):
+    if not name.lower().endswith(GGUF) or is_projector(name):
         return None
     stem = name[: -len(GGUF)]
     shard = _SHARD.fullmatch(stem)
     return stem if shard is None else shard[1] if int(shard[2]) == 1 else None
+
+
+def is_projector(name: str) -> bool:
+    """Whether a GGUF file is the vision part of a model, by its name."""
+    return name.lower().startswith("mmproj") and name.lower().endswith(GGUF)

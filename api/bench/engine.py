@@ -20,7 +20,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from ...config.settings import Settings
-from ...config.sources import Loaded
+from ...config.sources import Loaded, with_projector
 from ...engine import Backend, EngineConfig, EngineRequest, GenerationParams
 from ...engine.backends.registry import load_backend
 from ...engine.choice import Choice
@@ -60,7 +60,7 @@ def bench_engine(
     """
     batches = bench_report.whole_numbers(batch, "--batch")
     lengths = bench_report.whole_numbers(prompt, "--prompt")
-    given = loaded.settings
+    given = with_projector(loaded.settings)
     if given.model is None and given.backend != "echo":
         raise StartupError("name a model: penstock bench engine MODEL (a directory, a GGUF file or a Hugging Face id)")
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}

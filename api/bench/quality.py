@@ -14,7 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from ...config.settings import Settings
-from ...config.sources import Loaded
+from ...config.sources import Loaded, with_projector
 from ...engine import EngineConfig
 from ...engine.cpu.process import prepare_process, worker_threads
 from ...engine.models import read_model_info, read_quantized, resolve_model
@@ -65,7 +65,7 @@ def bench_quality(
 
     A divergence below 0.01 is hard to notice; one above 0.1 shows in the answers.
     """
-    given = loaded.settings
+    given = with_projector(loaded.settings)
     if given.model is None:
         raise StartupError("name a model: penstock bench quality MODEL (a directory, a GGUF file or a Hugging Face id)")
     if given.backend != "paged":

@@ -11,6 +11,7 @@ from ...engine import find_backend, find_backends
 from ...engine.adapters.files import check_adapter
 from ...schemas.errors import ConfigurationError, InvalidRequest
 from ...schemas.models.catalogue import CatalogueEntry
+from ...schemas.sources import is_here
 
 
 def check_adapters(settings: Settings, entries: Sequence[CatalogueEntry] | None) -> None:
@@ -35,7 +36,7 @@ def check_adapters(settings: Settings, entries: Sequence[CatalogueEntry] | None)
             if name == model:
                 faults.append(f"adapter {name!r}: the model has the same name; choose another")
             try:
-                check_adapter(Path(path).expanduser().resolve(), base if base.exists() else None)
+                check_adapter(Path(path).expanduser().resolve(), base if is_here(base) else None)
             except InvalidRequest as error:
                 faults.append(f"adapter {name!r} of {model}: {error}")
     if faults:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...config.catalogue import offered_models
 from ...config.models import parse_adapters
 from ...config.settings import Settings
-from ...config.sources import Loaded
+from ...config.sources import Loaded, with_projector
 from ...engine import resolve_model
 from ...engine.adapters.files import adapter_source
 from ...engine.discovery import modalities
@@ -18,6 +18,7 @@ from ...engine.models import BUNDLED, model_name, read_model_info
 from ...engine.text.forms import choose_form
 from ...schemas.models.catalogue import CatalogueEntry
 from ...schemas.registry import ModelCard
+from ...schemas.sources import is_here
 from .backends import check_backends
 
 ECHO_CONTEXT = 131_072  # tokens; the echo backend without a model's files has this many
@@ -26,13 +27,14 @@ ECHO_CONTEXT = 131_072  # tokens; the echo backend without a model's files has t
 def with_model(settings: Settings) -> Settings:
     """The settings with the model's path, downloaded if necessary, and its name. Raises `Fatal` errors early."""
     check_backends(settings)
+    settings = with_projector(settings)
     choose_form("", (), tool_format=settings.tool_format, reasoning_format=settings.reasoning_format)
     if settings.model is None and settings.backend == "echo":
         return settings.model_copy(update={"served_model_name": settings.served_model_name or "echo"})
     source = settings.model or BUNDLED
     path = resolve_model(source)
     read_model_info(path, source, settings.max_sequence_length)
-    name = settings.served_model_name or (model_name(path) if Path(source).expanduser().exists() else source)
+    name = settings.served_model_name or (model_name(path) if is_here(source) else source)
     return settings.model_copy(update={"model": str(path), "served_model_name": name})
 
 
@@ -65,7 +67,7 @@ def named_models(loaded: Loaded) -> list[ModelCard] | None:
 
 
 def _card_of_entry(entry: CatalogueEntry, allowed: Collection[str] | None) -> ModelCard:
-    is_made_up = entry.backend == "echo" and not Path(entry.source).expanduser().exists()
+    is_made_up = entry.backend == "echo" and not is_here(entry.source)
     source = None if is_made_up else str(resolve_model(entry.source))
     own = {name: getattr(entry, name) for name in ("queue_limit", "wait_limit") if name in entry.model_fields_set}
     return ModelCard(

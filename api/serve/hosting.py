@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Iterable
 from importlib.metadata import version
 from itertools import takewhile
-from pathlib import Path
 
 from ...config.settings import Settings
 from ...engine import EngineConfig, resolve_model
@@ -23,6 +22,7 @@ from ...schemas.errors import ConfigurationError, Fatal
 from ...schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ...schemas.models.placement import Device, Need
 from ...schemas.registry import ModelCard
+from ...schemas.sources import is_here
 from .backends import check_backends
 from .declaring import ECHO_CONTEXT
 
@@ -116,10 +116,10 @@ class Host:
             here = ", ".join(self._names)
             raise ConfigurationError([f"device={entry.device!r}: this host has {here}; choose of these, or auto"])
         own = {name: getattr(entry, name) for name in _OWN}
-        settings = self._settings.model_copy(update=own | {"model": source, "workers": 1})
+        settings = self._settings.model_copy(update=own | {"model": source, "mmproj": None, "workers": 1})
         context = entry.max_sequence_length or ECHO_CONTEXT
         holds: tuple[str, ...] = ("text",)
-        if entry.backend != "echo" or Path(source).expanduser().exists():
+        if entry.backend != "echo" or is_here(source):
             path = resolve_model(source)
             info = read_model_info(path, source, entry.max_sequence_length)
             context, holds = info.context_length, modalities(info, entry.backend, self._settings.allowed_backends)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from ...config.sources import Loaded
+from ...config.sources import Loaded, with_projector
 from ...engine.discovery import Found, find_backends, why_not
 from .options import with_settings
 
@@ -23,7 +23,7 @@ def backends(
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the backends: Penstock's own and installed plug-ins, what each can do, and why another cannot run here."""
-    settings = loaded.settings
+    settings = with_projector(loaded.settings)
     found = find_backends(settings.allowed_backends)
     reasons = {one.id + one.package: _reason(one, settings.model, settings.device) for one in found}
     if json:

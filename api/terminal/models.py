@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ...config import sources
-from ...schemas.sources import looks_like_path
+from ...schemas.sources import absolute_pair, looks_like_path
 from .chat_client import ChatError, answer_of, server_at
 from .chat_client import models as served_by
 from .measure import measure_backends
@@ -284,6 +284,8 @@ def _fail(message: str) -> Never:
 
 def _resolved(source: str) -> str:
     """What is here as an absolute path; what else may be on the server's machine, or a Hugging Face id."""
+    if (pair := absolute_pair(source)) is not None:
+        return str(pair)
     path = Path(source).expanduser()
     if path.exists():
         return str(path.resolve() if path.is_dir() else path.absolute())

@@ -27,9 +27,10 @@ from ..backend import NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..device import resolve_device
+from ..discovery import files_for
 from ..loading import load_causal_lm
 from ..manifests import HF
-from ..models import count_parameters, read_model_info, resolve_model
+from ..models import count_parameters, read_model_info
 from ..sampler import sample
 from ..sizing import sized
 from ..text.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ class HfBackend(NoPrefixes):
         if config.attention not in _ATTENTION:
             raise ConfigurationError([f"attention={config.attention!r}: must be one of {', '.join(_ATTENTION)}"])
         self._device = resolve_device(config.device)
-        path = resolve_model(config.model)
+        path = files_for(self.manifest, config.model)
         info = read_model_info(path, config.model, config.max_sequence_length)
         self.info = replace(info, parameters=count_parameters(path))
         self.tokenizer = Tokenizer(path)

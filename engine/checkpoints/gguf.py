@@ -9,12 +9,13 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
+from ...schemas.sources import split_pair
 
 _MAGIC = b"GGUF"
 BLOCKS = {
@@ -59,6 +60,28 @@ class GgufTensor(NamedTuple):
     nbytes: int
 
 
+class GgufWeight(NamedTuple):
+    """Where a weight comes from. `heads`: the rows of each are interleaved in the file; `offset` is to be added.
+
+    `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
+    further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
+    """
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    heads: int | None = None
+    offset: int = 0
+    expert: int | None = None
+    more: tuple[GgufTensor, ...] = ()
+    is_split_in_time: bool = False
+    sees: bool = False
+
+    @property
+    def keeps_levels(self) -> bool:
+        """Whether it can be used in the form that it has in the file, if its type has levels."""
+        return len(self.shape) == 2 and self.expert is None and not self.sees
+
+
 class GgufStrings(NamedTuple):
     """An array of strings that has been skipped: see `Gguf.strings`."""
 
@@ -68,11 +91,15 @@ class GgufStrings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """What the header of a model's file says, or those of all its shards; arrays of strings are `GgufStrings`."""
+    """What the header of a model's file says, or those of all its shards; arrays of strings are `GgufStrings`.
+
+    `projector` is the file of its vision part, if it has one.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor] = field(repr=False)
+    projector: Gguf | None = field(default=None, repr=False)
 
     def floats(self, name: str) -> list[float]:
         """The numbers of a small tensor of 32-bit floats."""
@@ -98,11 +125,17 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Read the header of a file and of its other shards.
+    """Read the header of a file and of its other shards, and that of its projector where `path` names both.
 
     Raises `ModelLoadError` for a file that is incomplete or not GGUF, for a missing shard, and for a tensor whose type
     is not supported.
     """
+    text, projector = split_pair(path)
+    found = _read_shards(text)
+    return found if projector is None else replace(found, projector=_read_shards(projector))
+
+
+def _read_shards(path: Path) -> Gguf:
     first = _read_file(path)
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...schemas.errors import ModelLoadError
-from .gguf import Gguf, GgufTensor
+from .gguf import Gguf, GgufTensor, GgufWeight
 from .gguf_tokens import end_ids
 
 _NAMES = {
@@ -61,19 +61,6 @@ _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # Gemma's largest scale their attention differently; see llama.cpp
 
 Extra = Callable[["_Keys"], dict[str, Any]]
-
-
-class GgufWeight(NamedTuple):
-    """Where a weight comes from. `heads`: the rows of each are interleaved in the file; `offset` is to be added.
-
-    `expert` is an index into the tensor's first dimension, and `shape` what the model has.
-    """
-
-    tensor: GgufTensor
-    shape: tuple[int, ...]
-    heads: int | None = None
-    offset: int = 0
-    expert: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +272,12 @@ def _olmo2(keys: _Keys) -> dict[str, Any]:
     return {}
 
 
+def _mistral3(keys: _Keys) -> dict[str, Any]:
+    if keys.find("attention.temperature_scale"):
+        raise ModelLoadError(f"{keys.gguf.path} is a Ministral 3, which is not supported in GGUF; use another model")
+    return {}
+
+
 def _experts(keys: _Keys) -> dict[str, Any]:
     return {
         "num_experts": keys.need("expert_count"),
@@ -318,7 +311,9 @@ _ARCHITECTURES: dict[str, _Architecture] = {
             "num_experts_per_tok": keys.need("expert_used_count"),
         },
     ),
+    "mistral3": _Architecture("llama", "LlamaForCausalLM", interleaved=True, extra=_mistral3),
     "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen2vl": _Architecture("qwen2", "Qwen2ForCausalLM"),  # text has the same position in all three dimensions
     "qwen2moe": _Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERTS, extra=_shared_experts),
     "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": _Architecture(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gguf import BLOCKS, Gguf
-from .gguf_models import GgufWeight, weights_of
+from .gguf import BLOCKS, Gguf, GgufWeight
+from .gguf_pairs import weights_of
 from .lazy import LazyWeight
 from .rounded import Rounded
 
@@ -50,10 +50,10 @@ def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:
 
 
 def read_levels(gguf: Gguf) -> Iterator[tuple[str, Rounded]]:
-    """The weights whose levels can be kept, by the names of their modules."""
+    """The weights of the language model whose levels can be kept, by the names of their modules."""
     for name, weight in weights_of(gguf).items():
         kind = weight.tensor.type
-        if kind in _LEVELS and len(weight.shape) == 2 and weight.expert is None:
+        if kind in _LEVELS and weight.keeps_levels:
             yield name.removesuffix(".weight"), rounded_of(_data(weight), kind, weight.shape[0])
 
 
@@ -76,6 +76,9 @@ def _data(weight: GgufWeight) -> Tensor:
 
 
 def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
+    if weight.more:
+        parts = [_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more)]
+        return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
     expanded = dequantize(_data(weight), weight.tensor.type, dtype).view(weight.shape)
     return expanded + weight.offset if weight.offset else expanded
 

@@ -21,9 +21,10 @@ from ..backend import NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..device import resolve_device
+from ..discovery import files_for
 from ..line import Line, Row
 from ..manifests import LLAMA_CPP
-from ..models import count_parameters, read_model_info, resolve_model
+from ..models import count_parameters, read_model_info
 from ..output import CacheStats, SpeculationStats
 from ..sampler import Sampled, sample, score
 from ..sizing import fitting_length, sized
@@ -49,7 +50,7 @@ class LlamaCppBackend(NoAdapters, NoPrefixes):
             raise ConfigurationError([f"device={config.device!r}: the backend 'llama_cpp' runs only on a CPU; use cpu"])
         given = config.max_batch_size
         config = sized(config)
-        path = resolve_model(config.model)
+        path = files_for(self.manifest, config.model)
         info = read_model_info(path, config.model, config.max_sequence_length)
         parameters = count_parameters(path)
         self._plan = plan = plan_sequences(config, given, info.context_length)

@@ -30,7 +30,7 @@ def load_model(
 ) -> PreTrainedModel | PlainModel | LanguageModel:
     """The model at `path`, whose attention is the runner's; see `load_causal_lm` for the arguments and errors."""
     if (processor := VisionProcessor.of(path)) is not None:
-        return _load_seeing(config, path, architecture, device, progress, processor)
+        return _load_seeing(config, path, architecture, device, progress, processor, keep_levels)
     plain = load_plain(config, path, device, progress, keep_levels=keep_levels)
     if plain is not None:
         return plain
@@ -47,12 +47,14 @@ def _load_seeing(
     device: torch.device,
     progress: ProgressCallback | None,
     processor: VisionProcessor,
+    keep_levels: bool,
 ) -> LanguageModel:
     """The language model of one that sees images; only its own attention is the runner's, and not the tower's."""
     from ..loading import load_causal_lm
     from ..vision.tower import split
     from .attention_hook import ATTENTION
 
-    model = split(load_causal_lm(config, path, architecture, device, progress, None, sees=True), processor)
+    loaded = load_causal_lm(config, path, architecture, device, progress, None, keep_levels=keep_levels, sees=True)
+    model = split(loaded, processor)
     model.config._attn_implementation = ATTENTION
     return model

@@ -149,7 +149,7 @@ def _contents(path: Path) -> Iterable[tuple[str, bytes]]:
     try:
         if is_gguf(path):
             gguf = read_gguf(path)
-            with path.open("rb") as data:
+            with gguf.path.open("rb") as data:
                 yield "header", data.read(min((tensor.start for tensor in gguf.tensors.values()), default=-1))
             yield "made by", Path(gguf_tokens.__file__).read_bytes()
             return

@@ -10,15 +10,20 @@ import hashlib
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ...schemas.errors import InvalidRequest, ModelLoadError
+from ...schemas.sources import is_gguf
 from ..checkpoints.files import read_json
+from ..checkpoints.gguf import read_gguf
+from ..checkpoints.gguf_pairs import processor_of
 from ..models import read_config
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
@@ -55,7 +60,7 @@ class VisionProcessor:
     def of(cls, path: Path) -> Self | None:
         """The processor of the model at `path`; None if it is not one of the families that see. Raises
         `ModelLoadError`."""
-        if not path.is_dir():
+        if not path.is_dir() and not is_gguf(path):
             return None
         config = read_config(path)
         family = family_of(config)
@@ -167,9 +172,21 @@ class VisionProcessor:
 
             library: Any = transformers  # most of it is not typed
             try:
-                return library.AutoImageProcessor.from_pretrained(self._path, backend="pil", local_files_only=True)
+                with self._settings() as directory:
+                    return library.AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
             except (OSError, ValueError, ImportError) as error:
                 raise ModelLoadError(f"{self._path} has no image processor that can be used: {error}") from error
+
+    @contextmanager
+    def _settings(self) -> Iterator[Path]:
+        """A directory with the processor's settings, which those of a GGUF file are written into."""
+        if not is_gguf(self._path):
+            yield self._path
+            return
+        with TemporaryDirectory() as directory:
+            file = Path(directory) / "preprocessor_config.json"
+            file.write_text(json.dumps(processor_of(read_gguf(self._path))), "utf-8")
+            yield file.parent
 
 
 def processor_digest(path: Path) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
-from ...schemas.sources import looks_like_path
+from ...schemas.sources import is_gguf, looks_like_path, parts_of
+from ..checkpoints.gguf_pairs import why_alone
 from ..models import read_config, resolve_model
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import Fetched, GivenImage, given_images, image_parts, marked
@@ -88,4 +89,7 @@ def load_sight(source: str, backend: str, limits: ImageLimits = ANY) -> Sight:
         return Sight(limits=limits, blind=f"takes text alone with the backend {backend!r}")
     path = resolve_model(source)
     processor = VisionProcessor.of(path)
-    return Sight(processor, limits, "" if processor else why_blind(read_config(path)))
+    blind = "" if processor else why_blind(read_config(path))
+    if processor is None and parts_of(path) is None and is_gguf(path) and (why := why_alone(path)):
+        blind += f": {why}"
+    return Sight(processor, limits, blind)

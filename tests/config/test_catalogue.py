@@ -260,6 +260,24 @@ def test_a_file_is_a_source_seen_from_the_catalogues_directory(models: Path) -> 
     assert small.source == str(models / "small.gguf")
 
 
+def test_a_pair_of_files_is_seen_from_the_catalogues_directory(models: Path) -> None:
+    """Both files of a model that sees, or one that is to see nothing."""
+    for name in ("small.gguf", "mmproj.gguf"):
+        (models / name).write_bytes(b"GGUF")
+    file = models.parent / "models.toml"
+    file.write_text(
+        '[models.seer]\nsource = "models/small.gguf,models/mmproj.gguf"\n'
+        '[models.blind]\nsource = "models/small.gguf,none"\n'
+        '[models.wrong]\nsource = "models/none.gguf,models/mmproj.gguf"\n'
+    )
+    with pytest.raises(ConfigurationError, match=r"no such directory or file: .*none\.gguf,models/mmproj\.gguf"):
+        read_models(file)
+    file.write_text(file.read_text().partition("[models.wrong]")[0])
+    seer, blind = read_models(file)
+    assert seer.source == f"{models / 'small.gguf'},{models / 'mmproj.gguf'}"
+    assert blind.source == f"{models / 'small.gguf'},none"
+
+
 def test_every_key_of_an_entry_can_be_set() -> None:
     assert set(KEYS) | {"version", "name", "revision", "others", "failed_swap"} == set(CatalogueEntry.model_fields)
 

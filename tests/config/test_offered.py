@@ -44,6 +44,7 @@ def test_a_flag_counts_for_each_model_that_does_not_say_otherwise(file: Path) ->
         ({"workers": "2"}, "workers is for a server of one model"),
         ({"lora_modules": "x=y"}, "lora_modules is for a server of one model"),
         ({"served_model_name": "c"}, "served_model_name is for a server of one model"),
+        ({"mmproj": "c"}, "mmproj is for a server of one model"),
         ({"max_models": "1"}, "3 models are offered, and max_models is 1"),
     ],
 )

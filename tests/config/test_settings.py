@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from penstock.__main__ import app
 from penstock.api.terminal.options import with_settings
 from penstock.config.settings import BUILT_IN_STAGES, Settings
-from penstock.config.sources import Loaded, flag, load, variable
+from penstock.config.sources import Loaded, flag, load, variable, with_projector
 from penstock.schemas.errors import ConfigurationError
 
 Source = Literal["flag", "variable", "file"]
@@ -337,6 +337,16 @@ def test_the_word_auto_leaves_a_choice_to_the_engine(alone: Path) -> None:
     shown = CliRunner().invoke(app, ["config", "--max-batch-size=auto"]).stdout
     assert re.search(r"^max_batch_size +auto +--max-batch-size$", shown, re.MULTILINE), shown
     assert re.search(r"^kv_cache_memory +2147483648 +penstock.toml$", shown, re.MULTILINE), shown
+
+
+def test_a_projector_goes_with_its_model(alone: Path) -> None:
+    (alone / "m.gguf").write_bytes(b"GGUF")
+    found = with_projector(load({"model": "m.gguf", "mmproj": "mmproj.gguf"}).settings)
+    assert (found.model, found.mmproj) == ("m.gguf,mmproj.gguf", None)
+    assert with_projector(found) == found
+    for model, fault in (({}, "name MODEL, too"), ({"model": "owner/model"}, "owner/model is no GGUF file")):
+        with pytest.raises(ConfigurationError, match=f"mmproj='none': {fault}"):
+            with_projector(load({"mmproj": "none", **model}).settings)
 
 
 def test_variables_that_are_no_settings_are_left_alone(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

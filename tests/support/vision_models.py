@@ -7,7 +7,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,8 @@ _TEMPLATE = (
 )
 
 
-def make_vision_model(directory: Path, family: str, seed: int = 0) -> Path:
-    """Write a model of the family into `directory` and return it."""
+def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mapping[str, Any] | None = None) -> Path:
+    """Write a model of the family into `directory` and return it; `tower` are changes to its vision_config."""
     import torch
     import transformers
 
@@ -185,7 +185,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0) -> Path:
     if family in ("llava", "mistral3"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
-    config = library.AutoConfig.for_model(family, **settings | own | {"text_config": text})
+    parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}
+    config = library.AutoConfig.for_model(family, **settings | own | parts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

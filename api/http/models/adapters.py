@@ -22,6 +22,7 @@ from ....schemas.jobs import Job
 from ....schemas.models.catalogue import AdapterName
 from ....schemas.openai.chat import Body, ModelName
 from ....schemas.registry import AddedAdapter, ModelCard
+from ....schemas.sources import is_here
 from ..openapi import body_of, refusals
 from ..requests import Gateway, Routes, read_parsed, tenant_of
 from .catalogue import check_admin
@@ -167,7 +168,7 @@ def _described(asked: LoadAdapter, card: ModelCard) -> AddedAdapter:
     """The adapter, checked as far as its files and those of its model tell. Raises `InvalidRequest`."""
     path, base = Path(asked.lora_path).expanduser().resolve(), Path(card.source)
     try:
-        digest = check_adapter(path, base if base.exists() else None)
+        digest = check_adapter(path, base if is_here(base) else None)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), code=error.code, param="lora_path") from None
     return AddedAdapter(name=asked.lora_name, path=str(path), digest=digest, model=card.name, created=int(time.time()))

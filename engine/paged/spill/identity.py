@@ -90,7 +90,9 @@ def _read_note(note: Path, state: list[list[Any]]) -> str | None:
 
 def _files(path: Path) -> list[Path]:
     if is_gguf(path):
-        return sorted({tensor.path for tensor in read_gguf(path).tensors.values()} | {path})
+        gguf = read_gguf(path)
+        both = (gguf,) if gguf.projector is None else (gguf, gguf.projector)
+        return sorted({tensor.path for one in both for tensor in one.tensors.values()} | {one.path for one in both})
     return sorted({*path.glob("*.json"), *weight_files(path)})
 
 

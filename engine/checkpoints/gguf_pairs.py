@@ -1,0 +1,207 @@
+"""The model of a GGUF file, or of a pair of them: one for the language, and a projector for what it sees.
+
+Everything about a pair is checked here, from the headers alone. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...schemas.errors import ModelLoadError
+from ...schemas.sources import NO_PROJECTOR, gguf_model, is_projector, join_pair
+from . import gguf_models
+from .gguf import Gguf, GgufTensor, GgufWeight, read_gguf
+from .gguf_projectors import PROJECTORS, projector_of, projector_type
+from .gguf_vision import Names, Projector, Vision
+
+_TOKENS = "tokenizer.ggml.tokens"
+_LAYER = "v.blk."
+
+
+class _Unsupported(ModelLoadError):
+    """A projector is of a kind that is not supported."""
+
+
+def config_of(gguf: Gguf) -> dict[str, Any]:
+    """The content that the model's config.json would have. Raises `ModelLoadError`."""
+    if gguf.metadata.get("general.architecture") == "clip":
+        raise ModelLoadError(
+            f"{gguf.path} is a projector, the vision part of a model; name the model's own file, and this one behind a "
+            f"comma: MODEL.gguf,{gguf.path.name}"
+        )
+    text = gguf_models.config_of(gguf)
+    if gguf.projector is None:
+        return text
+    kind, vision, token = _check(gguf, gguf.projector, text)
+    architecture = gguf.metadata["general.architecture"]
+    text |= {"model_type": kind.texts[architecture]}
+    if architecture == "qwen2vl":  # positions in three dimensions
+        sections = gguf.metadata.get(f"{architecture}.rope.dimension_sections")
+        if not isinstance(sections, list) or len(sections) < 3:
+            raise ModelLoadError(f"{gguf.path} has no {architecture}.rope.dimension_sections; convert the model again")
+        text["rope_parameters"] |= {"mrope_section": sections[:3]}
+    return kind.config(vision) | {
+        "model_type": kind.model_type,
+        "architectures": [kind.class_name],
+        "dtype": text["dtype"],
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": text,
+        "image_token_id": token,
+        "image_token_index": token,
+    }
+
+
+def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
+    """All weights by transformers' names. Raises `ModelLoadError` naming a tensor that has none."""
+    found = gguf_models.weights_of(gguf)
+    if gguf.projector is None:
+        return found
+    kind = _kind(gguf.projector)
+    moved = {
+        f"{kind.language_model}.{name.removeprefix('model.')}" if name.startswith("model.") else name: weight
+        for name, weight in found.items()
+    }
+    return moved | _vision_weights(gguf.projector, kind)
+
+
+def processor_of(gguf: Gguf) -> dict[str, Any]:
+    """The content that preprocessor_config.json would have. Raises `ModelLoadError`."""
+    assert gguf.projector is not None
+    return _kind(gguf.projector).processor(Vision(gguf.projector))
+
+
+def find_projector(path: Path) -> Path:
+    """The GGUF file `path`, with the projector that lies beside it and fits, if there is one.
+
+    Raises `ModelLoadError` where several fit, and where one beside this model alone does not.
+    """
+    fitting, faults = _beside(path)
+    if len(fitting) > 1:
+        names = ", ".join(each.name for each in fitting)
+        raise ModelLoadError(
+            f"beside {path} lie several projectors: {names}; name one by --mmproj, or behind a comma as in "
+            f"{join_pair(path, fitting[0])}, or {NO_PROJECTOR} for text alone"
+        )
+    if fitting:
+        return join_pair(path, fitting[0])
+    others = [other for other in path.parent.iterdir() if gguf_model(other.name) and other != path] if faults else []
+    wrong = [fault for fault in faults if not isinstance(fault, _Unsupported)]
+    if wrong and not others:
+        raise ModelLoadError(f"{wrong[0]}; for text alone name {join_pair(path, NO_PROJECTOR)}")
+    return path
+
+
+def why_alone(path: Path) -> str:
+    """Why the projector beside a GGUF file is not used; empty if there is none."""
+    return next(map(str, _beside(path)[1]), "")
+
+
+def _beside(path: Path) -> tuple[list[Path], list[ModelLoadError]]:
+    """The projectors in the directory of a model that fit it, and why others do not."""
+    try:
+        found = sorted(other for other in path.parent.iterdir() if is_projector(other.name) and other.is_file())
+    except OSError:  # it may be read, though its directory may not
+        return [], []
+    if not found or is_projector(path.name):
+        return [], []
+    text = read_gguf(path)
+    config = gguf_models.config_of(text)
+    fitting, faults = [], list[ModelLoadError]()
+    for other in found:
+        try:
+            _check(text, read_gguf(other), config)
+        except ModelLoadError as fault:
+            faults.append(fault)
+        else:
+            fitting.append(other)
+    return fitting, faults
+
+
+def _check(gguf: Gguf, projector: Gguf, text: dict[str, Any]) -> tuple[Projector, Vision, int]:
+    """The kind of a projector, and the id of the image token. Raises `ModelLoadError` if it does not fit `text`."""
+    kind, vision = _kind(projector), Vision(projector)
+    architecture = gguf.metadata["general.architecture"]
+    if architecture not in kind.texts:
+        raise ModelLoadError(
+            f"{projector.path} goes with models of the architecture {' or '.join(kind.texts)}, and {gguf.path} has "
+            f"{architecture}; name the projector that was made with this model"
+        )
+    kind.config(vision)
+    kind.processor(vision)
+    _vision_weights(projector, kind)
+    if (size := vision.size(kind.output, 0)) != text["hidden_size"]:
+        raise ModelLoadError(
+            f"{projector.path} makes tokens of {size} numbers, and those of {gguf.path} have {text['hidden_size']}; "
+            "name the projector that was made with this model"
+        )
+    if kind.mark not in (tokens := gguf.strings(_TOKENS)):
+        raise ModelLoadError(
+            f"the tokenizer of {gguf.path} has no token {kind.mark}, which stands for an image; use a file that was "
+            "converted from the model's Hugging Face version"
+        )
+    return kind, vision, tokens.index(kind.mark)
+
+
+def _kind(projector: Gguf) -> Projector:
+    if projector.metadata.get("general.architecture") != "clip":
+        raise ModelLoadError(f"{projector.path} is no projector; name a file such as mmproj-model.gguf")
+    if (kind := projector_of(projector)) is None:
+        raise _Unsupported(
+            f"{projector.path} is a projector of the kind {projector_type(projector)}, which is not supported; "
+            f"supported: {', '.join(PROJECTORS)}"
+        )
+    return kind
+
+
+def _vision_weights(projector: Gguf, kind: Projector) -> dict[str, GgufWeight]:
+    """The weights of the vision part. Raises `ModelLoadError` for tensors that are missing or unknown."""
+    vision, tensors = Vision(projector), projector.tensors
+    layer = kind.layer
+    if vision.size(f"{_LAYER}0.ffn_up.weight", 1) != vision.width:
+        layer = {_swapped(name): own for name, own in layer.items()}  # older converters mixed them up
+    names: dict[str, str] = {}
+    parts: dict[str, list[GgufTensor]] = {}
+
+    def place(own_names: Names, before: str, ours: str) -> None:
+        for name, own in own_names.items():
+            names[before + name] = own
+            if (tensor := tensors.get(before + name)) is not None:
+                parts.setdefault(ours + own, []).append(tensor)
+            elif name not in kind.optional:
+                raise ModelLoadError(
+                    f"{projector.path} lacks the tensor {before}{name}: it is incomplete; download it again"
+                )
+
+    place(kind.names, "", "")
+    for number in range(vision.need("block_count")):
+        place(layer, f"{_LAYER}{number}.", f"{kind.layers}.{number}.")
+    if unknown := sorted(tensors.keys() - names.keys() - kind.ignored):
+        raise ModelLoadError(
+            f"{projector.path}: the tensor {unknown[0]} is unknown in a projector of the kind "
+            f"{projector_type(projector)}; use the model's safetensors files instead"
+        )
+    parts |= {own: [tensors[name]] for own, name in kind.unused.items()}
+    heads = vision.need("attention.head_count")
+    return {own: _joined(found, kind, heads)._replace(sees=True) for own, found in parts.items()}
+
+
+def _swapped(name: str) -> str:
+    if name.startswith("ffn_up"):
+        return name.replace("ffn_up", "ffn_down")
+    return name.replace("ffn_down", "ffn_up")
+
+
+def _joined(parts: list[GgufTensor], kind: Projector, heads: int) -> GgufWeight:
+    """One weight of tensors with its rows, or with its frames."""
+    first, *more = parts
+    name, shape = first.name, first.shape
+    if more and len(shape) == 4:
+        return GgufWeight(first, (*shape[:2], len(parts), *shape[2:]), more=tuple(more), is_split_in_time=True)
+    if more:
+        return GgufWeight(first, (sum(part.shape[0] for part in parts), *shape[1:]), more=tuple(more))
+    if name.removeprefix(_LAYER).partition(".")[2] in kind.permuted:
+        return GgufWeight(first, shape, heads)
+    while (count := kind.dimensions.get(name)) is not None and len(shape) != count:
+        shape = shape[1:] if len(shape) > count else (1, *shape)
+    return GgufWeight(first, shape)

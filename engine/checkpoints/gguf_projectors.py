@@ -1,0 +1,342 @@
+"""The kinds of projectors: files with the vision part of a model in GGUF, in transformers' terms. Needs no torch.
+
+Source of the names and of what is not in the metadata: llama.cpp's converters (its folder `conversion`, and before that
+`tools/mtmd/legacy-models`) and its loader `tools/mtmd/clip.cpp`. Images are prepared by the rules of transformers'
+processors, for which the files have most numbers; the others are those that the models were published with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...schemas.errors import ModelLoadError
+from .gguf import Gguf
+from .gguf_vision import Projector, Vision, both
+
+
+def projector_of(gguf: Gguf) -> Projector | None:
+    """The kind of the projector in a file; None if it is not supported."""
+    kind = projector_type(gguf)
+    if kind == "pixtral" and "mm.patch_merger.weight" not in gguf.tensors:
+        return _PIXTRAL
+    return PROJECTORS.get(kind)
+
+
+def projector_type(gguf: Gguf) -> str:
+    """The first files of LLaVA do not say it."""
+    found = gguf.metadata.get("clip.projector_type") or gguf.metadata.get("clip.vision.projector_type")
+    return str(found or ("mlp" if gguf.metadata.get("clip.has_llava_projector") else "unknown"))
+
+
+_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+_CLIP_LAYER = both(
+    _ATTENTION
+    | {"ln1": "layer_norm1", "ln2": "layer_norm2", "attn_out": "self_attn.out_proj"}
+    | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+)
+
+
+def _smolvlm(vision: Vision) -> dict[str, Any]:
+    tower = vision.tower | {"hidden_act": vision.activation("gelu_pytorch_tanh", "gelu_pytorch_tanh")}
+    return {"scale_factor": vision.merge("mm.model.fc.weight"), "vision_config": tower}
+
+
+def _smolvlm_processor(vision: Vision) -> dict[str, Any]:
+    side = vision.need("image_size")
+    return vision.colours | {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "size": {"longest_edge": vision.find("preproc_image_size", 4 * side)},
+        "max_image_size": {"longest_edge": side},
+    }
+
+
+def _llava(vision: Vision) -> dict[str, Any]:
+    """The layers end with the one that is looked at: converters leave later ones out."""
+    layers = vision.need("block_count")
+    if vision.find("image_grid_pinpoints") or vision.find("mm_patch_merge_type", "flat") != "flat":
+        raise ModelLoadError(
+            f"{vision.gguf.path} is of LLaVA 1.6, which sees an image in tiles of its own kind and is not supported; "
+            "use LLaVA 1.5, or another model that sees"
+        )
+    if (seen := vision.find("feature_layer", [layers])) != [layers]:
+        raise ModelLoadError(
+            f"{vision.gguf.path} looks at the layers {seen} of {layers}, which is not supported; use another model"
+        )
+    tower = vision.tower | {"model_type": "clip_vision_model", "hidden_act": vision.activation("gelu", "quick_gelu")}
+    return {"vision_feature_layer": -1, "vision_feature_select_strategy": "default", "vision_config": tower}
+
+
+def _llava_processor(vision: Vision) -> dict[str, Any]:
+    side = vision.need("image_size")
+    return vision.colours | {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": side},
+        "crop_size": {"height": side, "width": side},
+    }
+
+
+def _qwen2(vision: Vision) -> dict[str, Any]:
+    """The metadata has another length of the perceptrons, or none."""
+    ratio = max(vision.size("v.blk.0.ffn_up.weight", axis) for axis in (0, 1)) / vision.width
+    return {
+        "vision_config": {
+            "depth": vision.need("block_count"),
+            "embed_dim": vision.width,
+            "hidden_size": vision.size("mm.2.weight", 0),
+            "mlp_ratio": int(ratio) if ratio.is_integer() else ratio,
+            "num_heads": vision.need("attention.head_count"),
+            "patch_size": vision.need("patch_size"),
+            "spatial_merge_size": vision.merge("mm.0.weight"),
+            "temporal_patch_size": _FRAMES,
+            "hidden_act": vision.activation("gelu", "quick_gelu"),
+        }
+    }
+
+
+def _qwen2_5(vision: Vision) -> dict[str, Any]:
+    tower, every = vision.tower, vision.need("n_wa_pattern")
+    return {
+        "vision_config": {
+            "depth": tower["num_hidden_layers"],
+            "hidden_size": vision.width,
+            "intermediate_size": tower["intermediate_size"],
+            "out_hidden_size": vision.size("mm.2.weight", 0),
+            "num_heads": tower["num_attention_heads"],
+            "patch_size": tower["patch_size"],
+            "spatial_merge_size": vision.merge("mm.0.weight"),
+            "temporal_patch_size": _FRAMES,
+            "hidden_act": vision.activation("gelu", "silu"),
+            "window_size": _WINDOW,
+            "fullatt_block_indexes": list(range(every - 1, tower["num_hidden_layers"], every)),
+        }
+    }
+
+
+def _qwen_processor(vision: Vision) -> dict[str, Any]:
+    return vision.colours | {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": vision.need("patch_size"),
+        "merge_size": vision.merge("mm.0.weight"),
+        "temporal_patch_size": _FRAMES,
+        "min_pixels": _QWEN_PIXELS[0],
+        "max_pixels": _QWEN_PIXELS[1],
+    }
+
+
+def _internvl(vision: Vision) -> dict[str, Any]:
+    tower, tensors = vision.tower, vision.gguf.tensors
+    merge, side = vision.merge("mm.model.mlp.1.weight"), tower["image_size"] // tower["patch_size"]
+    return {
+        "image_seq_length": (side // merge) ** 2,
+        "downsample_ratio": 1 / merge,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "vision_config": tower
+        | {
+            "hidden_act": vision.activation("gelu", "gelu"),
+            "attention_bias": "v.blk.0.attn_q.bias" in tensors,
+            "use_qk_norm": "v.blk.0.attn_q_norm.weight" in tensors,
+            "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in tensors else "rms_norm",
+        },
+    }
+
+
+def _internvl_processor(vision: Vision) -> dict[str, Any]:
+    side = vision.need("image_size")
+    return vision.colours | {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": side, "width": side},
+        "min_patches": vision.find("preproc_min_tiles", 1),
+        "max_patches": vision.find("preproc_max_tiles", 12),
+    }
+
+
+def _pixtral(vision: Vision) -> dict[str, Any]:
+    tower = vision.tower
+    return {
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "multimodal_projector_bias": "mm.1.bias" in vision.gguf.tensors,
+        "spatial_merge_size": vision.find("spatial_merge_size", 1),
+        "vision_config": tower
+        | {
+            "model_type": "pixtral",
+            "head_dim": tower["hidden_size"] // tower["num_attention_heads"],
+            "hidden_act": vision.activation("gelu", "gelu"),
+        },
+    }
+
+
+def _pixtral_processor(vision: Vision) -> dict[str, Any]:
+    return vision.colours | {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": vision.need("image_size")},
+        "patch_size": vision.need("patch_size"),
+    }
+
+
+_FRAMES = 2  # an image is as many, all alike
+_WINDOW = 112  # pixels on a side, of all models of Qwen 2.5 VL
+_QWEN_PIXELS = 3136, 12845056
+_QWEN_NAMES = {
+    "v.patch_embd.weight": "model.visual.patch_embed.proj.weight",
+    "v.patch_embd.weight.1": "model.visual.patch_embed.proj.weight",
+    "v.post_ln.weight": "model.visual.merger.ln_q.weight",
+    **both({"mm.0": "model.visual.merger.mlp.0", "mm.2": "model.visual.merger.mlp.2"}),
+}
+_QWEN_LAYER = {"ln1.weight": "norm1.weight", "ln2.weight": "norm2.weight"} | both(
+    dict.fromkeys(_ATTENTION, "attn.qkv") | {"attn_out": "attn.proj"}
+)
+_QWEN_TEXT = "model.language_model"
+_LLAVA = "model.vision_tower"
+_JOINT = "model.multi_modal_projector"
+_PIXTRAL = Projector(
+    "llava",
+    "LlavaForConditionalGeneration",
+    {"llama": "llama", "mistral3": "llama"},
+    "model.language_model",
+    "[IMG]",
+    {
+        "v.patch_embd.weight": f"{_LLAVA}.patch_conv.weight",
+        "v.pre_ln.weight": f"{_LLAVA}.ln_pre.weight",
+        **both({"mm.1": f"{_JOINT}.linear_1", "mm.2": f"{_JOINT}.linear_2"}),
+    },
+    f"{_LLAVA}.transformer.layers",
+    {
+        f"{name}.weight": f"{own}.weight"
+        for name, own in (
+            *(("ln1", "attention_norm"), ("ln2", "ffn_norm"), ("attn_out", "attention.o_proj")),
+            *((f"attn_{part}", f"attention.{part}_proj") for part in "qkv"),
+            *((f"ffn_{part}", f"feed_forward.{part}_proj") for part in ("gate", "up", "down")),
+        )
+    },
+    "mm.2.weight",
+    _pixtral,
+    _pixtral_processor,
+    optional=frozenset({"mm.1.bias", "mm.2.bias"}),
+    ignored=frozenset({"v.token_embd.img_break"}),
+    permuted=frozenset({"attn_q.weight", "attn_k.weight"}),
+)
+PROJECTORS: dict[str, Projector] = {
+    "idefics3": Projector(
+        "smolvlm",
+        "SmolVLMForConditionalGeneration",
+        {"llama": "llama"},
+        "model.text_model",
+        "<image>",
+        {
+            "v.position_embd.weight": "model.vision_model.embeddings.position_embedding.weight",
+            "mm.model.fc.weight": "model.connector.modality_projection.proj.weight",
+            **both(
+                {
+                    "v.patch_embd": "model.vision_model.embeddings.patch_embedding",
+                    "v.post_ln": "model.vision_model.post_layernorm",
+                }
+            ),
+        },
+        "model.vision_model.encoder.layers",
+        _CLIP_LAYER,
+        "mm.model.fc.weight",
+        _smolvlm,
+        _smolvlm_processor,
+    ),
+    "mlp": Projector(
+        "llava",
+        "LlavaForConditionalGeneration",
+        {"llama": "llama"},
+        "model.language_model",
+        "<image>",
+        {
+            "v.class_embd": f"{_LLAVA}.embeddings.class_embedding",
+            "v.patch_embd.weight": f"{_LLAVA}.embeddings.patch_embedding.weight",
+            "v.position_embd.weight": f"{_LLAVA}.embeddings.position_embedding.weight",
+            **both(
+                {
+                    "v.pre_ln": f"{_LLAVA}.pre_layrnorm",
+                    "mm.0": f"{_JOINT}.linear_1",
+                    "mm.2": f"{_JOINT}.linear_2",
+                }
+            ),
+        },
+        f"{_LLAVA}.encoder.layers",
+        _CLIP_LAYER,
+        "mm.2.weight",
+        _llava,
+        _llava_processor,
+        unused={  # it lies behind the layers, and what they make is looked at
+            f"{_LLAVA}.post_layernorm.weight": "v.pre_ln.weight",
+            f"{_LLAVA}.post_layernorm.bias": "v.pre_ln.bias",
+        },
+    ),
+    "qwen2vl_merger": Projector(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {"qwen2vl": "qwen2_vl_text"},
+        _QWEN_TEXT,
+        "<|image_pad|>",
+        _QWEN_NAMES | {"v.post_ln.bias": "model.visual.merger.ln_q.bias"},
+        "model.visual.blocks",
+        _QWEN_LAYER | both({"ln1": "norm1", "ln2": "norm2", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
+        "mm.2.weight",
+        _qwen2,
+        _qwen_processor,
+    ),
+    "qwen2.5vl_merger": Projector(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        {"qwen2vl": "qwen2_5_vl_text"},
+        _QWEN_TEXT,
+        "<|image_pad|>",
+        _QWEN_NAMES,
+        "model.visual.blocks",
+        _QWEN_LAYER | both({"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}),
+        "mm.2.weight",
+        _qwen2_5,
+        _qwen_processor,
+    ),
+    "internvl": Projector(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"},
+        "model.language_model",
+        "<IMG_CONTEXT>",
+        {
+            "v.class_embd": f"{_LLAVA}.embeddings.cls_token",
+            "v.position_embd.weight": f"{_LLAVA}.embeddings.position_embeddings",
+            **both(
+                {
+                    "v.patch_embd": f"{_LLAVA}.embeddings.patch_embeddings.projection",
+                    "mm.model.mlp.0": f"{_JOINT}.layer_norm",
+                    "mm.model.mlp.1": f"{_JOINT}.linear_1",
+                    "mm.model.mlp.3": f"{_JOINT}.linear_2",
+                }
+            ),
+        },
+        f"{_LLAVA}.encoder.layer",
+        {
+            **{"ls1.weight": "lambda_1", "ls2.weight": "lambda_2"},
+            **{f"attn_{part}_norm.weight": f"attention.{part}_norm.weight" for part in "qk"},
+            **both({f"attn_{part}": f"attention.{part}_proj" for part in "qkv"}),
+            **both({"ln1": "layernorm_before", "ln2": "layernorm_after", "attn_out": "attention.projection_layer"}),
+            **both({"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
+        },
+        "mm.model.mlp.3.weight",
+        _internvl,
+        _internvl_processor,
+        optional=frozenset(
+            {f"attn_{part}.bias" for part in "qkv"}
+            | {f"attn_{part}_norm.weight" for part in "qk"}
+            | {"ln1.bias", "ln2.bias"}
+        ),
+        dimensions={"v.class_embd": 3, "v.position_embd.weight": 3},
+    ),
+    "pixtral": _PIXTRAL._replace(
+        model_type="mistral3",
+        class_name="Mistral3ForConditionalGeneration",
+        names={
+            **_PIXTRAL.names,
+            "mm.input_norm.weight": f"{_JOINT}.norm.weight",
+            "mm.patch_merger.weight": f"{_JOINT}.patch_merger.merging_layer.weight",
+        },
+    ),
+}

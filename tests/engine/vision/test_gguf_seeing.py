@@ -1,0 +1,191 @@
+"""Models that see, as pairs of GGUF files, against transformers' own generation from the directories that they are of.
+
+Prompts and images are prepared from the pair, and for the oracle by the directory's own processor: both must agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gguf_pairs import KINDS, write_pair
+from pydantic import ByteSize
+from vision_models import make_vision_model, picture
+from vision_truth import expected, reference
+
+from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine, loading
+from penstock.engine.checkpoints import rounded
+from penstock.engine.checkpoints.rounded import Rounded
+from penstock.engine.choice import Choice
+from penstock.engine.loading import load_config
+from penstock.engine.models import resolve_model
+from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.preparing.prompts import Prompt
+from penstock.engine.vision.families import is_of_tower
+from penstock.engine.vision.processor import VisionProcessor
+
+COUNT = 20  # tokens generated
+GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+TEXT = "A sentence without any picture, which runs beside the others."
+UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
+TOWERS = {"qwen2_5_vl": {"window_size": 112}}  # that of all its models: GGUF does not have it
+
+Tokens = tuple[int, ...]
+
+
+class Seer(NamedTuple):
+    """A model in both forms; `requests` are for `prompts`, and transformers answers `wanted`."""
+
+    directory: Path
+    gguf: Path
+    prompts: list[Prompt]
+    requests: list[EngineRequest]
+    wanted: list[Tokens]
+
+
+def config(model: Path | str, **changes: Any) -> EngineConfig:
+    settings = {"kv_cache_memory": ByteSize(16 << 20), "dtype": "float32", "device": "cpu", **changes}
+    return EngineConfig(model=str(model), **settings)
+
+
+def prompts_of(mark: str) -> list[Prompt]:
+    """One picture, two of other shapes, one of which takes several windows or tiles, and none."""
+    return [
+        ImageText(f"Here is {mark} and nothing else. What do you see?", (picture(),)),
+        ImageText(f"{mark} is one, {mark} another. Which is larger?", (picture(150, 60, 1), picture(40, 90, 2))),
+        TEXT,
+    ]
+
+
+def requests_of(engine: InferenceEngine, prompts: list[Prompt]) -> list[EngineRequest]:
+    async def make() -> list[EngineRequest]:
+        return [await engine._prompts.request(prompt, GREEDY) for prompt in prompts]
+
+    return asyncio.run(make())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices are fastest on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
+    root = tmp_path_factory.mktemp("pairs")
+
+    def make(family: str) -> Seer:
+        directory = make_vision_model(root / family, family, tower=TOWERS.get(family))
+        path = write_pair(directory, root / f"{family}-gguf", family)
+        with InferenceEngine(config(directory)) as engine:
+            prompts = prompts_of(engine.image_mark)
+            requests, processor = requests_of(engine, prompts), VisionProcessor.of(directory)
+        assert processor is not None
+        model = reference(directory)
+        wanted = [expected(model, one, processor, family, COUNT) for one in requests]
+        assert len({*wanted}) == 3, "the answers do not depend on the pictures"
+        return Seer(directory, path, prompts, requests, wanted)
+
+    return cache(make)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_pair_of_files_sees_what_transformers_sees(family: str, seer: Callable[[str], Seer]) -> None:
+    """In a batch, alone behind a cached prefix, and from pieces of a prompt."""
+    found = seer(family)
+    own, theirs = (
+        load_config(path).vision_config.to_dict() for path in (resolve_model(str(found.gguf)), found.directory)
+    )
+    assert {name for name in theirs if own.get(name) != theirs[name]} <= UNLIKE
+    with InferenceEngine(config(found.gguf)) as engine:
+        assert engine.model_info().sees
+        requests = requests_of(engine, found.prompts)
+        assert [(one.prompt, one.images) for one in requests] == [(one.prompt, one.images) for one in found.requests]
+        together = [output.token_ids for output in engine.generate(found.prompts, GREEDY)]
+        assert together == found.wanted
+        again = [engine.generate(prompt, GREEDY) for prompt in found.prompts]
+        assert [output.token_ids for output in again] == found.wanted
+        assert all(output.stats.cached_tokens > 0 for output in again)
+        assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
+    backend = PagedBackend(config(found.gguf, prefill_chunk_size=16, max_batch_size=3))
+    assert run(backend, found.requests) == found.wanted
+    backend.close()
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
+def test_preemption_changes_nothing(family: str, seer: Callable[[str], Seer]) -> None:
+    found = seer(family)
+    longest = max(len(request.prompt) for request in found.requests) + COUNT
+    memory = ByteSize((longest // 16 + 2) * 16 * 3 * 2 * 2 * 16 * 4)
+    tight = config(found.gguf, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest)
+    backend = PagedBackend(tight)
+    assert run(backend, [replace(request, cache_salt=request.id) for request in found.requests]) == found.wanted
+    stats = backend.cache_stats()
+    assert stats is not None and stats.num_preemptions > 0
+    backend.close()
+
+
+def run(backend: PagedBackend, requests: list[EngineRequest]) -> list[Tokens]:
+    choices = [Choice(request, 0, backend.tokenizer, backend.info) for request in requests]
+    for choice in choices:
+        backend.add(choice)
+    assert backend.runner.vision is not None
+    while any(choice.finish is None for choice in choices):
+        wait(backend.runner.vision.pictures._begun)  # so that each run takes the same steps
+        backend.step()
+        backend.check_integrity()
+    return [tuple(choice.tokens) for choice in choices]
+
+
+def test_a_projector_in_16_bits_is_the_tower_in_16_bits(seer: Callable[[str], Seer], tmp_path: Path) -> None:
+    found = seer("llava")
+    path = write_pair(found.directory, tmp_path, "llava", dtype="F16")
+    model, processor = reference(found.directory), VisionProcessor.of(found.directory)
+    assert processor is not None
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if is_of_tower(name) and weight.ndim == 2 and "position" not in name:
+                weight.copy_(weight.half().float())
+    wanted = [expected(model, one, processor, "llava", COUNT) for one in found.requests]
+    with InferenceEngine(config(path)) as engine:
+        assert [output.token_ids for output in engine.generate(found.prompts, GREEDY)] == wanted
+
+
+def test_levels_are_kept_of_the_language_model_alone(
+    seer: Callable[[str], Seer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, as usual."""
+    kept: list[str] = []
+
+    def attach(model: torch.nn.Module, found: dict[str, Rounded]) -> None:
+        kept.extend(found)
+        rounded.attach(model, found)
+
+    monkeypatch.setattr(loading, "attach", attach)
+    directory, kind = seer("smolvlm").directory, lambda _, values: "Q8_0" if values.ndim == 2 else None
+    path = write_pair(directory, tmp_path, "smolvlm", dtype="Q8_0", text_kind=kind)
+    with InferenceEngine(config(path, dtype="bfloat16")) as engine:
+        assert "model.text_model.layers.0.self_attn.q_proj" in kept and not any(map(is_of_tower, kept))
+        prompts = prompts_of(engine.image_mark)
+        other = ImageText(prompts[0].text, (picture(salt=5),)) if isinstance(prompts[0], ImageText) else TEXT
+        answers = [output.token_ids for output in engine.generate([*prompts, other], GREEDY)]
+        assert len({*answers}) == 4
+
+
+@pytest.mark.parametrize(("behind", "backend"), [(",none", "paged"), ("", "hf")])
+def test_the_language_model_runs_alone(behind: str, backend: str, seer: Callable[[str], Seer]) -> None:
+    """Where that is asked for, and with a backend that sees nothing."""
+    found = seer("smolvlm")
+    with InferenceEngine(config(f"{found.gguf}{behind}", backend=backend)) as engine:
+        assert not engine.model_info().sees
+        assert engine.generate(TEXT, GREEDY).token_ids == found.wanted[2]

@@ -1,0 +1,253 @@
+"""Writes models that see as pairs of GGUF files: names by the reference package, changes as llama.cpp's converters
+make them. The keys and tensors were compared with those that `convert_hf_to_gguf.py --mmproj` writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf_files import write_gguf
+from safetensors.numpy import load_file, save_file
+
+Array = npt.NDArray[Any]
+Config = Mapping[str, Any]
+Named = Iterator[tuple[str, Array]]
+_TEXT = re.compile(r"(?:model\.|language_model\.model\.|model\.text_model\.)(embed_tokens|layers|norm)(\..*)")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+class Kind(NamedTuple):
+    """`architecture` is that of the text; `keys` are those of the projector without the common ones, `tensors` makes
+    those of one weight."""
+
+    architecture: str
+    projector: str
+    keys: Callable[[Config, Config], dict[str, Any]]
+    tensors: Callable[[str, Array, Config], Named]
+    text_keys: Mapping[str, Any] = {}
+
+
+def write_pair(
+    directory: Path,
+    to: Path,
+    family: str,
+    *,
+    dtype: str = "F32",
+    text_kind: Callable[[str, Array], str | None] = lambda name, values: None,
+    keys: Mapping[str, Any] | None = None,
+    edit: Callable[[dict[str, Array]], None] = lambda tensors: None,
+) -> Path:
+    """Write the model in `directory` into `to`, as model.gguf and mmproj-model.gguf, and return the former.
+
+    `dtype` is that of the projector's matrices; `keys` replace some of its metadata, and `edit` changes its tensors.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    kind, config = KINDS[family], json.loads((directory / "config.json").read_text())
+    weights = load_file(directory / "model.safetensors")
+    text = to / "text"
+    _write_text(directory, text, config, weights)
+    write_gguf(text, to / "model.gguf", kind.architecture, text_kind, kind.text_keys)
+    shutil.rmtree(text)
+    tensors: dict[str, Array] = {}
+    for name, values in weights.items():
+        if not _TEXT.fullmatch(name) and name not in _HEADS:
+            tensors.update(kind.tensors(name, values, config))
+    edit(tensors)
+    writer: Any = gguf.GGUFWriter(to / "mmproj-model.gguf", "clip")
+    for key, value in (_keys(kind, directory, config) | dict(keys or {})).items():
+        _add(writer, key, value)
+    for name, values in tensors.items():
+        chosen = gguf.GGMLQuantizationType[dtype if values.ndim == 2 and "position_embd" not in name else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to / "model.gguf"
+
+
+def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str, Array]) -> None:
+    """The language model as a directory of its own."""
+    to.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(directory / file, to)
+    (to / "config.json").write_text(json.dumps(config["text_config"]))
+    found = {f"model.{match[1]}{match[2]}": weights[name] for name in weights if (match := _TEXT.fullmatch(name))}
+    found |= {name.removeprefix("language_model."): weights[name] for name in _HEADS if name in weights}
+    save_file(found, to / "model.safetensors")
+
+
+def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    processor = json.loads((directory / "preprocessor_config.json").read_text())
+    from transformers import AutoImageProcessor
+
+    library: Any = AutoImageProcessor
+    whole = library.from_pretrained(directory, backend="pil")
+    common = {
+        "projection_dim": config["text_config"]["hidden_size"],
+        "image_size": tower.get("image_size", 560),
+        "patch_size": tower["patch_size"],
+        "embedding_length": tower["hidden_size"],
+        "feed_forward_length": tower.get("intermediate_size"),
+        "block_count": tower.get("num_hidden_layers"),
+        "attention.head_count": tower.get("num_attention_heads"),
+        "image_mean": [*map(float, whole.image_mean)],
+        "image_std": [*map(float, whole.image_std)],
+        "attention.layer_norm_epsilon": tower.get("layer_norm_eps", 1e-5),
+    }
+    own = kind.keys(config, processor)
+    general = {"clip.has_vision_encoder": True, "clip.projector_type": kind.projector}
+    return general | {f"clip.vision.{name}": value for name, value in common.items()} | own
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif value is not None:
+        writer.add_uint32(key, value)
+
+
+_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+
+
+def _named(name: str, values: Array, config: Config) -> Named:
+    found = _NAMES.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    yield found, values
+
+
+def _smolvlm(config: Config, processor: Config) -> dict[str, Any]:
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.projector.scale_factor": config["scale_factor"],
+        "clip.vision.preproc_image_size": processor["size"]["longest_edge"],
+    }
+
+
+def _llava(config: Config, processor: Config) -> dict[str, Any]:
+    """As by `convert_image_encoder_to_gguf.py`, which knows the width of CLIP's own text, and not of the model's."""
+    layers = config["vision_config"]["num_hidden_layers"] + config["vision_feature_layer"] + 1
+    return {
+        "clip.has_text_encoder": False,
+        "clip.has_llava_projector": True,
+        "clip.use_gelu": False,
+        "clip.vision.projection_dim": 768,
+        "clip.vision.block_count": layers,
+        "clip.vision.feature_layer": [layers],
+    }
+
+
+_LLAVA = (
+    *(("vision_tower.", "v."), ("multi_modal_projector.linear_1", "mm.0"), ("multi_modal_projector.linear_2", "mm.2")),
+    *(("encoder.layers", "blk"), ("embeddings.", ""), ("_proj", ""), ("self_attn.", "attn_"), ("layer_norm", "ln")),
+    *(("layernorm", "ln"), ("mlp.fc1", "ffn_down"), ("mlp.fc2", "ffn_up"), ("embedding", "embd"), ("layrnorm", "ln")),
+)
+
+
+def _llava_tensors(name: str, values: Array, config: Config) -> Named:
+    """The names of that script, which mixes up the first and the second layer of each perceptron."""
+    layers = config["vision_config"]["num_hidden_layers"] + config["vision_feature_layer"] + 1
+    for theirs, own in _LLAVA:
+        name = name.replace(theirs, own)
+    match = re.match(r"v\.blk\.(\d+)", name)
+    if not name.startswith("v.post_ln") and (match is None or int(match[1]) < layers):
+        yield name, values
+
+
+def _qwen2(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return {
+        "clip.vision.embedding_length": tower["embed_dim"],
+        "clip.vision.feed_forward_length": tower["hidden_size"],
+        "clip.vision.block_count": tower["depth"],
+        "clip.vision.attention.head_count": tower["num_heads"],
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+def _qwen2_5(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return {
+        "clip.use_silu": True,
+        "clip.vision.n_wa_pattern": tower["fullatt_block_indexes"][0] + 1,
+        "clip.vision.block_count": tower["depth"],
+        "clip.vision.attention.head_count": tower["num_heads"],
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+def _qwen_tensors(name: str, values: Array, config: Config) -> Named:
+    if ".qkv." in name:
+        for part, third in zip("qkv", np.split(values, 3), strict=True):
+            yield from _named(name.replace("qkv", part), third, config)
+    elif "patch_embed.proj.weight" in name:
+        yield "v.patch_embd.weight", np.ascontiguousarray(values[:, :, 0])
+        yield "v.patch_embd.weight.1", np.ascontiguousarray(values[:, :, 1])
+    else:
+        yield from _named(name, values, config)
+
+
+def _internvl(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.image_size": tower["image_size"][0],
+        "clip.vision.patch_size": tower["patch_size"][0],
+        "clip.vision.projector.scale_factor": round(1 / config["downsample_ratio"]),
+        "clip.vision.preproc_max_tiles": processor["max_patches"],
+    }
+
+
+_INTERNVL = (  # what transformers renamed of the models that the converter reads
+    *(("vision_tower.", "vision_tower.vision_model."), ("cls_token", "class_embedding")),
+    ("encoder.layer.", "encoder.layers."),
+    *(("position_embeddings", "position_embedding"), ("patch_embeddings.projection", "patch_embedding")),
+    *(("layernorm_before", "norm1"), ("layernorm_after", "norm2"), ("lambda_1", "ls1"), ("lambda_2", "ls2")),
+    *(("attention.projection_layer", "attn.proj"), ("attention.", "self_attn.")),
+    *(("multi_modal_projector.layer_norm", "mlp1.0"), ("multi_modal_projector.linear_1", "mlp1.1")),
+    ("multi_modal_projector.linear_2", "mlp1.3"),
+)
+
+
+def _internvl_tensors(name: str, values: Array, config: Config) -> Named:
+    for theirs, own in _INTERNVL:
+        name = name.replace(theirs, own)
+    if name.endswith(("ls1", "ls2", "position_embedding")):
+        name += ".weight"
+    yield from _named(name, values, config)
+
+
+def _mistral3(config: Config, processor: Config) -> dict[str, Any]:
+    return {"clip.use_gelu": True, "clip.vision.spatial_merge_size": config["spatial_merge_size"]}
+
+
+def _mistral3_tensors(name: str, values: Array, config: Config) -> Named:
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        halves = values.reshape(config["vision_config"]["num_attention_heads"], 2, -1, values.shape[1])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    yield from _named(name, values, config)
+
+
+_SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
+KINDS = {
+    "smolvlm": Kind("llama", "idefics3", _smolvlm, _named),
+    "llava": Kind("llama", "mlp", _llava, _llava_tensors),
+    "qwen2_vl": Kind("qwen2vl", "qwen2vl_merger", _qwen2, _qwen_tensors, _SECTIONS),
+    "qwen2_5_vl": Kind("qwen2vl", "qwen2.5vl_merger", _qwen2_5, _qwen_tensors, _SECTIONS),
+    "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
+    "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
+}
