@@ -183,7 +183,7 @@ MESSAGE_FAULTS = [
     wrong_prompt([""], "blank", "empty_prompt"),
     wrong_prompt([[]], "blank", "empty_prompt"),
     wrong_prompt([999_999], "outside the vocabulary of 259"),
-    wrong_prompt("x" * 600, "has 600 tokens", "context_length_exceeded"),
+    wrong_prompt("x" * 600, "600 tokens > 511 maximum", "context_length_exceeded"),
 ]
 OTHER_PATHS = [
     Row(NATIVE, {}, 400, "prompt is missing.", "prompt", "missing_required_parameter"),

@@ -277,7 +277,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_read(
     endpoint: Any = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
     request = parse_request(endpoint, {"model": "m", **body})
     assert isinstance(request, ChatRequest | CompletionRequest)
-    with pytest.raises(InvalidRequest, match=r"more than \d+ tokens, but the context length .* 1000 tokens") as error:
+    with pytest.raises(InvalidRequest, match=r"length is 1000 tokens, .*: more than \d+ tokens > 999 maximum") as error:
         Preparer(counting).prepare(request, context_length=1000, name="m", seed=7)
     assert error.value.code == "context_length_exceeded"
     assert counting.characters < 300_000
