@@ -74,7 +74,9 @@ class InvalidRequest(Refusal):
     default_code = "invalid_value"
 
 
-def prompt_too_long(length: int | str, context_length: int, *, param: str, advice: str = "shorten it") -> InvalidRequest:
+def prompt_too_long(
+    length: int | str, context_length: int, *, param: str, advice: str = "shorten it"
+) -> InvalidRequest:
     """The refusal of a prompt of `length` tokens that leaves no room for an answer.
 
     Clients and agents shorten their history and try again where they find OpenAI's words ("maximum context length is")

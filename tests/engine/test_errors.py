@@ -183,7 +183,7 @@ def test_sizes_may_be_written_with_a_unit() -> None:
 def test_a_shorter_context_is_kept(model_directory: Callable[[str], Path]) -> None:
     config = EngineConfig(model=str(model_directory("llama")), device="cpu", max_sequence_length=10)
     with InferenceEngine(config) as engine:
-        with pytest.raises(InvalidRequest, match="is 10 tokens, answer included, .*: 10 tokens > 9 maximum"):
+        with pytest.raises(InvalidRequest, match=r"is 10 tokens, answer included, .*: 10 tokens > 9 maximum"):
             engine.generate([5] * 10, GenerationParams())
         assert len(engine.generate([5] * 8, GenerationParams(ignore_eos=True)).token_ids) == 2
 
