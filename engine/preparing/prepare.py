@@ -310,10 +310,11 @@ def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar
     form = request.response_format
     if form is None or form.type == "text":
         return None, ""
-    if form.json_schema is None or form.json_schema.schema_ is None:
-        return any_json_object(), param
-    path = "response_format.json_schema.schema"
-    return json_schema_grammar(form.json_schema.schema_, path=path, strict=bool(form.json_schema.strict)), param
+    schema, path, strict = form.schema_, "response_format.schema", False
+    if form.json_schema is not None:
+        schema, path = form.json_schema.schema_, "response_format.json_schema.schema"
+        strict = bool(form.json_schema.strict)
+    return any_json_object() if schema is None else json_schema_grammar(schema, path=path, strict=strict), param
 
 
 def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:

@@ -337,6 +337,15 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
                 }
             },
         ),
+        (
+            {"output_format": {"type": "json_schema", "schema": {"type": "object"}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
     ],
     ids=str,
 )
