@@ -207,6 +207,14 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_hugging_face(cls, given: Any) -> Any:
+        """Its client turns a `json_schema` into a `json_object` with a `value`, and documents the type `json`."""
+        if isinstance(given, dict) and given.keys() == {"type", "value"} and given["type"] in ("json", "json_object"):
+            return {"type": "json_object", "schema": given["value"]}
+        return given
+
     @model_validator(mode="after")
     def _schema_where_due(self) -> ResponseFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):

@@ -152,6 +152,8 @@ def test_special_tokens_are_shown_to_who_asks(prepare: Prepare, tokenizers: dict
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", "object"),
         ({"response_format": {"type": "json_object", "schema": {"type": "string"}}}, "json_schema", "string"),
+        ({"response_format": {"type": "json_object", "value": {"type": "number"}}}, "json_schema", "number"),
+        ({"response_format": {"type": "json", "value": {"type": "number"}}}, "json_schema", "number"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
             "json_schema",
