@@ -91,11 +91,11 @@ async def test_a_stream_cut_at_any_byte_is_completed_by_another_bridge(choices: 
 async def test_a_thought_text_and_calls_of_one_event_are_chunks_of_their_own_and_are_resumed_between_them() -> None:
     scores = tuple(TokenLogprob("x", id, -0.5, (120,)) for id in (1, 2))
     calls = (ToolCallDelta(0, '{"a": 1}', "call_1", "f"), ToolCallDelta(1, '{"b"', "call_2", "g"))
-    rest = ToolCallDelta(1, ": 2}")
+    rest = ToolCallDelta(1, ": 2}"), ToolCallDelta(2, "{}", "call_3", "h")
     events: list[Event] = [
         Accepted("", "echo", 7, 3),
         Token("", 0, 0, (1, 2), "So:", scores, reasoning="Hm.", tool_calls=calls),
-        Token("", 0, 2, (3,), "", (), "tool_calls", tool_calls=(rest,)),
+        Token("", 0, 2, (3,), "", (), "tool_calls", tool_calls=rest),
         Done("", ("tool_calls",), Usage(3, 3, 6)),
     ]
     script = await Script.start()
@@ -106,7 +106,7 @@ async def test_a_thought_text_and_calls_of_one_event_are_chunks_of_their_own_and
     choices = [message.data["choices"][0] for message in sent[:-2]]
     heads = [
         {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
-        for call, text in ((calls[0], '{"a": 1}'), (calls[1], '{"b"'))
+        for call, text in ((calls[0], '{"a": 1}'), (calls[1], '{"b"'), (rest[1], "{}"))
     ]
     assert [choice["delta"] for choice in choices] == [
         {"role": "assistant", "content": None, "reasoning": "Hm.", "reasoning_content": "Hm."},
@@ -114,10 +114,11 @@ async def test_a_thought_text_and_calls_of_one_event_are_chunks_of_their_own_and
         {"tool_calls": [heads[0]]},
         {"tool_calls": [heads[1]]},
         {"tool_calls": [{"index": 1, "function": {"arguments": ": 2}"}}]},
+        {"tool_calls": [heads[2]]},
     ]
-    assert [choice["token_ids"] for choice in choices] == [[1, 2], [], [], [], [3]]
-    assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == [2, 0, 0, 0, 0]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, None, None, "tool_calls"]
+    assert [choice["token_ids"] for choice in choices] == [[1, 2], [], [], [], [3], []]
+    assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == [2, 0, 0, 0, 0, 0]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
     for place, message in enumerate(sent[:-1], 1):
         headers = RESUMABLE | {"Last-Event-ID": message.id or ""}
         assert messages((await ask(script.app, "POST", CHAT, asked, headers)).body) == sent[place:]
