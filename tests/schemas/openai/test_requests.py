@@ -304,6 +304,7 @@ def test_every_fault_is_in_the_message() -> None:
         (CHAT, {"stream": False, "stream_options": {}}, "stream_options"),
         (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         (CHAT, {"top_logprobs": 1}, "top_logprobs"),
+        (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format"),
         (CHAT, {"stop": ["a", ""]}, "stop[1]"),
         (CHAT, {"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
         (CHAT, {"logit_bias": {"word": 1}}, "logit_bias"),
