@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ..schemas.errors import InvalidRequest
+from ..schemas.errors import InvalidRequest, prompt_too_long
 from ..schemas.params import GenerationParams
 from .models import ModelInfo
 from .vision.images import PromptImage
@@ -73,12 +73,7 @@ def check_request(request: EngineRequest, info: ModelInfo) -> None:
     if not request.prompt:
         raise InvalidRequest("The prompt is empty; send at least one token.", param="prompt")
     if len(request.prompt) >= info.context_length:
-        raise InvalidRequest(
-            f"The prompt has {len(request.prompt)} tokens, and the context of this model holds {info.context_length}, "
-            "answer included; shorten it.",
-            code="context_length_exceeded",
-            param="prompt",
-        )
+        raise prompt_too_long(len(request.prompt), info.context_length, param="prompt")
     if not -(2**63) <= request.seed < 2**63:
         raise InvalidRequest(f"The seed {request.seed} does not fit into 64 bits; choose a smaller one.", param="seed")
     check_ids(request.prompt, "prompt", info.vocabulary_size)
@@ -113,7 +108,8 @@ def check_input(ids: Sequence[int], path: str, *, context_length: int, vocabular
         raise InvalidRequest(f"The input {path} is empty; send some text.", code="empty_prompt", param=path)
     if len(ids) > context_length:
         raise InvalidRequest(
-            f"The input {path} has {len(ids)} tokens, but the context length of this model is {context_length} tokens.",
+            f"The input {path} has {len(ids)} tokens, but this model's maximum context length is "
+            f"{context_length} tokens; shorten it.",
             code="context_length_exceeded",
             param=path,
         )

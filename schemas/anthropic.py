@@ -131,6 +131,7 @@ class CountRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the former name of output_config.format
     cache_control: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
     speed: str | None = None
@@ -165,7 +166,7 @@ class CountRequest(Body):
             if choice.disable_parallel_tool_use:
                 body["parallel_tool_calls"] = False
         body |= self._reasoning()
-        if self.output_config and (form := self.output_config.format):
+        if form := (self.output_config and self.output_config.format) or self.output_format:
             schema = {"name": "output", "schema": form.schema_, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body

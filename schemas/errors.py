@@ -74,6 +74,22 @@ class InvalidRequest(Refusal):
     default_code = "invalid_value"
 
 
+def prompt_too_long(
+    length: int | str, context_length: int, *, param: str, advice: str = "shorten it"
+) -> InvalidRequest:
+    """The refusal of a prompt of `length` tokens that leaves no room for an answer.
+
+    Clients and agents shorten their history and try again where they find OpenAI's words ("maximum context length is")
+    or Anthropic's ("prompt is too long: 9 tokens > 8 maximum"); few look at the code.
+    """
+    return InvalidRequest(
+        f"This model's maximum context length is {context_length} tokens, answer included, and the prompt is too long: "
+        f"{length} tokens > {context_length - 1} maximum; {advice}.",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
 class Unauthorized(Refusal):
     status = 401
     type = "invalid_request_error"

@@ -175,6 +175,13 @@ class Token:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     type: Literal["token"] = "token"
 
+    @property
+    def num_thought_tokens(self) -> int:
+        """How many of the tokens are a thought's: a share by characters where there is more than a thought."""
+        thought = len(self.reasoning)
+        said = len(self.text) + sum(len(call.arguments) for call in self.tool_calls)
+        return round(len(self.token_ids) * thought / (thought + said)) if thought else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Done:

@@ -146,5 +146,5 @@ class _Choice:
         self.reason = said.finish_reason
         self.is_cut = token.finish_reason is None and said.finish_reason is not None
         self.tokens += len(token.token_ids)
-        self.reasoning_tokens += len(token.token_ids) if token.reasoning and not token.text else 0
+        self.reasoning_tokens += token.num_thought_tokens
         return said

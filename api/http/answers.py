@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -18,7 +19,7 @@ from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expir
 from ..bridge.reading import Reading
 from ..bridge.response_reading import ResponseReading
 from ..bridge.resume import Progress, invalid_event_id
-from ..render.openai import Renderer, error_message, error_payload
+from ..render.openai import Renderer, apart, error_message, error_payload
 
 FOR_EVER = 1e9  # seconds
 
@@ -158,10 +159,7 @@ class Answer(EventStream):
             case Token():
                 if progress is None:
                     return list(renderer.chunks(event))
-                sent, unsent = progress.split(event)
-                if sent is not None:
-                    list(renderer.chunks(sent))  # brings the renderer's state up to date
-                return [self._identified(chunk) for chunk in renderer.chunks(unsent)] if unsent is not None else []
+                return [chunk for part in apart(event) for chunk in self._rest(part, progress)]
             case Done():
                 *usage, end = renderer.end(event)
                 if progress is not None:
@@ -172,6 +170,13 @@ class Answer(EventStream):
                 error = error_of(event)
                 return [error_message(error)] if error else []
         return []
+
+    def _rest(self, token: Token, progress: Progress) -> Iterator[bytes]:
+        """What the client has not received of a token event, with the id that says it has."""
+        sent, unsent = progress.split(token)
+        if sent is not None:
+            list(self._renderer.chunks(sent))  # brings the renderer's state up to date
+        return map(self._identified, self._renderer.chunks(unsent) if unsent is not None else ())
 
     async def _collect(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens: list[Token] = []

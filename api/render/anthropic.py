@@ -133,10 +133,7 @@ def sse(piece: Piece) -> bytes:
 
 
 def error_payload(status: int, message: str, request: str, code: str | None = None) -> Piece:
-    """Anthropic's error object, also as an event of a stream. Clients shorten their history and retry where the message
-    is Anthropic's for a prompt that is too long."""
-    if code == "context_length_exceeded":
-        message = f"Prompt is too long: {message}"
+    """Anthropic's error object, also as an event of a stream."""
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == THREAD else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request}

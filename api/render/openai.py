@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -90,6 +90,10 @@ class Renderer:
 
     def chunks(self, token: Token) -> Iterator[bytes]:
         """The SSE messages of a token event; none for one without content, as of an incomplete character."""
+        for part in apart(token):
+            yield from self._chunk(part)
+
+    def _chunk(self, token: Token) -> Iterator[bytes]:
         reason = token.finish_reason and _REASONS[token.finish_reason]
         scored = token.logprobs or token.prompt_logprobs
         is_news = token.text or token.reasoning or token.tool_calls or scored or reason is not None
@@ -250,6 +254,23 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def apart(token: Token) -> Sequence[Token]:
+    """A token event as one for its thought, one for its text and one for each piece of a call, in the order in which a
+    client that resumes counts them.
+
+    OpenAI sends them in chunks of their own, and clients rely on it: AutoGen reads no calls beside text, Haystack fails
+    there, and LlamaIndex reads the first of several calls in a chunk alone.
+    """
+    if bool(token.reasoning) + bool(token.text) + len(token.tool_calls) < 2:
+        return (token,)
+    after = replace(token, index=token.index + len(token.token_ids), token_ids=(), logprobs=None, prompt_logprobs=None)
+    blank = {"text": "", "reasoning": "", "tool_calls": ()}
+    said: list[dict[str, Any]] = [{"tool_calls": (call,)} for call in token.tool_calls]
+    said = [{name: text} for name in ("reasoning", "text") if (text := getattr(token, name))] + said
+    parts = [replace(after if place else token, **blank | one) for place, one in enumerate(said)]
+    return [*(replace(part, finish_reason=None, stop_reason=None) for part in parts[:-1]), parts[-1]]
 
 
 def join_calls(tokens: Iterable[Token]) -> list[ToolCallDelta]:

@@ -14,7 +14,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     called: set[str] = set()
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        if message.content is None and message.role != "assistant":
             fault = "null; send text" if "content" in message.model_fields_set else "missing; send it"
             raise InvalidRequest(f"{path}.content is {fault}.", param=f"{path}.content")
         if message.role == "tool" and message.tool_call_id is None:

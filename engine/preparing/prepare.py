@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...schemas.bounds import load_json
-from ...schemas.errors import InvalidRequest
+from ...schemas.errors import InvalidRequest, prompt_too_long
 from ...schemas.jobs import Form
 from ...schemas.openai.chat import ChatMessage, NamedTool, Tool
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
@@ -140,12 +140,8 @@ class Preparer:
                 form = Form(echo=echoed, prompt_alone=request.max_tokens == 0) if request.echo else None
         longest = max(map(len, prompts))
         if longest >= context_length:
-            raise InvalidRequest(
-                f"The prompt has {longest} tokens and needs room for an answer, but the context length of "
-                f"{name} is {context_length} tokens; shorten it.",
-                code="context_length_exceeded",
-                param="messages" if isinstance(request, ChatRequest) else "prompt",
-            )
+            param = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise prompt_too_long(longest, context_length, param=param)
         params = generation_params(request, room=context_length - longest, seed=seed)
         check_scores(params, sum(map(len, prompts)))
         check_ids(params.logit_bias, "logit_bias", self.tokenizer.vocabulary_size)
@@ -314,10 +310,11 @@ def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar
     form = request.response_format
     if form is None or form.type == "text":
         return None, ""
-    if form.json_schema is None or form.json_schema.schema_ is None:
-        return any_json_object(), param
-    path = "response_format.json_schema.schema"
-    return json_schema_grammar(form.json_schema.schema_, path=path, strict=bool(form.json_schema.strict)), param
+    schema, path, strict = form.schema_, "response_format.schema", False
+    if form.json_schema is not None:
+        schema, path = form.json_schema.schema_, "response_format.json_schema.schema"
+        strict = bool(form.json_schema.strict)
+    return any_json_object() if schema is None else json_schema_grammar(schema, path=path, strict=strict), param
 
 
 def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class AnswerReader:
         self._choices = choices
         self._parsers: dict[int, OutputParser] = {}
         self._begun: set[int] = set()  # choices of which something was read; set by `_echo`
-        self._reasoning_tokens = 0  # set by `_parse`
+        self._reasoning_tokens = 0  # set by `read`
         self._is_read = self._form.tool_format is not None or self._form.reasoning_format is not None
 
     def read(self, delta: Delta) -> Token:
@@ -26,7 +26,7 @@ class AnswerReader:
         if self._form.prompt_alone:
             delta = _without_answer(delta)
         said = self._parse(delta) if self._is_read else Parsed(self._echo(delta.choice) + delta.text, "", ())
-        return Token(
+        token = Token(
             request=self._request,
             choice=delta.choice,
             index=delta.index,
@@ -39,6 +39,8 @@ class AnswerReader:
             stop_reason=delta.stop_reason,
             prompt_logprobs=delta.prompt_logprobs,
         )
+        self._reasoning_tokens += token.num_thought_tokens
+        return token
 
     def reason(self, choice: int, reason: FinishReason | None) -> FinishReason | None:
         """Why a choice ended, to its client: with its tool calls, unless they were cut or dictated."""
@@ -56,8 +58,6 @@ class AnswerReader:
         if parser is None:
             parser = self._parsers[delta.choice] = OutputParser(self._form, self._request, delta.choice)
         said = parser.push(delta.text)
-        if said.reasoning and not said.text:
-            self._reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is None:
             return said
         rest = parser.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ...schemas.errors import InvalidRequest
+from ...schemas.errors import prompt_too_long
 
 PIECE = 1 << 16  # characters that are tokenised before a long prompt is asked whether it is too long
 BORDER = 64  # tokens of a piece that may be there only because it was cut, or that a tokenizer adds to each text
@@ -87,10 +87,5 @@ def encode_within(
     for start in range(0, len(text), PIECE) if len(text) > PIECE else ():
         found += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)) - BORDER
         if found > context_length:
-            raise InvalidRequest(
-                f"The prompt has more than {found} tokens, but the context length of this model is {context_length} "
-                "tokens.",
-                code="context_length_exceeded",
-                param=param,
-            )
+            raise prompt_too_long(f"more than {found}", context_length, param=param)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)

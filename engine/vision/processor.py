@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from ...schemas.errors import InvalidRequest, ModelLoadError
+from ...schemas.errors import InvalidRequest, ModelLoadError, prompt_too_long
 from ...schemas.sources import is_gguf
 from ..checkpoints.files import read_json
 from ..checkpoints.gguf import read_gguf
@@ -97,11 +97,11 @@ class VisionProcessor:
         written = [self._family.write(self._config, grid, mark) for grid in grids]
         counts = [one.count(mark) for one in written]
         if sum(counts) >= context_length:
-            raise InvalidRequest(
-                f"The images take {sum(counts)} tokens, but the context length of this model is {context_length} "
-                "tokens; send fewer or smaller ones.",
-                code="context_length_exceeded",
+            raise prompt_too_long(
+                f"its images alone take {sum(counts)}",
+                context_length,
                 param="messages",
+                advice="send fewer or smaller ones",
             )
         whole = parts[0] + "".join(one + after for one, after in zip(written, parts[1:], strict=True))
         ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=add_special_tokens)

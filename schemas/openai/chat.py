@@ -130,7 +130,7 @@ class ToolCall(OpenBody):
 
 
 class ChatMessage(OpenBody):
-    """A message of any role; `content` is missing only beside an assistant's tool calls.
+    """A message of any role; `content` is missing only in an assistant's, which may have had calls or thoughts alone.
 
     `reasoning` and `reasoning_content` are two names for one thing.
     """
@@ -201,11 +201,24 @@ ToolChoice = Annotated[
 
 
 class ResponseFormat(Body):
+    """`schema` beside `json_object` is llama.cpp's form of a schema."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_hugging_face(cls, given: Any) -> Any:
+        """Its client turns a `json_schema` into a `json_object` with a `value`, and documents the type `json`."""
+        if isinstance(given, dict) and given.keys() == {"type", "value"} and given["type"] in ("json", "json_object"):
+            return {"type": "json_object", "schema": given["value"]}
+        return given
 
     @model_validator(mode="after")
     def _schema_where_due(self) -> ResponseFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise ValueError("must have json_schema if and only if its type is json_schema")
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("may have schema only if its type is json_object")
         return self

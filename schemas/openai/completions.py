@@ -75,6 +75,11 @@ def _is_limit(value: object) -> object:
     return None if type(value) is int and value in (-1, 0) else value
 
 
+def _is_maximum(value: object) -> object:
+    return None if type(value) is int and value == -1 else value
+
+
+Maximum = Annotated[int | None, BeforeValidator(_is_maximum)]  # in llama.cpp and LM Studio -1 means no maximum
 Stop = Annotated[str | list[str], BeforeValidator(_is_stop)]
 
 
@@ -118,7 +123,7 @@ class _Sampling(Body):
     model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Maximum = None
     fit_max_tokens: bool | None = None  # reduce max_tokens to what the prompt leaves, instead of refusing it
     min_tokens: int | None = None
     temperature: float | None = None
@@ -173,7 +178,7 @@ class ChatRequest(_Sampling):
     }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Maximum = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -247,6 +252,8 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
         if name not in ("logprobs", "stop") and (value := getattr(request, name, None)) is not None
     }
     values.setdefault("seed", seed)
+    if request.top_p == 0:  # which leaves the likeliest token alone
+        values |= {"top_p": 1.0, "temperature": 0.0}
     if request.repeat_penalty is not None:
         names["repetition_penalty"] = "repeat_penalty"
         if request.repetition_penalty not in (None, request.repeat_penalty):
@@ -261,7 +268,7 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
             if request.max_tokens not in (None, request.max_completion_tokens):
                 raise InvalidRequest("max_tokens and max_completion_tokens differ; give one.", param="max_tokens")
             values["max_tokens"] = request.max_completion_tokens
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
         values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     else:
@@ -276,7 +283,8 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
     if values.get("max_tokens", 0) > room and not request.fit_max_tokens:
         param = names.get("max_tokens", "max_tokens")
         raise InvalidRequest(
-            f"{param} is {values['max_tokens']}, but the prompt leaves {room} tokens of the context.",
+            f"{param} is {values['max_tokens']}, but of this model's maximum context length the prompt leaves {room} "
+            "tokens.",
             code="context_length_exceeded",
             param=param,
         )

@@ -254,6 +254,8 @@ def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
     """Validate a body. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
     request = parse_body(ResponsesRequest, body)
     values = request.model_dump(include=_SAMPLING | _RENAMED.keys(), exclude_none=True)
+    if values.get("top_p") == 0:  # which a turn understands
+        del values["top_p"]
     try:
         GenerationParams.model_validate({_RENAMED.get(name, name): value for name, value in values.items()})
     except ValidationError as error:

@@ -22,8 +22,7 @@ def refuse_unloaded(registry: Registry, waiting: Mapping[tuple[str, int], Lanes]
             elif limit is not None and not each.may_wait and each.job.created + limit <= now:
                 each.sent.set_exception(
                     Overloaded(
-                        f"The model {model!r} was not loaded within {limit:g} s; try again later, or stream the "
-                        "answer to wait longer.",
+                        f"The model {model!r} was not loaded within {limit:g} s; try again later. Streams wait longer.",
                         retry_after=5.0,
                     )
                 )

@@ -183,7 +183,7 @@ def test_sizes_may_be_written_with_a_unit() -> None:
 def test_a_shorter_context_is_kept(model_directory: Callable[[str], Path]) -> None:
     config = EngineConfig(model=str(model_directory("llama")), device="cpu", max_sequence_length=10)
     with InferenceEngine(config) as engine:
-        with pytest.raises(InvalidRequest, match="The prompt has 10 tokens, and the context of this model holds 10"):
+        with pytest.raises(InvalidRequest, match=r"is 10 tokens, answer included, .*: 10 tokens > 9 maximum"):
             engine.generate([5] * 10, GenerationParams())
         assert len(engine.generate([5] * 8, GenerationParams(ignore_eos=True)).token_ids) == 2
 
@@ -192,7 +192,7 @@ def test_a_shorter_context_is_kept(model_directory: Callable[[str], Path]) -> No
     ("prompt", "params", "message"),
     [
         ("", GenerationParams(), "The prompt is empty"),
-        ([5] * 3000, GenerationParams(), "The prompt has 3000 tokens, and the context of this model holds 2048"),
+        ([5] * 3000, GenerationParams(), "too long: 3000 tokens > 2047 maximum"),
         ([512], GenerationParams(), "prompt: token id 512 is outside the vocabulary of 512"),
         ([-1], GenerationParams(), "prompt: token id -1 is outside"),
         ([5], GenerationParams(logit_bias={512: 1.0}), "logit_bias: token id 512 is outside"),

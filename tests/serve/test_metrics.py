@@ -68,7 +68,7 @@ def test_the_counts_are_those_of_the_clients(server: Served) -> None:
             tokens += chunk.usage.completion_tokens if chunk.usage else 0
     for _ in range(3):
         with pytest.raises(openai.BadRequestError):
-            client.completions.create(model="echo", prompt=PROMPT, max_tokens=-1)
+            client.completions.create(model="echo", prompt=PROMPT, max_tokens=0)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="nobody", prompt=PROMPT)
     with client.completions.create(

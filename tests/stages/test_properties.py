@@ -50,7 +50,7 @@ FAULTS: list[dict[str, Any]] = [
     {"temperature": -1},
     {"temperature": 2.5},
     {"temperature": "hot"},
-    {"top_p": 0},
+    {"top_p": -0.1},
     {"top_p": 1.5},
     {"n": 0},
     {"max_tokens": 0},

@@ -68,7 +68,12 @@ def _check_chunks(
                 reasons[index] = choice["finish_reason"]
             if path == "/v1/chat/completions":
                 roles[index] += "role" in choice["delta"]
-                for call in choice["delta"].get("tool_calls", []):
+                said = [choice["delta"].get(kind) for kind in ("reasoning", "content")]
+                told = choice["delta"].get("tool_calls", [])
+                assert len([*filter(None, said), *told]) <= 1, "a thought, text and each call have chunks of their own"
+                for call in told:
+                    if resumed and index not in calls:  # those before it came before the cut
+                        calls[index] = [{"id": "", "arguments": ""} for _ in range(call["index"] + ("id" not in call))]
                     _check_call(call, calls[index])
     if usage_asked is not None and finished:
         assert bool(chunks and not chunks[-1]["choices"]) == usage_asked, "usage as asked for"

@@ -88,6 +88,42 @@ async def test_a_stream_cut_at_any_byte_is_completed_by_another_bridge(choices: 
         assert first + messages(rest.body) == messages(whole.body)
 
 
+async def test_a_thought_text_and_calls_of_one_event_are_chunks_of_their_own_and_are_resumed_between_them() -> None:
+    scores = tuple(TokenLogprob("x", id, -0.5, (120,)) for id in (1, 2))
+    calls = (ToolCallDelta(0, '{"a": 1}', "call_1", "f"), ToolCallDelta(1, '{"b"', "call_2", "g"))
+    rest = ToolCallDelta(1, ": 2}"), ToolCallDelta(2, "{}", "call_3", "h")
+    events: list[Event] = [
+        Accepted("", "echo", 7, 3),
+        Token("", 0, 0, (1, 2), "So:", scores, reasoning="Hm.", tool_calls=calls),
+        Token("", 0, 2, (3,), "", (), "tool_calls", tool_calls=rest),
+        Done("", ("tool_calls",), Usage(3, 3, 6)),
+    ]
+    script = await Script.start()
+    await script.tell(events, Job(id="chatcmpl-2", bridge="that-died", body={}))
+    asked = body(return_token_ids=True)
+    whole = await ask(script.app, "POST", CHAT, asked, RESUMABLE | {"Last-Event-ID": "chatcmpl-2"})
+    sent = messages(whole.body)
+    choices = [message.data["choices"][0] for message in sent[:-2]]
+    heads = [
+        {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+        for call, text in ((calls[0], '{"a": 1}'), (calls[1], '{"b"'), (rest[1], "{}"))
+    ]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "reasoning_content": "Hm."},
+        {"content": "So:"},
+        {"tool_calls": [heads[0]]},
+        {"tool_calls": [heads[1]]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": ": 2}"}}]},
+        {"tool_calls": [heads[2]]},
+    ]
+    assert [choice["token_ids"] for choice in choices] == [[1, 2], [], [], [], [3], []]
+    assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == [2, 0, 0, 0, 0, 0]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
+    for place, message in enumerate(sent[:-1], 1):
+        headers = RESUMABLE | {"Last-Event-ID": message.id or ""}
+        assert messages((await ask(script.app, "POST", CHAT, asked, headers)).body) == sent[place:]
+
+
 @LIVE
 @given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans())
 def test_a_running_stream_cut_again_and_again_loses_and_repeats_nothing(

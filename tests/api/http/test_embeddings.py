@@ -133,7 +133,7 @@ def test_the_same_key_is_the_same_request(client: httpx2.Client) -> None:
         ({"input": [-1]}, 400, "input", "must be a string"),
         ({"input": [30522]}, 400, "input", "30522 is outside the vocabulary of 30522"),
         ({"input": [[101, 102], [99999]]}, 400, "input[1]", "99999 is outside the vocabulary"),
-        ({"input": "word " * 300}, 400, "input", "302 tokens, but the context length of this model is 256"),
+        ({"input": "word " * 300}, 400, "input", "302 tokens, but this model's maximum context length is 256"),
         ({"input": ["a"] * 2049}, 400, "input", "2049 inputs"),
         ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
         ({"dimensions": 385}, 400, "dimensions", "from 1 to 384"),

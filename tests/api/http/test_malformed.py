@@ -118,7 +118,7 @@ PARAMETERS = [
     wrong_type("temperature", True, "valid number"),
     wrong("temperature", -0.1, "greater than or equal to 0"),
     wrong("temperature", 2.1, "less than or equal to 2"),
-    wrong("top_p", 0, "greater than 0"),
+    wrong("top_p", -0.1, "greater than 0"),
     wrong("top_p", 1.1, "less than or equal to 1"),
     wrong("top_k", -2, "greater than or equal to 1"),
     wrong_type("top_k", 1.5, "valid integer"),
@@ -183,7 +183,7 @@ MESSAGE_FAULTS = [
     wrong_prompt([""], "blank", "empty_prompt"),
     wrong_prompt([[]], "blank", "empty_prompt"),
     wrong_prompt([999_999], "outside the vocabulary of 259"),
-    wrong_prompt("x" * 600, "has 600 tokens", "context_length_exceeded"),
+    wrong_prompt("x" * 600, "600 tokens > 511 maximum", "context_length_exceeded"),
 ]
 OTHER_PATHS = [
     Row(NATIVE, {}, 400, "prompt is missing.", "prompt", "missing_required_parameter"),

@@ -82,7 +82,7 @@ def test_parameters_reach_the_model(client: anthropic.Anthropic) -> None:
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "nobody"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"system": "x" * 200_000, "timeout": 60}, anthropic.BadRequestError, "Prompt is too long: The prompt has"),
+        ({"system": "x" * 200_000, "timeout": 60}, anthropic.BadRequestError, "prompt is too long: more than 196"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"extra_headers": {"Penstock-Resumable": "true"}}, anthropic.BadRequestError, "Idempotency-Key"),
         ({"extra_body": {"system": "x" * (8 << 20)}}, anthropic.RequestTooLargeError, "max_body_size"),
@@ -330,6 +330,15 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
         ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
+        (
+            {"output_format": {"type": "json_schema", "schema": {"type": "object"}}},
             {
                 "response_format": {
                     "type": "json_schema",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,9 +65,30 @@ def test_a_fault_is_named(
 def test_a_prompt_beyond_the_context_is_told_both_numbers(client: httpx2.Client) -> None:
     longest = {"model": "echo", "max_tokens": 1, "prompt": "x" * 131_072}
     message = error(client.post("/v1/completions", json=longest))["message"]
-    assert "has 131072 tokens" in message and "is 131072 tokens" in message
+    assert "is 131072 tokens" in message and "131072 tokens > 131071 maximum" in message
     message = error(client.post("/v1/completions", json=longest | {"prompt": "x" * 200_000}))["message"]
     assert "more than 196" in message and "is 131072 tokens" in message  # nobody counts on
+
+
+# How LiteLLM, CrewAI, Qwen Code, OpenCode, LangChain and Claude Code know that they must shorten the history.
+_OVERFLOWS = (
+    r"(?i)this model's maximum context length is",
+    r"\bmaximum context length\b",
+    r"maximum context length is \d+ tokens",
+    "prompt is too long",
+    r"(?i)prompt is too long[^0-9]*\d+\s*tokens?\s*>\s*\d+",
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("length", [131_072, 400_000])
+def test_agents_know_a_prompt_beyond_the_context_by_its_words(client: httpx2.Client, path: str, length: int) -> None:
+    key = "input" if path == "/v1/responses" else "messages"
+    asked = {"model": "echo", key: [{"role": "user", "content": "x" * length}]}
+    response = client.post(path, json=asked | ({"max_tokens": 9} if path == "/v1/messages" else {}))
+    assert response.status_code == 400
+    for words in _OVERFLOWS:
+        assert re.search(words, response.json()["error"]["message"]), words
 
 
 @pytest.mark.parametrize(

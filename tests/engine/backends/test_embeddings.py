@@ -162,7 +162,9 @@ def test_dimensions_are_a_beginning_of_length_one(minilm: InferenceEngine, refer
 def test_the_context_is_what_the_library_reads_and_the_last_token_of_it_is_free(minilm: InferenceEngine) -> None:
     assert minilm.model_info().context_length == 256
     minilm.embed([[101] * 256])
-    with pytest.raises(InvalidRequest, match="has 257 tokens, but the context length of this model is 256") as refused:
+    with pytest.raises(
+        InvalidRequest, match="has 257 tokens, but this model's maximum context length is 256"
+    ) as refused:
         minilm.embed([[101], [101] * 257])
     assert (refused.value.param, refused.value.code) == ("input[1]", "context_length_exceeded")
 

@@ -151,6 +151,9 @@ def test_special_tokens_are_shown_to_who_asks(prepare: Prepare, tokenizers: dict
     ("asked", "kind", "text"),
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", "object"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "string"}}}, "json_schema", "string"),
+        ({"response_format": {"type": "json_object", "value": {"type": "number"}}}, "json_schema", "number"),
+        ({"response_format": {"type": "json", "value": {"type": "number"}}}, "json_schema", "number"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
             "json_schema",
@@ -277,7 +280,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_read(
     endpoint: Any = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
     request = parse_request(endpoint, {"model": "m", **body})
     assert isinstance(request, ChatRequest | CompletionRequest)
-    with pytest.raises(InvalidRequest, match=r"more than \d+ tokens, but the context length .* 1000 tokens") as error:
+    with pytest.raises(InvalidRequest, match=r"length is 1000 tokens, .*: more than \d+ tokens > 999 maximum") as error:
         Preparer(counting).prepare(request, context_length=1000, name="m", seed=7)
     assert error.value.code == "context_length_exceeded"
     assert counting.characters < 300_000

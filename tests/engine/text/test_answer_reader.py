@@ -69,6 +69,15 @@ def test_thoughts_are_apart_and_counted() -> None:
     assert 3 <= reader.usage(Usage(1, 17, 18)).reasoning_tokens <= 5
 
 
+def test_thoughts_are_counted_though_the_answer_came_with_them() -> None:
+    reader = AnswerReader("r", Form(reasoning_format="think", thinking=True), 1)
+    text = "A long thought, long thought.</think>Yes."
+    ids = tuple(range(len(text)))
+    reader.read(Delta("r", 1, 0, 0, ids, text, None, "stop"))
+    counted = reader.usage(Usage(1, len(ids), len(ids) + 1)).reasoning_tokens
+    assert len("A long thought, long thought.") <= counted < len(ids) - len("Yes.")
+
+
 def test_choices_are_read_apart() -> None:
     reader = AnswerReader("r", TOOLS, 2)
     mixed = [delta for pair in zip(deltas(CALL), deltas(CALL, choice=1), strict=True) for delta in pair]

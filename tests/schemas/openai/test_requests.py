@@ -98,6 +98,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
                 {"type": "xml"},
                 {"type": "json_schema"},
                 {"type": "json_object", "json_schema": {"name": "a"}},
+                {"type": "text", "schema": {}},
                 {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
                 {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
             ]
@@ -215,10 +216,10 @@ def faults(draw: st.DrawFn) -> tuple[Endpoint, dict[str, Any], str, str | None]:
 
 
 OUTSIDE: dict[str, st.SearchStrategy[Any]] = {
-    "max_tokens": st.integers(max_value=0),
+    "max_tokens": st.just(0) | st.integers(max_value=-2),
     "min_tokens": st.integers(max_value=-1),
     "temperature": st.floats(max_value=0, exclude_max=True) | st.floats(2, exclude_min=True),
-    "top_p": st.floats(max_value=0) | st.floats(1, exclude_min=True),
+    "top_p": st.floats(max_value=-1e-9) | st.floats(1, exclude_min=True),
     "top_k": st.integers(max_value=-2),
     "min_p": st.floats(max_value=0, exclude_max=True) | st.floats(1, exclude_min=True),
     "repetition_penalty": st.floats(max_value=0) | st.floats(10, exclude_min=True),
@@ -303,6 +304,7 @@ def test_every_fault_is_in_the_message() -> None:
         (CHAT, {"stream": False, "stream_options": {}}, "stream_options"),
         (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         (CHAT, {"top_logprobs": 1}, "top_logprobs"),
+        (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format"),
         (CHAT, {"stop": ["a", ""]}, "stop[1]"),
         (CHAT, {"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
         (CHAT, {"logit_bias": {"word": 1}}, "logit_bias"),
@@ -332,6 +334,21 @@ def test_parameters_that_do_not_go_together_are_refused(
 )
 def test_fault_is_named_as_the_client_named_it(parameters: dict[str, Any], param: str) -> None:
     assert _refused(CHAT, _body(CHAT, **parameters)).param == param
+
+
+@pytest.mark.parametrize(
+    ("parameters", "meant"),
+    [
+        ({"max_tokens": -1}, {"max_tokens": ROOM}),
+        ({"max_completion_tokens": -1}, {"max_tokens": ROOM}),
+        ({"top_p": 0, "temperature": 0.7}, {"top_p": 1.0, "temperature": 0.0}),
+        ({"logprobs": False, "top_logprobs": 0}, {"logprobs": None}),
+    ],
+    ids=str,
+)
+def test_values_of_other_servers_mean_the_same_here(parameters: dict[str, Any], meant: dict[str, Any]) -> None:
+    params = generation_params(_parsed(CHAT, _body(CHAT, **parameters)), room=ROOM, seed=0).model_dump()
+    assert {name: params[name] for name in meant} == meant
 
 
 @given(st.integers(1, 10 * ROOM))

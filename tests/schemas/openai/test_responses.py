@@ -113,7 +113,7 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
         ({"previous_response_id": "resp.1"}, "previous_response_id"),
         ({"conversation": {"id": "*"}}, "conversation"),
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": [{"type": None, "role": "user", "content": "x"}]}, "input[0]"),
@@ -380,6 +380,11 @@ parts = {
     "background": st.booleans(),
     "priority": st.sampled_from(["high", "low"]),
 }
+
+
+def test_a_nucleus_of_nothing_is_the_likeliest_token() -> None:
+    params = generation_params(chat(parsed(top_p=0, temperature=1.5)), room=1000, seed=7)
+    assert (params.top_p, params.temperature) == (1.0, 0.0)
 
 
 @settings(max_examples=150, deadline=None)
