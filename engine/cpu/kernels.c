@@ -508,9 +508,8 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
 __attribute__((visibility("hidden"))) OpenMP openmp;
 
 /* Pass the functions that start threads, before any other call. */
-void use_openmp(void *parallel, void *barrier, void *thread_num, void *num_threads) {
+void use_openmp(void *parallel, void *thread_num, void *num_threads) {
     openmp.parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
-    openmp.barrier = (void (*)(void))barrier;
     openmp.thread_num = (int (*)(void))thread_num, openmp.num_threads = (int (*)(void))num_threads;
 }
 

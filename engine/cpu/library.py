@@ -32,7 +32,7 @@ _SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
 _TILE = 16  # rows of AMX's tiles, as in the source
-_OPENMP = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -100,7 +100,7 @@ class Kernels:
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
         library.draw.restype = None
-        library.use_openmp.argtypes, library.use_openmp.restype = [_POINTER] * 4, None
+        library.use_openmp.argtypes, library.use_openmp.restype = [_POINTER] * 3, None
         library.use_openmp(*_openmp())
         self._room = torch.empty(0)
         self.has_tiles = bool(library.use_tiles(True))

@@ -16,7 +16,6 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # glibc's names for m
 _PAGE, _HUGEPAGE, _COLLAPSE = 2 << 20, 14, 25  # Linux's names for madvise, see mman.h
 _NICENESS = 5
 _SMALL_MODEL = 30_000_000  # parameters
-_SPINS = "2000"  # 20 to 90 microseconds by processor, about what it costs to sleep and be woken
 
 
 def worker_threads(directory: Path | None, workers: int) -> int:
@@ -36,19 +35,13 @@ def lower_priority() -> None:
 
 
 def prepare_process(threads: int) -> None:
-    """Compute with `threads` threads that soon sleep where they wait, with large pages, and keep freed memory.
+    """Compute with `threads` threads and large pages, and keep freed memory.
 
     This changes the whole process: call it from an application, not from a library, and before anything imports torch,
-    which reads its variables once. With pages of 2 MB a product of one row reads its weights faster. A prefill
-    allocates and frees megabytes of activations in each layer; if the allocator returned them to the system, Linux
-    would clear them page by page at their next use.
-
-    By itself GNU's OpenMP lets a thread spin for milliseconds where it waits for the others, at more than a hundred
-    places in each token; where other programs want the cores too, it then keeps the one that it waits for from its
-    core. What OMP_WAIT_POLICY or GOMP_SPINCOUNT say already stands.
+    which reads its variable once. With pages of 2 MB a product of one row reads its weights faster. A prefill allocates
+    and frees megabytes of activations in each layer; if the allocator returned them to the system, Linux would clear
+    them page by page at their next use.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

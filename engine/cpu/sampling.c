@@ -76,7 +76,7 @@ static float find_bound(Candidates *f, float least, int64_t count, double sum) {
 
 /* Zero the weights below `edge`, and those equal to it but for the first `room`. Writes the running sums of the blocks,
    `sums` [width / 64]. */
-static void truncate(float *weights, int64_t width, float edge, int64_t room, double *sums) {
+static void cut_tail(float *weights, int64_t width, float edge, int64_t room, double *sums) {
     double sum = 0;
     for (int64_t i = 0; i < width; i += BLOCK) {
         __m512 part = _mm512_setzero_ps();
@@ -138,7 +138,7 @@ static int64_t draw_one(const float *logits, int64_t V, const DrawParams *d, flo
         const double above = mass(&candidates, nextafterf(edge, INFINITY)).sum;
         if (edge > 0 && enough < above + (double)edge * V) equals = fmax(1, ceil((enough - above) / edge));
     }
-    truncate(weights, width, edge, equals, (double *)room);
+    cut_tail(weights, width, edge, equals, (double *)room);
     return invert(weights, width, (double *)room, d->uniform);
 }
 

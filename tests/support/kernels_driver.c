@@ -5,11 +5,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-void use_openmp(void *parallel, void *barrier, void *thread_num, void *num_threads);
+void use_openmp(void *parallel, void *thread_num, void *num_threads);
 void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int64_t half, int64_t threads, void *room);
 
 static void run_alone(void (*work)(void *), void *data, unsigned threads, unsigned flags) { work(data); }
-static void wait_for_none(void) {}
 static int first(void) { return 0; }
 static int one(void) { return 1; }
 
@@ -25,7 +24,7 @@ int main(void) {
     p->weight = read_bytes(sizes[2]), p->scales = read_bytes(sizes[3]), p->bias = NULL;
     void *x = read_bytes(rows * p->inputs * (half ? 2 : 4)), *room = malloc((rows + 15) * groups(p) * (GROUP + 20) + 64);
     void *to = calloc(rows * p->outputs, half ? 2 : 4);
-    use_openmp(run_alone, wait_for_none, first, one);
+    use_openmp(run_alone, first, one);
     multiply_rows(p, x, rows, to, half, 1, room);
     return fwrite(to, half ? 2 : 4, rows * p->outputs, stdout) != (size_t)(rows * p->outputs);
 }

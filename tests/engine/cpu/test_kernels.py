@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -518,6 +519,19 @@ class TestCompiling:
         )
         found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert found.stdout == "True 1\n", found.stderr
+
+
+def test_more_threads_than_cores(model_directory: Callable[[str], Path]) -> None:
+    """Those that have no core are waited for asleep, and none sleeps on."""
+    config = EngineConfig(model=str(model_directory("llama")), dtype="float32", device="cpu")
+    params = GenerationParams(temperature=0, max_tokens=40, ignore_eos=True)
+    found = []
+    for threads in (1, 4 * (os.cpu_count() or 1)):
+        torch.set_num_threads(threads)
+        with InferenceEngine(config) as engine:
+            found.append([output.token_ids for output in engine.generate([[5, 9, 4], [7] * 9], params)])
+    torch.set_num_threads(2)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
-"""Threads that wait without spinning for long, and memory in large pages: what the system says of them."""
+"""Memory in large pages: what the system says of it, and that nothing in it changes."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -68,27 +66,3 @@ def test_memory_at_the_edge_of_what_is_mapped() -> None:
     use_large_pages([(address_of(memory), 12_288)])
     use_large_pages([])
     assert memory[:] == b"x" * 12_288
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, "GOMP_SPINCOUNT = '2000'"),
-        ({"GOMP_SPINCOUNT": "70"}, "GOMP_SPINCOUNT = '70'"),
-        ({"OMP_WAIT_POLICY": "passive"}, "GOMP_SPINCOUNT = '0'"),
-    ],
-)
-def test_how_long_threads_spin_is_what_openmp_itself_tells(given: dict[str, str], told: str) -> None:
-    """A thread that spins while another waits for a core made tokens several times slower on a busy machine."""
-    surroundings = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    code = "from penstock.engine.cpu.process import prepare_process; prepare_process(2)"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env=surroundings | {"OMP_DISPLAY_ENV": "verbose"} | given,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    if "GOMP_SPINCOUNT" not in ended.stderr:
-        pytest.skip("needs torch with GNU's OpenMP")
-    assert told in ended.stderr
