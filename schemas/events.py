@@ -178,9 +178,10 @@ class Token:
     @property
     def num_thought_tokens(self) -> int:
         """How many of the tokens are a thought's: a share by characters where there is more than a thought."""
-        thought = len(self.reasoning)
+        if not (thought := len(self.reasoning)):
+            return 0
         said = len(self.text) + sum(len(call.arguments) for call in self.tool_calls)
-        return round(len(self.token_ids) * thought / (thought + said)) if thought else 0
+        return round(len(self.token_ids) * thought / (thought + said))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
-from ...config.sources import Loaded
+from ...config.sources import Loaded, with_projector
 from ...engine import EngineConfig
 from ...engine.checkpoints.files import read_json
 from ...engine.cpu.process import prepare_process, worker_threads
@@ -49,7 +49,7 @@ def quantize(
 
         penstock bench quality OUT --against MODEL
     """
-    given = loaded.settings
+    given = with_projector(loaded.settings)
     if given.model is None or out is None:
         raise StartupError("name a model and a directory to write: penstock quantize MODEL OUT")
     model, method = given.model, given.quantization or "int4"

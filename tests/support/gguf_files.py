@@ -73,15 +73,21 @@ def _add_settings(writer: Any, architecture: str, config: Mapping[str, Any], mor
     rope = config["rope_parameters"]
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     for key, value in more.items():
-        name = f"{architecture}.{key}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        else:
-            writer.add_uint32(name, value)
+        add_key(writer, f"{architecture}.{key}", value)
+
+
+def add_key(writer: Any, key: str, value: Any) -> None:
+    """Add a key in the type that converters take for such a value."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        writer.add_uint32(key, value)
 
 
 def add_tokenizer(writer: Any, directory: Path, kind: str = "gpt-2") -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf_files import write_gguf
+from gguf_files import add_key, write_gguf
 from safetensors.numpy import load_file, save_file
 
 Array = npt.NDArray[Any]
@@ -62,7 +62,8 @@ def write_pair(
     edit(tensors)
     writer: Any = gguf.GGUFWriter(to / "mmproj-model.gguf", "clip")
     for key, value in (_keys(kind, directory, config) | dict(keys or {})).items():
-        _add(writer, key, value)
+        if value is not None:
+            add_key(writer, key, value)
     for name, values in tensors.items():
         chosen = gguf.GGMLQuantizationType[dtype if values.ndim == 2 and "position_embd" not in name else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
@@ -106,19 +107,6 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     own = kind.keys(config, processor)
     general = {"clip.has_vision_encoder": True, "clip.projector_type": kind.projector}
     return general | {f"clip.vision.{name}": value for name, value in common.items()} | own
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-    elif value is not None:
-        writer.add_uint32(key, value)
 
 
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)

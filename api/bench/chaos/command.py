@@ -21,7 +21,7 @@ from typer import Option
 
 from ....config.catalogue import OF_ONE
 from ....config.settings import Settings
-from ....config.sources import SECRET, Loaded
+from ....config.sources import SECRET, Loaded, with_projector
 from ....engine import find_backend
 from ....schemas.errors import StartupError
 from ....streams.stores.registry import Registry
@@ -152,7 +152,7 @@ def _settings(loaded: Loaded, asked: Any) -> Settings:
     elif loaded.settings.backend == "echo" or loaded.settings.model is None:
         defaults |= {"backend": "echo", "echo_rate": ECHO_RATE}
     given = {name: value for name, value in defaults.items() if loaded.origins[name] == "default"}
-    return loaded.settings.model_copy(update=given)
+    return with_projector(loaded.settings.model_copy(update=given))
 
 
 class Chaos:

@@ -92,6 +92,7 @@ def test_bad_input_has_one_clear_line(made: Path, tiny_model: Path, tmp_path: Pa
         ((tiny_model, tmp_path / "short"), "short exists and is not empty; name another directory"),
         (("/nowhere/model", tmp_path / "out"), ": /nowhere/model; check the path"),
         ((tiny_model, tmp_path / "out", "--quantization=int3"), "--quantization int3: must be int4 or int8"),
+        ((tiny_model, tmp_path / "out", "--mmproj=none"), "is no GGUF file; it goes with one"),
         ((made, tmp_path / "out"), "is quantized already; name the model that it was made from"),
         ((tiny_model, tmp_path / "out", f"--calibration={tmp_path}/short"), "has fewer tokens than one chunk, 256"),
         ((tiny_model, tmp_path / "out", "--calibration=/nowhere/text"), "No such file or directory; check the path"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lora import config, linear_sizes, matrices, merged, write_adapter
+from threads import torch_threads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -43,10 +44,8 @@ RANKS: dict[str, dict[str, int] | int] = {"low": 3, "high": 40, "own": {"q_proj"
 
 @pytest.fixture(scope="module", autouse=True)
 def small_machine() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, 2))
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(min(torch.get_num_threads(), 2)):
+        yield
 
 
 @pytest.fixture(scope="module")

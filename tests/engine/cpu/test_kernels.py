@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from threads import torch_threads
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
@@ -43,10 +44,8 @@ BLOCK = 16
 @pytest.fixture(scope="module", autouse=True)
 def small_machine() -> Iterator[None]:
     """Two threads share the work; more would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, 2))
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(min(torch.get_num_threads(), 2)):
+        yield
 
 
 TESTED = {"avx512", "avxvnni", "avx2", "neon"}
@@ -527,10 +526,8 @@ def test_more_threads_than_cores(model_directory: Callable[[str], Path]) -> None
     params = GenerationParams(temperature=0, max_tokens=40, ignore_eos=True)
     found = []
     for threads in (1, 4 * (os.cpu_count() or 1)):
-        torch.set_num_threads(threads)
-        with InferenceEngine(config) as engine:
+        with torch_threads(threads), InferenceEngine(config) as engine:
             found.append([output.token_ids for output in engine.generate([[5, 9, 4], [7] * 9], params)])
-    torch.set_num_threads(2)
     assert found[0] == found[1]
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ByteSize
+from threads import torch_threads
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
 from penstock.engine.choice import Choice
@@ -34,10 +35,8 @@ Load = Callable[..., PagedBackend]
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny matrices are fastest so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import torch_threads
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backend import Backend
@@ -119,12 +120,10 @@ class Oracle:
 @pytest.fixture(scope="module", autouse=True)
 def small_machine() -> Iterator[None]:
     """Tiny matrices are fastest on one thread, and each engine that closes collects garbage: not all that is loaded."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     gc.freeze()
-    yield
+    with torch_threads(1):
+        yield
     gc.unfreeze()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

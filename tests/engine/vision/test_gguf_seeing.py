@@ -5,9 +5,7 @@ Prompts and images are prepared from the pair, and for the oracle by the directo
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +15,14 @@ import pytest
 import torch
 from gguf_pairs import KINDS, write_pair
 from pydantic import ByteSize
+from threads import torch_threads
 from vision_models import make_vision_model, picture
+from vision_runs import requests_of, run
 from vision_truth import expected, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine, loading
 from penstock.engine.checkpoints import rounded
 from penstock.engine.checkpoints.rounded import Rounded
-from penstock.engine.choice import Choice
 from penstock.engine.loading import load_config
 from penstock.engine.models import resolve_model
 from penstock.engine.paged.backend import PagedBackend
@@ -64,20 +63,11 @@ def prompts_of(mark: str) -> list[Prompt]:
     ]
 
 
-def requests_of(engine: InferenceEngine, prompts: list[Prompt]) -> list[EngineRequest]:
-    async def make() -> list[EngineRequest]:
-        return [await engine._prompts.request(prompt, GREEDY) for prompt in prompts]
-
-    return asyncio.run(make())
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny matrices are fastest on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +79,7 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
         path = write_pair(directory, root / f"{family}-gguf", family)
         with InferenceEngine(config(directory)) as engine:
             prompts = prompts_of(engine.image_mark)
-            requests, processor = requests_of(engine, prompts), VisionProcessor.of(directory)
+            requests, processor = requests_of(engine, prompts, GREEDY), VisionProcessor.of(directory)
         assert processor is not None
         model = reference(directory)
         wanted = [expected(model, one, processor, family, COUNT) for one in requests]
@@ -109,7 +99,7 @@ def test_a_pair_of_files_sees_what_transformers_sees(family: str, seer: Callable
     assert {name for name in theirs if own.get(name) != theirs[name]} <= UNLIKE
     with InferenceEngine(config(found.gguf)) as engine:
         assert engine.model_info().sees
-        requests = requests_of(engine, found.prompts)
+        requests = requests_of(engine, found.prompts, GREEDY)
         assert [(one.prompt, one.images) for one in requests] == [(one.prompt, one.images) for one in found.requests]
         together = [output.token_ids for output in engine.generate(found.prompts, GREEDY)]
         assert together == found.wanted
@@ -133,18 +123,6 @@ def test_preemption_changes_nothing(family: str, seer: Callable[[str], Seer]) ->
     stats = backend.cache_stats()
     assert stats is not None and stats.num_preemptions > 0
     backend.close()
-
-
-def run(backend: PagedBackend, requests: list[EngineRequest]) -> list[Tokens]:
-    choices = [Choice(request, 0, backend.tokenizer, backend.info) for request in requests]
-    for choice in choices:
-        backend.add(choice)
-    assert backend.runner.vision is not None
-    while any(choice.finish is None for choice in choices):
-        wait(backend.runner.vision.pictures._begun)  # so that each run takes the same steps
-        backend.step()
-        backend.check_integrity()
-    return [tuple(choice.tokens) for choice in choices]
 
 
 def test_a_projector_in_16_bits_is_the_tower_in_16_bits(seer: Callable[[str], Seer], tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ByteSize
+from threads import torch_threads
 from vision_models import FAMILIES, make_vision_model, picture
+from vision_runs import requests_of, run
 from vision_truth import expected, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
-from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.vision.images import PromptImage
@@ -70,7 +69,7 @@ def truth(config_of: ConfigOf, reference_of: Callable[[str], Any]) -> Truth:
 
     def make(family: str) -> tuple[list[EngineRequest], list[Tokens]]:
         with InferenceEngine(config_of(family)) as engine:
-            requests, processor = requests_of(engine, [*prompts(engine), TEXT]), engine.sight.processor
+            requests, processor = requests_of(engine, [*prompts(engine), TEXT], GREEDY), engine.sight.processor
             assert processor is not None
             return requests, [expected(reference_of(family), one, processor, family, COUNT) for one in requests]
 
@@ -80,12 +79,10 @@ def truth(config_of: ConfigOf, reference_of: Callable[[str], Any]) -> Truth:
 @pytest.fixture(scope="module", autouse=True)
 def small_machine() -> Iterator[None]:
     """Tiny matrices are fastest on one thread, and each engine that closes collects garbage: not all that is loaded."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     gc.freeze()
-    yield
+    with torch_threads(1):
+        yield
     gc.unfreeze()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -100,27 +97,6 @@ def prompts(engine: InferenceEngine) -> list[ImageText]:
         ImageText(f"Here is {mark} and nothing else. What do you see?", (picture(),)),
         ImageText(f"{mark} is one, {mark} another. Say which is larger.", (picture(80, 30, 1), picture(40, 90, 2))),
     ]
-
-
-def requests_of(engine: InferenceEngine, given: Sequence[ImageText | str]) -> list[EngineRequest]:
-    async def make() -> list[EngineRequest]:
-        return [await engine._prompts.request(prompt, GREEDY) for prompt in given]
-
-    return asyncio.run(make())
-
-
-def run(backend: PagedBackend, requests: Sequence[EngineRequest]) -> list[tuple[int, ...]]:
-    """Step a backend until all requests have ended; every step must leave it in order."""
-    choices = [Choice(request, 0, backend.tokenizer, backend.info) for request in requests]
-    for choice in choices:
-        backend.add(choice)
-    assert backend.runner.vision is not None
-    while any(choice.finish is None for choice in choices):
-        wait(backend.runner.vision.pictures._begun)  # so that each run takes the same steps
-        backend.step()
-        backend.check_integrity()
-    assert all(choice.finish == "length" for choice in choices), [choice.finish for choice in choices]
-    return [tuple(choice.tokens) for choice in choices]
 
 
 @all_families
@@ -187,7 +163,7 @@ def test_the_same_words_about_another_picture_share_no_block(family: str, start:
     engine, cold = start(family), start(family)
     text = f"{engine.image_mark} What do you see, in as many words as you can find for all of it?"
     first, second = (ImageText(text, (picture(salt=salt),)) for salt in (1, 2))
-    one, other = requests_of(engine, [first, second])
+    one, other = requests_of(engine, [first, second], GREEDY)
     assert one.prompt == other.prompt, "only the pictures differ"
     engine.generate(first, GREEDY)
     output = engine.generate(second, GREEDY)
@@ -255,11 +231,11 @@ def test_a_model_that_sees_in_another_way_is_refused(
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
-    (small,), (large,) = (requests_of(engine, [prompt]) for engine in (few, many))
+    (small,), (large,) = (requests_of(engine, [prompt], GREEDY) for engine in (few, many))
     assert len(small.prompt) <= len(large.prompt)
     assert few.generate(prompt, GREEDY).token_ids != many.generate(prompt, GREEDY).token_ids
     if family == "qwen2_5_vl":
         assert len(small.prompt) < len(large.prompt)
         least = start(family, min_pixels=84 * 112)
-        (larger,) = requests_of(least, [ImageText(prompt.text, (picture(30, 30),))])
+        (larger,) = requests_of(least, [ImageText(prompt.text, (picture(30, 30),))], GREEDY)
         assert larger.images[0].grid[1] * larger.images[0].grid[2] * 14 * 14 >= 84 * 112

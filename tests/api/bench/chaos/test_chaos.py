@@ -139,6 +139,7 @@ def test_requests_are_mixed_and_the_same_again() -> None:
         ("needs --victims to choose from", ["--stops", "6", "--victims", ""]),
         ("needs a model that calls tools", ["--tools", "3", "--backend", "echo"]),
         ("do not go together", ["--tools", "3", "--names", "2"]),
+        ("mmproj='none': name MODEL, too", ["--mmproj", "none", "--names", "2"]),
     ],
 )
 def test_what_cannot_be_asked_for_is_told(said: str, asked: list[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ByteSize
+from threads import torch_threads
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backends.registry import load_backend
@@ -35,10 +36,8 @@ Directory = Callable[[str], Path]
 @pytest.fixture(scope="module", autouse=True)
 def small_machine() -> Iterator[None]:
     """Tiny matrices are fastest on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def config(directory: Path, **values: Any) -> EngineConfig:
