@@ -37,6 +37,7 @@ class Workers:
         self._cards: tuple[WorkerCard, ...] | None = None  # that the three below are of; set by _follow
         self._incarnations: frozenset[str] = frozenset()
         self._fleets: dict[tuple[str, int], Fleet] = {}  # by model and revision
+        self._strangers: set[str] = set()  # who reported before the registry knew them, since it was last read
 
     def hear(self, message: Message) -> bool:
         """Take a report of free seats; returns whether the registry knows its worker."""
@@ -51,9 +52,12 @@ class Workers:
             if seats is not None:
                 seats.close()
             seats = self._seats[room.worker] = Seats(room, self._numbers)
-            self._cards = None
+            self._fleets.clear()
         seats.hear(room, self.copy)
-        return room.incarnation in self._incarnations
+        is_known = room.incarnation in self._incarnations
+        if not is_known:
+            self._strangers.add(room.worker)
+        return is_known
 
     def living(self, model: str, revision: int) -> Fleet:
         """Live workers of this revision of `model` that have reported their free seats."""
@@ -71,13 +75,17 @@ class Workers:
         return fleet
 
     def _follow(self) -> None:
-        """Look at who lives, if the registry has read that since, or another process has reported itself."""
+        """Look at who lives, if the registry has read that since.
+
+        A worker that begins may report its seats before a reading has its card: what it said holds until the next one.
+        """
         if self._cards is not self._registry.workers:
             self._cards = self._registry.workers
             self._incarnations = frozenset(card.incarnation for card in self._cards)
             self._fleets.clear()
-            for name in self._seats.keys() - {card.id for card in self._cards}:
+            for name in self._seats.keys() - {card.id for card in self._cards} - self._strangers:
                 self._seats.pop(name).close()
+            self._strangers.clear()
 
     def usage_of(self, model: str, revision: int) -> TenantUsage:
         """What tenants have had of a model."""

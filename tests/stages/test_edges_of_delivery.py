@@ -152,6 +152,29 @@ async def test_a_worker_that_was_forgotten_and_comes_back_confuses_no_numbers() 
     await pipeline.stop()
 
 
+async def test_what_a_new_worker_says_holds_while_its_card_is_looked_for() -> None:
+    pipeline = await Pipeline.start()
+    registry = pipeline.pipe.registry
+    workers = Workers(registry, "copy")
+    (card,) = registry.workers
+    registry.workers = ()
+    numbers = {"received": {}, "active": 0, "free_tokens": 1 << 20, "total_tokens": 1 << 20}
+    room = Room(worker=card.id, incarnation=card.incarnation, free=4, free_high=4, **numbers)
+    assert not workers.hear(Message("", room.model_dump_json().encode(), {}))
+    assert not workers.living(MODEL, 1).members  # as for a request that waits: nobody else may be there
+    other = card.model_copy(update={"id": "other", "incarnation": "other"})
+    registry.workers = (other,)  # a reading that began before the worker announced itself
+    assert not workers.living(MODEL, 1).members
+    registry.workers = (card, other)
+    ((_, seats),) = workers.living(MODEL, 1).members.values()
+    assert seats.room.free == 4
+    registry.workers = (other,)
+    assert not workers.living(MODEL, 1).members
+    registry.workers = (card,)
+    assert not workers.living(MODEL, 1).members  # it was known and left: what it said is forgotten
+    await pipeline.stop()
+
+
 async def test_a_request_for_another_model_does_not_end_the_batch_stage() -> None:
     pipeline = await Pipeline.start()
     names = [f"r-{place}" for place in range(20)]
