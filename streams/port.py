@@ -58,10 +58,14 @@ class Published(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The contents of a stream: the number of messages by subject, and the newest sequence ever assigned."""
+    """The contents of a stream: the number of messages by subject, and the newest sequence ever assigned.
+
+    As long as `version` stays the same, nothing was written and nothing has left, if it is not empty.
+    """
 
     by_subject: Mapping[str, int]
     last: int
+    version: tuple[object, ...] = ()
 
     @property
     def messages(self) -> int:

@@ -75,6 +75,7 @@ class JetStreamBroker:
         self._namespace = namespace
         self._configs: dict[str, Json] = {}  # of streams in memory, as `ensure` requested them, by name
         self._consumers: list[PullConsumer] = []
+        self._buckets: dict[str, JetStreamBucket] = {}  # by name; set by bucket
         link.on_recover(self._restore)
 
     @classmethod
@@ -271,7 +272,9 @@ class JetStreamBroker:
         return listening
 
     async def bucket(self, name: str) -> Bucket:
-        return JetStreamBucket(self._link, self._bucket(name), self._store)
+        if name not in self._buckets:
+            self._buckets[name] = JetStreamBucket(self._link, self._bucket(name), self._store)
+        return self._buckets[name]
 
     async def close(self) -> None:
         for consumer in self._consumers:

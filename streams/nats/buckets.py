@@ -5,22 +5,28 @@ A deleted key leaves nothing behind (other clients leave a marker for watchers; 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from nats import nuid
 
-from ..port import MESSAGE_ID, Entry, Message, Published
+from ..port import MESSAGE_ID, Entry, Held, Message, Published
 from .direct import held_subjects, last_message, stored_messages
 from .link import Link
 from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
 
 Store = Callable[[str, bytes, dict[str, str]], Awaitable[Published]]
 
+_KEPT = 4  # prefixes whose entries a bucket keeps from one reading to the next
+_MOST_KEPT = 1000  # entries of each
 _MARKERS = ("KV-Operation", "Nats-Marker-Reason")  # left by other clients and by the server
 
 
 class JetStreamBucket:
-    """Implements `Bucket`. `store` publishes with the given headers and raises `ApiError` if the server refuses."""
+    """Implements `Bucket`. `store` publishes with the given headers and raises `ApiError` if the server refuses.
+
+    Entries that are read again and again, such as the registry's, are fetched only when the bucket has changed.
+    """
 
     def __init__(self, link: Link, name: str, store: Store) -> None:
         self._link = link
@@ -29,6 +35,8 @@ class JetStreamBucket:
         self._written = link.access.key_values + self._prefix
         self._store = store
         self._ids = nuid.NUID()
+        # By prefix, with the version of what was held then, the least recently read first.
+        self._kept: OrderedDict[str, tuple[tuple[object, ...], list[Entry]]] = OrderedDict()
 
     async def get(self, key: str) -> Entry | None:
         message = await last_message(self._link, self._stream, self._prefix + key)
@@ -38,6 +46,20 @@ class JetStreamBucket:
         # A wildcard stands for whole tokens, so a prefix that ends within one reads slightly too much.
         wildcard = f"{self._prefix}{prefix[: prefix.rfind('.') + 1]}>"
         held = await held_subjects(self._link, self._stream, wildcard)
+        version, kept = self._kept.get(prefix, ((), []))
+        if version != held.version:
+            kept = await self._read(prefix, wildcard, held)
+            if len(kept) <= _MOST_KEPT:
+                self._kept[prefix] = held.version, kept
+            else:
+                self._kept.pop(prefix, None)
+        if prefix in self._kept:
+            self._kept.move_to_end(prefix)
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return list(kept)
+
+    async def _read(self, prefix: str, wildcard: str, held: Held) -> list[Entry]:
         newest: dict[str, Message] = {}
         for message in await stored_messages(self._link, self._stream, wildcard) if held.by_subject else ():
             newest.pop(message.subject, None)  # a lagging replica returned an older value

@@ -84,7 +84,11 @@ async def held_subjects(link: Link, stream: str, subject: str) -> Held:
         page: dict[str, int] = info["state"].get("subjects") or {}
         found |= page
         if not page or len(found) >= info.get("total", 0):
-            return Held(found, info["state"]["last_seq"])
+            state = info["state"]
+            # A write makes the last sequence higher; without one, the number of messages can only become less. A stream
+            # that is made anew, or has lost all in a restart, counts from 1 again, at another time.
+            version = info["created"], state["last_seq"], state["last_ts"], state["messages"]
+            return Held(found, state["last_seq"], version)
 
 
 async def used(link: Link, streams: str, buckets: str) -> list[Usage]:

@@ -28,6 +28,7 @@ from .declared import declared_models, follow, forget
 log = structlog.get_logger(__name__)
 
 Card = TypeVar("Card", bound=BaseModel)
+LOOK_PAUSE = 0.05  # seconds; the least between two looks, whatever names are asked for
 AGENT, LAST_WORD, LEAVING = "agent.", "last-word.", "leaving."  # begin keys in the bucket `workers`
 ADAPTER = "adapter."  # begins the keys of adapters that were added at run time, in the bucket `catalogue`
 REFUSED = "refused."  # begins the keys of refusals in the bucket `state`
@@ -50,6 +51,7 @@ class Registry:
         self.refusals: dict[str, ModelRefusal] = {}  # of models that cannot be loaded, by the token of their lanes
         self._lanes_changed = asyncio.Event()
         self._looks = 0  # that have begun
+        self._looked = -LOOK_PAUSE  # loop time when the newest began; set by look
         self._looking = asyncio.Lock()
 
     async def run(self) -> None:
@@ -85,11 +87,13 @@ class Registry:
         return self.models.get(name) or next((card for card in self.models.values() if name in card.names), None)
 
     async def look(self) -> None:
-        """Refresh the cards now; all that ask while another looks share the next look."""
-        looks = self._looks
+        """Refresh the cards now, or soon after the newest look; all that ask before it begins share it."""
+        looks, loop = self._looks, asyncio.get_running_loop()
         async with self._looking:
             if self._looks == looks:
+                await asyncio.sleep(self._looked + LOOK_PAUSE - loop.time())
                 self._looks += 1
+                self._looked = loop.time()
                 await self.refresh()
 
     async def refresh(self) -> None:

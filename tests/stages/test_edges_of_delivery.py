@@ -158,8 +158,17 @@ async def test_what_a_new_worker_says_holds_while_its_card_is_looked_for() -> No
     workers = Workers(registry, "copy")
     (card,) = registry.workers
     registry.workers = ()
-    numbers = {"received": {}, "active": 0, "free_tokens": 1 << 20, "total_tokens": 1 << 20}
-    room = Room(worker=card.id, incarnation=card.incarnation, free=4, free_high=4, **numbers)
+    memory = 1 << 20
+    room = Room(
+        worker=card.id,
+        incarnation=card.incarnation,
+        free=4,
+        free_high=4,
+        received={},
+        active=0,
+        free_tokens=memory,
+        total_tokens=memory,
+    )
     assert not workers.hear(Message("", room.model_dump_json().encode(), {}))
     assert not workers.living(MODEL, 1).members  # as for a request that waits: nobody else may be there
     other = card.model_copy(update={"id": "other", "incarnation": "other"})

@@ -151,6 +151,70 @@ async def test_entries_are_asked_for_by_prefix(jetstream: JetStreamBroker, names
     assert list(dict.fromkeys(asked)) == [f"{root}a.b.>", f"{root}>"]
 
 
+async def test_what_is_read_again_is_fetched_only_when_it_has_changed(
+    server: EmbeddedServer, jetstream: JetStreamBroker, namespace: str
+) -> None:
+    await jetstream.ensure([], [BucketSpec("state"), BucketSpec("leases", ttl=0.4)])
+    other = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=10.0)
+    writer, reader = await other.bucket("state"), await jetstream.bucket("state")
+    fetched = 0
+
+    async def hear(_: Msg) -> None:
+        nonlocal fetched
+        fetched += 1
+
+    await jetstream._link.subscribe(f"$JS.API.DIRECT.GET.KV_{namespace}_state", hear)
+
+    async def held(prefix: str = "") -> dict[str, bytes]:
+        again, first = await reader.entries(prefix), await reader.entries(prefix)
+        assert again == first
+        again.clear()  # a list of the caller's own
+        return {entry.key: entry.value for entry in await reader.entries(prefix)}
+
+    assert await held() == {}
+    await writer.put("a.x", b"1")
+    assert await held() == {"a.x": b"1"} == await held("a.")
+    await writer.put("a.x", b"2")
+    await writer.put("b.x", b"3")
+    assert await held() == {"a.x": b"2", "b.x": b"3"}
+    await writer.delete("a.x")
+    assert await held() == {"b.x": b"3"}
+    await writer.put("a.x", b"4")
+    assert await held() == {"b.x": b"3", "a.x": b"4"}
+    assert await held("a.") == {"a.x": b"4"}
+    changes, fetched = fetched, 0
+    assert changes == 6
+    for prefix in ("", "a.") * 3:
+        await reader.entries(prefix)
+    assert fetched == 0
+    for number in range(40):  # of many prefixes few are kept, and each is read as it is now
+        await writer.put(f"of-{number % 10}.x", b"%d" % number)
+        assert await held(f"of-{number % 10}.") == {f"of-{number % 10}.x": b"%d" % number}
+    shares = await jetstream.bucket("leases")
+    await shares.put("share", b"")
+    assert [entry.key for entry in await shares.entries()] == ["share"]
+    async with asyncio.timeout(10.0):
+        while await shares.entries():  # noqa: ASYNC110  (it expires without a write)
+            await asyncio.sleep(0.01)
+    await other.close()
+
+
+async def test_what_a_restarted_server_holds_is_not_taken_for_what_it_held(tmp_path: Path) -> None:
+    """A bucket in memory counts from 1 again: its numbers may be what they were, of other entries."""
+    server = await EmbeddedServer.start(tmp_path)
+    broker = await JetStreamBroker.connect(server.url, namespace="p", timeout=10.0)
+    await broker.ensure([], [BucketSpec("state")])
+    bucket = await broker.bucket("state")
+    await bucket.put("key", b"before")
+    assert [entry.value for entry in await bucket.entries()] == [b"before"]
+    await server.stop()
+    await server.restart()
+    await bucket.put("key", b"after")
+    assert [(entry.value, entry.revision) for entry in await bucket.entries()] == [(b"after", 1)]
+    await broker.close()
+    await server.stop()
+
+
 async def test_the_newest_message_may_be_as_large_as_any(jetstream: JetStreamBroker, namespace: str) -> None:
     await jetstream.ensure([], [BucketSpec("state", storage="file")])
     bucket = await jetstream.bucket("state")

@@ -9,7 +9,7 @@ import pytest
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.port import Broker
-from penstock.streams.stores.registry import Registry
+from penstock.streams.stores.registry import LOOK_PAUSE, Registry
 from penstock.streams.topology import topology
 
 
@@ -43,3 +43,22 @@ async def test_many_that_ask_for_what_is_not_there_share_two_looks(
     monkeypatch.setattr(registry, "refresh", counted)
     assert await asyncio.gather(*(registry.find(f"none{number}") for number in range(100))) == [None] * 100
     assert looks <= 2, "that under way when they ask, and one for all of them"
+
+
+async def test_who_asks_for_what_is_not_there_again_and_again_reads_no_more_often(
+    jetstream: JetStreamBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await jetstream.ensure(*topology(namespace, ["queue"]))
+    registry = Registry(jetstream, interval=1000.0)
+    assert await registry.find("none") is None
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await Registry(jetstream, interval=1000.0).announce_worker(worker("new"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("penstock.streams.stores.registry.asyncio.sleep", pause)
+        found = await registry.find("new")
+    assert found is not None and found.name == "new", "it reads after the pause, not before"
+    assert len(pauses) == 1 and 0 < pauses[0] <= LOOK_PAUSE
