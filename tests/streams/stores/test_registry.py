@@ -9,7 +9,8 @@ import pytest
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.port import Broker
-from penstock.streams.stores.registry import LOOK_PAUSE, Registry
+from penstock.streams.stores import registry as registry_module
+from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import topology
 
 
@@ -58,7 +59,8 @@ async def test_who_asks_for_what_is_not_there_again_and_again_reads_no_more_ofte
         await Registry(jetstream, interval=1000.0).announce_worker(worker("new"))
 
     with monkeypatch.context() as patched:
-        patched.setattr("penstock.streams.stores.registry.asyncio.sleep", pause)
+        patched.setattr(registry_module, "LOOK_PAUSE", 1000.0)
+        patched.setattr(asyncio, "sleep", pause)
         found = await registry.find("new")
     assert found is not None and found.name == "new", "it reads after the pause, not before"
-    assert len(pauses) == 1 and 0 < pauses[0] <= LOOK_PAUSE
+    assert len(pauses) == 1 and 900 < pauses[0] < 1000
