@@ -19,6 +19,7 @@ from typing import IO
 from ...schemas.errors import InvalidRequest, ModelLoadError, Overloaded, PenstockError
 from ...schemas.params import Grammar
 from ..text.tokenizer import load_tokenizer
+from .importing import import_alone
 from .matcher import GrammarCompiler
 
 _MEMORY = 2 << 30  # bytes that compiling may take in addition to what the child has loaded
@@ -171,6 +172,7 @@ def main(jobs: IO[str], answers: IO[str]) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
+    import_alone()
     threading.Thread(target=receive, daemon=True).start()
     compilers = lru_cache(maxsize=8)(_load)
     while True:

@@ -17,6 +17,7 @@ from ...schemas.params import GenerationParams, Grammar
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_port import TokenizerLike
 from .free_text import free_text
+from .importing import for_xgrammar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,7 +114,7 @@ class GrammarCompiler:
         import xgrammar
 
         vocabulary = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer.huggingface,
+            for_xgrammar(self._tokenizer),
             vocab_size=self._tokenizer.vocabulary_size,
             stop_token_ids=list(self._tokenizer.eos_token_ids),
         )

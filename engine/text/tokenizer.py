@@ -40,13 +40,13 @@ class Tokenizer:
         loaded = load_tokenizer_files(path)
         facts = loaded.facts
         # The fast tokenizer's own decode: without transformers' clean-up of spaces, which looks across tokens.
-        self._fast, self._slow = loaded.fast, loaded.slow
-        self._byte_level = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+        self.fast, self._slow = loaded.fast, loaded.slow
+        self._byte_level = self.fast is not None and "ByteLevel" in repr(self.fast.decoder)
         own = () if facts.eos_token_id is None else (facts.eos_token_id,)
         self.eos_token_ids = tuple(dict.fromkeys(info.eos_token_ids + own))
         self.special_token_ids = frozenset(facts.special_ids)
         self.vocabulary_size = info.vocabulary_size
-        self.vocabulary: Mapping[str, int] = (self.huggingface if self._fast is None else self._fast).get_vocab()
+        self.vocabulary: Mapping[str, int] = (self.huggingface if self.fast is None else self.fast).get_vocab()
         self._templates = ChatTemplates(facts.chat_template, facts.special_tokens)
 
     @property
@@ -60,17 +60,17 @@ class Tokenizer:
             return self._slow
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(tokenizer_object=self._fast)  # type: ignore[no-untyped-call]
+        return PreTrainedTokenizerFast(tokenizer_object=self.fast)  # type: ignore[no-untyped-call]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self._slow is not None:
             return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
-        assert self._fast is not None
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        assert self.fast is not None
+        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        if self._fast is not None:
-            return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        if self.fast is not None:
+            return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
         decoded = self.huggingface.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -78,7 +78,7 @@ class Tokenizer:
 
     def piece(self, token: int) -> Piece:
         """A token by itself, the space in front of a word kept; an id that the vocabulary leaves empty gives none."""
-        symbol = self.huggingface.convert_ids_to_tokens(token) if self._fast is None else self._fast.id_to_token(token)
+        symbol = self.huggingface.convert_ids_to_tokens(token) if self.fast is None else self.fast.id_to_token(token)
         if not isinstance(symbol, str):
             return Piece("", ())
         if symbol.startswith("<0x") and len(symbol) == 6:  # SentencePiece's name of a byte
@@ -157,9 +157,9 @@ class EmbeddingTokenizer(Tokenizer):
             for name in ("config_sentence_transformers.json", "sentence_bert_config.json")
         )
         self._prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""
-        if module.get("do_lower_case") and self._fast is not None:
-            own = self._fast.normalizer
-            self._fast.normalizer = Sequence([Lowercase(), *([] if own is None else [own])])
+        if module.get("do_lower_case") and self.fast is not None:
+            own = self.fast.normalizer
+            self.fast.normalizer = Sequence([Lowercase(), *([] if own is None else [own])])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The model's own default prompt stands before every text."""

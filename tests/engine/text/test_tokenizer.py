@@ -56,8 +56,8 @@ def test_a_chat_in_tokens_has_no_token_but_the_templates(tokenizer: Tokenizer) -
 def test_the_beginning_is_not_marked_twice(tokenizer: Tokenizer) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    assert tokenizer._fast is not None
-    tokenizer._fast.post_processor = TemplateProcessing(
+    assert tokenizer.fast is not None
+    tokenizer.fast.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     tokenizer._templates = ChatTemplates("<|endoftext|>{{ messages[0].content }}", {})
