@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, ClassVar
 
 import typer
 
 from . import __version__
+from .api.serve.ahead import await_environment, start_ahead
 from .api.terminal.lazy import CommandEntry, LazyGroup
 
 COMMANDS = (
@@ -163,6 +165,8 @@ def penstock(
 
 def main() -> None:
     """Entry point of the console script."""
+    await_environment(next(entry for entry in COMMANDS if entry.name == "worker").load)
+    start_ahead(sys.argv[1:])
     app(prog_name="penstock")
 
 

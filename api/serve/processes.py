@@ -20,6 +20,7 @@ from ...config.settings import Settings
 from ...config.sources import variable
 from ...schemas.errors import Fatal, StartupError
 from ...streams.nats.server import EmbeddedServer
+from .ahead import WORKER, AheadWorker
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +51,8 @@ class ProcessKeeper:
         self.may_start = asyncio.Event()  # cleared while dead children should stay dead
         self.may_start.set()
         self.fatal: Fatal | None = None  # why a restart is pointless; set by `keep`
-        self.running: dict[str, Process] = {}  # by part, also dead ones until they are restarted; set by `keep`
+        self.ahead: AheadWorker | None = None  # runs the part with its arguments; set by the owner, and by `run`
+        self.running: dict[str, Process | AheadWorker] = {}  # by part, dead ones until they are restarted; set by `run`
         self._drain, self._most_delay, self._output = drain, most_delay, output
 
     async def keep(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> None:
@@ -82,7 +84,15 @@ class ProcessKeeper:
 
     async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
         """Run a child once, and end it when `until` is set; returns its exit status."""
-        child = self.running[part.name] = await asyncio.create_subprocess_exec(
+        child = self.running[part.name] = await self._start(part, environment)
+        return await self._until(child, until)
+
+    async def _start(self, part: Part, environment: dict[str, str]) -> Process | AheadWorker:
+        if self.ahead is not None and part.arguments == WORKER:
+            child, self.ahead = self.ahead, None
+            await child.go(environment)
+            return child
+        return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "penstock", *part.arguments),
             env=environment,
             stdin=DEVNULL,
@@ -92,9 +102,8 @@ class ProcessKeeper:
             start_new_session=True,  # Ctrl-C reaches only the parent, which ends the children in order
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
-        return await self._until(child, until)
 
-    async def _until(self, child: Process, until: asyncio.Event) -> int:
+    async def _until(self, child: Process | AheadWorker, until: asyncio.Event) -> int:
         """Wait for the child's end; once `until` is set, terminate it, and kill it if the drain takes too long."""
         exited = asyncio.create_task(child.wait())
         asked = asyncio.create_task(until.wait())

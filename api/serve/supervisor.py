@@ -26,11 +26,13 @@ from ...config.broker import check_broker
 from ...config.deployment import explicit
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
+from ...engine.manifests import PAGED
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...schemas.models.catalogue import CatalogueEntry
 from ...streams.nats.deployment import joined, owned
 from ...streams.nats.server import EmbeddedServer
+from .ahead import take_ahead
 from .connecting import URL_FILE, connected
 from .hosting import gpus
 from .placing import place_models
@@ -85,6 +87,10 @@ class Supervisor:
         self._on_signals()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
+            stack.callback(self._end_ahead)
+            keeper.ahead = take_ahead()
+            if self._entries is not None or settings.nats_url or settings.backend != PAGED.id:
+                self._end_ahead()
             url = settings.nats_url or await self._embedded(stack)
             if settings.nats_url:
                 await self._check_set_up()
@@ -115,6 +121,12 @@ class Supervisor:
                 announcing.cancel()
         if keeper.fatal is not None:
             raise keeper.fatal
+
+    def _end_ahead(self) -> None:
+        """End the worker that was started ahead, if it is not needed."""
+        if self._keeper.ahead is not None:
+            self._keeper.ahead.end()
+            self._keeper.ahead = None
 
     def _on_signals(self) -> None:
         def stop() -> None:

@@ -35,7 +35,15 @@ def lower_priority() -> None:
 
 
 def prepare_process(threads: int) -> None:
-    """Compute with `threads` threads and large pages, and keep freed memory.
+    """Compute with `threads` threads, and with memory as `prepare_memory` has it."""
+    prepare_memory()
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def prepare_memory() -> None:
+    """Compute with large pages, and keep freed memory.
 
     This changes the whole process: call it from an application, not from a library, and before anything imports torch,
     which reads its variable once. With pages of 2 MB a product of one row reads its weights faster. A prefill allocates
@@ -48,9 +56,6 @@ def prepare_process(threads: int) -> None:
         mallopt(_MMAP_THRESHOLD, 32 << 20)
         mallopt(_TRIM_THRESHOLD, 1 << 30)
         mallopt(_ARENA_MAX, 1)
-    import torch
-
-    torch.set_num_threads(threads)
 
 
 def use_large_pages(spans: Iterable[tuple[int, int]]) -> None:

@@ -1,6 +1,7 @@
 """How a connection to NATS proves who it is, and what it trusts: the files that the settings name.
 
-They are read again at each connection, so that they may be renewed while Penstock runs.
+They are read again at each connection, so that they may be renewed while Penstock runs. What few of them need, which
+takes a tenth of a second to import, is imported where it is used.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import nkeys
-from cryptography import x509
 from nats.errors import Error
 
 from ...config.broker import BrokerSettings, check_broker
 from ...config.sources import flag
 
+if TYPE_CHECKING:
+    from nkeys import KeyPair
+
 _in_credentials = re.compile(r"-----BEGIN ([A-Z ]+)-----\s+(\S+)\s+-{3,}END").findall
 _JWT, _SEED = "NATS USER JWT", "USER NKEY SEED"
-_USER = nkeys.PREFIX_BYTE_USER
 
 
 class AccessError(Error):
@@ -157,6 +158,8 @@ class Access:
         return context
 
     def _check_certificate(self) -> None:
+        from cryptography import x509
+
         path = self.certificate
         try:
             certificate = x509.load_pem_x509_certificate(_text(path, "nats_certificate").encode())
@@ -189,12 +192,14 @@ class Access:
             raise AccessError(f"{self.credentials} (--nats-credentials) expired at {end:%Y-%m-%d %H:%M} UTC: renew it")
         return jwt.encode()
 
-    def _key_pair(self) -> nkeys.KeyPair:
+    def _key_pair(self) -> KeyPair:
+        import nkeys
+
         path, setting = (self.nkey, "nats_nkey") if self.nkey else (self.credentials, "nats_credentials")
         seed = (_line(path, setting) if self.nkey else self._parts()[_SEED]).encode()
         try:
             prefix, raw = nkeys.decode_seed(bytearray(seed))
-            if prefix != _USER or nkeys.encode_seed(bytes(raw), prefix) != seed:
+            if prefix != nkeys.PREFIX_BYTE_USER or nkeys.encode_seed(bytes(raw), prefix) != seed:
                 raise ValueError
             return nkeys.from_seed(bytearray(seed))
         except (nkeys.NkeysError, ValueError, IndexError) as error:

@@ -57,9 +57,7 @@ def test_the_beginning_is_not_marked_twice(tokenizer: Tokenizer) -> None:
     from tokenizers.processors import TemplateProcessing
 
     assert tokenizer.fast is not None
-    tokenizer.fast.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
+    tokenizer.fast.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer._templates = ChatTemplates("<|endoftext|>{{ messages[0].content }}", {})
     assert tokenizer.encode("hi")[0] == 0
     assert tokenizer.encode_chat(HELLO).count(0) == 1
