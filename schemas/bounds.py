@@ -6,6 +6,7 @@ before: a few megabytes can be a million objects, each of them faulty.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -22,13 +23,26 @@ MOST_LISTED = 1_000  # faults; pydantic lists all or none, and so many take mill
 _PIECE = 1 << 16  # bytes scanned before other threads get a turn
 
 
+# An escape in a string: of a pair of surrogates, of one alone, or any other.
+_ESCAPE = re.compile(rb"\\(?:u(?:d[89ab]..\\ud[c-f]..|(d[89a-f]..))|.)", re.IGNORECASE | re.DOTALL)
+
+
 def load_json(raw: bytes) -> Any:
-    """Parse a JSON document. Raises `ValueError` with a sentence that lacks its subject, as in "is not valid JSON"."""
+    """Parse a JSON document. Raises `ValueError` with a sentence that lacks its subject, as in "is not valid JSON".
+
+    An escape that is half a character, as JavaScript writes of a text cut in the middle of an emoji, stands for
+    the replacement character: agents repeat their history, so one such text would end their session.
+    """
     check_size(raw)
     try:
         value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"is not valid JSON: {error}.") from None
+    except orjson.JSONDecodeError as fault:
+        try:
+            if b"\\ud" not in raw.lower():
+                raise
+            value = orjson.loads(_ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw))
+        except orjson.JSONDecodeError:
+            raise ValueError(f"is not valid JSON: {fault}.") from None
     if raw.count(b"{") + raw.count(b"[") > DEEPEST:
         level = [value] if isinstance(value, dict | list) else []
         for _ in range(DEEPEST):

@@ -10,7 +10,7 @@ PenstockError
 │   ├── DeadlineExceeded    408
 │   ├── Conflict            409  an idempotency key was used for another request
 │   ├── PayloadTooLarge     413
-│   ├── NotJson             415  a browser sent a body without the content type of JSON
+│   ├── NotJson             415  a body is compressed, or a browser's is not said to be JSON
 │   ├── QuotaExceeded       429  the tenant has exhausted its quota; `retry_after`
 │   ├── Overloaded          503  the server has no capacity left; `retry_after`
 │   ├── StorageFull         507  the store is full: delete something first

@@ -99,11 +99,15 @@ def create_app(
     DeadLetterRoutes(gateway).add_to(app)
     add_page(app)
 
+    # Load balancers and monitors ask with HEAD, too.
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:
         """Answer 200 while the process runs."""
         return {"status": "live"}
 
+    @app.head("/health", include_in_schema=False)
+    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health", tags=["health"], responses={503: _NOT_READY})
     @app.get("/health/ready", tags=["health"], responses={503: _NOT_READY})
     async def ready() -> Any:

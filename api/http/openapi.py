@@ -18,7 +18,7 @@ REFUSALS = {
     408: "The deadline passed, or the headers or the body took too long to arrive.",
     409: "The Idempotency-Key was used for another request.",
     413: "The body is too large.",
-    415: "A browser sent a body without the content type of JSON.",
+    415: "The body is compressed, or a browser sent it without the content type of JSON.",
     429: "The tenant's quota is exhausted.",
     431: "The request's line and headers are too large.",
     499: "The request was cancelled.",

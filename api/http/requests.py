@@ -21,7 +21,7 @@ from starlette.requests import Request
 from ...config import metrics
 from ...config.settings import Settings
 from ...schemas.bounds import LONG, load_json
-from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, PayloadTooLarge, Refusal
+from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, NotJson, PayloadTooLarge, Refusal
 from ...schemas.jobs import TOKEN_PATTERN, Job, JobEndpoint
 from ...schemas.openai.chat import Body
 from ...schemas.openai.completions import parse_body
@@ -135,9 +135,12 @@ def _made(make: Callable[[dict[str, Any]], Made], raw: bytes) -> Made:
 async def read_body(request: Request, limit: int, patience: float) -> bytes:
     """The whole body, at most `limit` bytes that arrive within `patience` seconds.
 
-    Raises `DeadlineExceeded` and `PayloadTooLarge`, the latter after reading on a while, so that the client can read
-    the response.
+    Raises `DeadlineExceeded`, `NotJson` where it is compressed, and `PayloadTooLarge`, which after reading on a while,
+    so that the client can read the response.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise NotJson(f"The body's Content-Encoding is {encoding[:40]!r}; send it without compression.")
     too_large = PayloadTooLarge(f"The body exceeds {limit} bytes, the limit of the setting max_body_size.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:

@@ -189,7 +189,7 @@ class EmbeddedServer:
         return [
             *authorization,
             "jetstream {",
-            f"  store_dir: {json.dumps(str(self._state / 'jetstream'))}",
+            f"  store_dir: {_quoted(self._state / 'jetstream')}",
             f"  max_file_store: {self._max_store}",
             # Otherwise part of GOMEMLIMIT: too little.
             f"  max_memory_store: {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')}",
@@ -203,7 +203,7 @@ class EmbeddedServer:
         lines = [
             'host: "127.0.0.1"',
             f"port: {self._port}",
-            f"ports_file_dir: {json.dumps(str(ports))}",
+            f"ports_file_dir: {_quoted(ports)}",
             f"max_payload: {_MAX_PAYLOAD}",
             *self._blocks(),
             *self._more,
@@ -212,6 +212,12 @@ class EmbeddedServer:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as config:
             config.write("\n".join(lines) + "\n")
         return path
+
+
+def _quoted(path: Path) -> str:
+    """A string of nats-server's configuration, which knows other escapes than JSON has."""
+    letters = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in os.fsencode(path))
+    return f'"{"".join(letters)}"'
 
 
 def _claim(state_dir: Path) -> tuple[Path, FileLock]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -47,6 +48,21 @@ def test_what_is_counted_is_what_stands_outside_texts(value: Any, piece: int) ->
         if _containers(value):
             with pytest.raises(ValueError, match="objects and arrays, more than"):
                 load_json(raw)
+
+
+PIECES = ["\ud83d", "\ude00", "\udbff", "\udc00", "\\", "u", "d83d", '"', "é", "🙂", "\n"]
+HALVES = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
+
+
+@given(st.dictionaries(HALVES, HALVES, max_size=3))
+def test_half_a_character_stands_for_the_replacement_character(value: dict[str, str]) -> None:
+    def whole(text: str) -> str:
+        joined: str = json.loads(json.dumps(text))  # two halves that belong together are one
+        return re.sub("[\ud800-\udfff]", "\ufffd", joined)
+
+    raw = json.dumps(value).encode()
+    expected = {whole(key): whole(text) for key, text in value.items()}
+    assert load_json(raw) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -46,6 +47,24 @@ def test_every_answer_has_an_id_of_our_own(
         ids.add(response.headers["x-request-id"])
     assert len(ids) == 2
     assert all(re.fullmatch("(req|cmpl)-[0-9a-f]{32}", id) for id in ids)
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/health/live"])
+def test_monitors_may_ask_with_head(applications: Applications, path: str) -> None:
+    asked, got = (applications.run(ask(applications.apps[0], method, path)) for method in ("HEAD", "GET"))
+    assert asked.status == got.status and asked.status in (200, 503)
+    assert asked.headers["content-length"] == got.headers["content-length"]
+
+
+def test_a_compressed_body_is_refused_as_that(applications: Applications) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    response = applications.run(ask(applications.apps[0], "POST", "/v1/completions", gzip.compress(b"{}"), headers))
+    assert (response.status, response.error["code"]) == (415, "unsupported_media_type")
+    assert "'gzip'; send it without compression" in response.error["message"]
+    plain = applications.run(
+        ask(applications.apps[0], "POST", "/v1/completions", BODY, headers | {"Content-Encoding": "identity"})
+    )
+    assert plain.status == 200
 
 
 def test_a_method_that_is_not_taken_comes_with_those_that_are(applications: Applications) -> None:
