@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, ClassVar
 
@@ -163,8 +164,19 @@ def penstock(
     pass
 
 
+def _hold_standard_files() -> None:
+    """Open what of the standard input and output was closed before this process began: libuv ends a process in which a
+    socket has such a number, and Python has no streams for it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def main() -> None:
     """Entry point of the console script."""
+    _hold_standard_files()
     await_environment(next(entry for entry in COMMANDS if entry.name == "worker").load)
     start_ahead(sys.argv[1:])
     app(prog_name="penstock")

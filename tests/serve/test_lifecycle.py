@@ -76,6 +76,25 @@ def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> N
             serving.kill()
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_it_serves_where_its_standard_files_are_closed(tmp_path: Path, closed: str) -> None:
+    """As some of those do that start services."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = f"exec {sys.executable} -m penstock serve --backend echo --port {port} --state-dir state {closed}"
+    serving = subprocess.Popen(["sh", "-c", command], cwd=tmp_path, start_new_session=True)
+    try:
+        until(lambda: answers(f"http://127.0.0.1:{port}/health/ready"))
+        assert httpx2.post(f"http://127.0.0.1:{port}/tokenize", json={"prompt": "x"}, timeout=30).status_code == 200
+        family = children(serving.pid)
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(START_TIMEOUT) == 0
+        assert gone(family)
+    finally:
+        serving.kill()
+        serving.wait()
+
+
 def test_a_line_that_nobody_reads_stops_nothing() -> None:
     reader, writer = os.pipe()
     os.close(reader)

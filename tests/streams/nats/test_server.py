@@ -16,7 +16,7 @@ import pytest
 from penstock.schemas.errors import StartupError
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.server import EmbeddedServer
-from penstock.streams.port import StreamSpec
+from penstock.streams.port import BucketSpec, StreamSpec
 
 PATIENCE = 20.0  # seconds until a wait counts as endless
 POLL = 0.02
@@ -47,6 +47,18 @@ def command_line(pid: int) -> str:
 async def test_a_held_directory_is_refused(own_server: EmbeddedServer, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"state is in use by another Penstock; stop that one"):
         await EmbeddedServer.start(tmp_path / "state")
+
+
+async def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+    """nats-server's configuration has its own escapes: a home directory called Jürgen was none to it."""
+    state = tmp_path / 'Jürgen\'s 東京 "x" \\u00fc\\ $HOME #1; {y}\t\n🙂' / os.fsdecode(b"latin-\xfc")
+    server = await EmbeddedServer.start(state)
+    broker = await JetStreamBroker.connect(server.url, namespace="p", timeout=10.0)
+    await broker.ensure([], [BucketSpec("state", storage="file")])
+    await broker.close()
+    await server.stop()
+    assert [path.name for path in state.parent.parent.iterdir()] == [state.parent.name]
+    assert any((state / "jetstream").rglob("*.blk")) or any((state / "jetstream").rglob("meta.inf"))
 
 
 async def test_a_directory_is_free_after_stop(tmp_path: Path) -> None:
