@@ -21,8 +21,6 @@ MOST_FAULTS = 20  # that a refusal names
 MOST_FAULT = 300  # characters of each
 MOST_LISTED = 1_000  # faults; pydantic lists all or none, and so many take milliseconds
 _PIECE = 1 << 16  # bytes scanned before other threads get a turn
-
-
 # An escape in a string: of a pair of surrogates, of one alone, or any other.
 _ESCAPE = re.compile(rb"\\(?:u(?:d[89ab]..\\ud[c-f]..|(d[89a-f]..))|.)", re.IGNORECASE | re.DOTALL)
 
@@ -36,13 +34,11 @@ def load_json(raw: bytes) -> Any:
     check_size(raw)
     try:
         value = orjson.loads(raw)
-    except orjson.JSONDecodeError as fault:
+    except orjson.JSONDecodeError as error:
         try:
-            if b"\\ud" not in raw.lower():
-                raise
-            value = orjson.loads(_ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw))
+            value = orjson.loads(_without_halves(raw))
         except orjson.JSONDecodeError:
-            raise ValueError(f"is not valid JSON: {fault}.") from None
+            raise ValueError(f"is not valid JSON: {error}.") from None
     if raw.count(b"{") + raw.count(b"[") > DEEPEST:
         level = [value] if isinstance(value, dict | list) else []
         for _ in range(DEEPEST):
@@ -51,6 +47,12 @@ def load_json(raw: bytes) -> Any:
         if level:
             raise ValueError(f"is nested deeper than {DEEPEST} levels.")
     return value
+
+
+def _without_halves(raw: bytes) -> bytes:
+    if b"\\ud" not in raw.lower():
+        return raw
+    return _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw)
 
 
 def check_size(raw: bytes) -> None:

@@ -135,8 +135,8 @@ def _made(make: Callable[[dict[str, Any]], Made], raw: bytes) -> Made:
 async def read_body(request: Request, limit: int, patience: float) -> bytes:
     """The whole body, at most `limit` bytes that arrive within `patience` seconds.
 
-    Raises `DeadlineExceeded`, `NotJson` where it is compressed, and `PayloadTooLarge`, which after reading on a while,
-    so that the client can read the response.
+    Raises `DeadlineExceeded`, `NotJson` where it is compressed, and `PayloadTooLarge`, the last after reading on a
+    while, so that the client can read the response.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":

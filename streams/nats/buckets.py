@@ -18,7 +18,8 @@ from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
 Store = Callable[[str, bytes, dict[str, str]], Awaitable[Published]]
 
 _KEPT = 4  # prefixes whose entries a bucket keeps from one reading to the next
-_MOST_KEPT = 1000  # entries of each
+_MOST_KEPT = 1 << 18  # bytes of each
+_ENTRY = 200  # bytes of an entry without its key and value
 _MARKERS = ("KV-Operation", "Nats-Marker-Reason")  # left by other clients and by the server
 
 
@@ -49,7 +50,7 @@ class JetStreamBucket:
         version, kept = self._kept.get(prefix, ((), []))
         if version != held.version:
             kept = await self._read(prefix, wildcard, held)
-            if len(kept) <= _MOST_KEPT:
+            if sum(_ENTRY + len(entry.key) + len(entry.value) for entry in kept) <= _MOST_KEPT:
                 self._kept[prefix] = held.version, kept
             else:
                 self._kept.pop(prefix, None)

@@ -190,6 +190,11 @@ async def test_what_is_read_again_is_fetched_only_when_it_has_changed(
     for number in range(40):  # of many prefixes few are kept, and each is read as it is now
         await writer.put(f"of-{number % 10}.x", b"%d" % number)
         assert await held(f"of-{number % 10}.") == {f"of-{number % 10}.x": b"%d" % number}
+    await writer.put("large.x", bytes(1 << 18))
+    fetched = 0
+    for _ in range(2):
+        assert [len(entry.value) for entry in await reader.entries("large.")] == [1 << 18]
+    assert fetched == 2, "what is large is not kept"
     shares = await jetstream.bucket("leases")
     await shares.put("share", b"")
     assert [entry.key for entry in await shares.entries()] == ["share"]
