@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 
 Card = TypeVar("Card", bound=BaseModel)
 LOOK_PAUSE = 0.05  # seconds; the least between two looks, whatever names are asked for
+AGAIN = 60.0  # seconds until a model's card is written again, which expires after ten minutes
 AGENT, LAST_WORD, LEAVING = "agent.", "last-word.", "leaving."  # begin keys in the bucket `workers`
 ADAPTER = "adapter."  # begins the keys of adapters that were added at run time, in the bucket `catalogue`
 REFUSED = "refused."  # begins the keys of refusals in the bucket `state`
@@ -50,6 +51,7 @@ class Registry:
         self.agents: dict[str, AgentCard] = {}  # those of hosts that live, by name; set by refresh
         self.refusals: dict[str, ModelRefusal] = {}  # of models that cannot be loaded, by the token of their lanes
         self._lanes_changed = asyncio.Event()
+        self._written: dict[str, float] = {}  # loop time when the card of a model of ours was; set by announce_worker
         self._looks = 0  # that have begun
         self._looked = -LOOK_PAUSE  # loop time when the newest began; set by look
         self._looking = asyncio.Lock()
@@ -200,9 +202,20 @@ class Registry:
             await forget(self._broker, card.name)
 
     async def announce_worker(self, card: WorkerCard) -> None:
-        if not card.model.catalogued:
-            await self.announce_model(card.model)
+        model, now = card.model, asyncio.get_running_loop().time()
+        # Models are kept on disk, so a heartbeat reads, and writes only where that says something new.
+        if not model.catalogued and (
+            now - self._written.get(model.name, -AGAIN) >= AGAIN or not await self._is_announced(model)
+        ):
+            await self.announce_model(model)
+            self._written[model.name] = now
         await (await self._broker.bucket("workers")).put(f"worker.{card.id}", _encoded(card))
+
+    async def _is_announced(self, card: ModelCard) -> bool:
+        """Whether a model is there as `card` has it, whichever of its workers was the first."""
+        entry = await (await self._broker.bucket("models")).get(_key(card))
+        found = _cards(ModelCard, [entry] if entry else [])
+        return [each.model_copy(update={"created": card.created}) for each in found] == [card]
 
     async def announce_agent(self, name: str, card: AgentCard) -> None:
         await (await self._broker.bucket("workers")).put(AGENT + name, _encoded(card))

@@ -64,3 +64,31 @@ async def test_who_asks_for_what_is_not_there_again_and_again_reads_no_more_ofte
         found = await registry.find("new")
     assert found is not None and found.name == "new", "it reads after the pause, not before"
     assert len(pauses) == 1 and 900 < pauses[0] < 1000
+
+
+async def test_heartbeats_write_the_card_of_a_model_only_where_it_says_something_new(
+    broker: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models are kept on disk: an idle server would write there each second."""
+    await broker.ensure(*topology(namespace, ["queue"]))
+    card, models = worker("one"), await broker.bucket("models")
+    first, second = Registry(broker, interval=1000.0), Registry(broker, interval=1000.0)
+
+    async def revision(registry: Registry, card: WorkerCard) -> int:
+        for _ in range(3):
+            await registry.announce_worker(card)
+        (entry,) = await models.entries()
+        return entry.revision
+
+    written = await revision(first, card)
+    other = card.model_copy(update={"id": "w1", "model": card.model.model_copy(update={"created": 9})})
+    beside = await revision(second, other)  # each writes once, as it begins
+    assert beside > written and await revision(first, card) == beside == await revision(second, other)
+    larger = card.model_copy(update={"model": card.model.model_copy(update={"context_length": 200})})
+    changed = await revision(first, larger)
+    assert changed > beside
+    await first.withdraw_model(card.model)
+    assert await revision(first, larger) > changed, "it is back with the next heartbeat"
+    kept = await revision(first, larger)
+    monkeypatch.setattr(registry_module, "AGAIN", 0.0)
+    assert await revision(first, larger) > kept, "before it expires"
