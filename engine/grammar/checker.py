@@ -31,6 +31,7 @@ _MAX_LINE_BYTES = 64 << 20
 SIMPLE = Grammar(kind="regex", text="a")
 """Compiled ahead of any request, so that what every grammar needs is loaded."""
 
+_WHOLE = "--with-torch"  # an argument of the child, which imports what xgrammar does
 _Job = tuple[str, str, int, str, str]
 """A model's source, backend and revision, and a grammar's kind and text."""
 
@@ -172,7 +173,6 @@ def main(jobs: IO[str], answers: IO[str]) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    import_alone()
     threading.Thread(target=receive, daemon=True).start()
     compilers = lru_cache(maxsize=8)(_load)
     while True:
@@ -215,4 +215,10 @@ if __name__ == "__main__":
     # Libraries may print to stdout, which must not mix with the answers.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as own:
         os.dup2(2, 1)
+        if _WHOLE not in sys.argv:
+            try:
+                import_alone()
+            except Exception:  # another release of xgrammar needs more of torch than names: begin anew, with it
+                os.dup2(own.fileno(), 1)
+                os.execv(sys.executable, (sys.executable, "-m", __spec__.name, _WHOLE))
         main(sys.stdin, own)

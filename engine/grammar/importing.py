@@ -65,5 +65,5 @@ def for_xgrammar(tokenizer: Tokenizer) -> Any:
     """What `xgrammar.TokenizerInfo.from_huggingface` takes for this tokenizer."""
     from xgrammar import tokenizer_info
 
-    is_alone: bool = vars(tokenizer_info)["PreTrainedTokenizerFast"] is FastTokenizer
+    is_alone: bool = vars(tokenizer_info).get("PreTrainedTokenizerFast") is FastTokenizer
     return FastTokenizer(tokenizer) if is_alone and tokenizer.fast is not None else tokenizer.huggingface

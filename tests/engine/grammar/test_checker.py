@@ -22,6 +22,18 @@ GOOD = Grammar(kind="regex", text="[a-z]{3}")
 BAD = Grammar(kind="regex", text="(a")
 ENDLESS = Grammar(kind="json_schema", text='{"type": "string", "pattern": ".{0,9000}x.{0,9000}"}')
 
+# Runs at the start of the child: its xgrammar cannot be imported where another module stands for torch.
+NEEDS_TORCH = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "xgrammar" and "torch" in sys.modules and not hasattr(sys.modules["torch"], "__file__"):
+            raise ImportError("no torch")
+
+sys.meta_path.insert(0, Finder())
+"""
+
 
 @pytest.fixture(scope="module")
 def model(model_directory: Callable[[str], Path]) -> str:
@@ -121,3 +133,20 @@ async def test_it_starts_ahead_of_the_first_grammar(checker: GrammarChecker, mod
     checker.prepare(model, "paged")
     await checker.check(GOOD, model, "paged", param="p")
     assert children() == [child]
+
+
+async def test_another_release_of_xgrammar_may_need_torch(
+    checker: GrammarChecker, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NEEDS_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    await checker.check(GOOD, model, "paged", param="p")
+    assert "parenthesis" in await fault_of(checker, BAD, model)
+    (child,) = children()
+    assert any("libtorch" in file.path for file in psutil.Process(child).memory_maps())
+
+
+async def test_it_does_without_torch(checker: GrammarChecker, model: str) -> None:
+    await checker.check(GOOD, model, "paged", param="p")
+    (child,) = children()
+    assert not any("libtorch" in file.path for file in psutil.Process(child).memory_maps())
