@@ -107,9 +107,8 @@ class Batch(JobStage):
             await self._unknown.wait()
             self._unknown.clear()
             with outage_logged("registry is stale"):
-                await self.pipe.registry.look()
+                await self.pipe.registry.look(LOOK_PAUSE)
             self._changed.set()
-            await asyncio.sleep(LOOK_PAUSE)
 
     async def leave(self) -> None:
         """What waits is another copy's from now on."""

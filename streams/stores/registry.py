@@ -10,6 +10,7 @@ import asyncio
 import difflib
 import hashlib
 from collections.abc import Sequence
+from math import inf
 from typing import TypeVar
 
 import structlog
@@ -28,7 +29,7 @@ from .declared import declared_models, follow, forget
 log = structlog.get_logger(__name__)
 
 Card = TypeVar("Card", bound=BaseModel)
-LOOK_PAUSE = 0.05  # seconds; the least between two looks, whatever names are asked for
+LOOK_PAUSE = 0.05  # seconds; the least between two looks for names that are not known
 AGAIN = 60.0  # seconds until a model's card is written again, which expires after ten minutes
 AGENT, LAST_WORD, LEAVING = "agent.", "last-word.", "leaving."  # begin keys in the bucket `workers`
 ADAPTER = "adapter."  # begins the keys of adapters that were added at run time, in the bucket `catalogue`
@@ -53,7 +54,7 @@ class Registry:
         self._lanes_changed = asyncio.Event()
         self._written: dict[str, float] = {}  # loop time when the card of a model of ours was; set by announce_worker
         self._looks = 0  # that have begun
-        self._looked = -LOOK_PAUSE  # loop time when the newest began; set by look
+        self._looked = -inf  # loop time when the newest began; set by look
         self._looking = asyncio.Lock()
 
     async def run(self) -> None:
@@ -68,14 +69,14 @@ class Registry:
     async def find(self, model: str) -> ModelCard | None:
         """The model of this name; one that is not known is looked for, as it may just have been announced."""
         if (found := self._named(model)) is None:
-            await self.look()
+            await self.look(LOOK_PAUSE)
             found = self._named(model)
         return found
 
     async def only(self) -> str | None:
         """The name of the model where there is one alone; it may just have been announced."""
         if not self.models:
-            await self.look()
+            await self.look(LOOK_PAUSE)
         return next(iter(self.models)) if len(self.models) == 1 else None
 
     def unknown(self, name: str) -> ModelNotFound:
@@ -88,12 +89,12 @@ class Registry:
     def _named(self, name: str) -> ModelCard | None:
         return self.models.get(name) or next((card for card in self.models.values() if name in card.names), None)
 
-    async def look(self) -> None:
-        """Refresh the cards now, or soon after the newest look; all that ask before it begins share it."""
+    async def look(self, pause: float = 0.0) -> None:
+        """Refresh the cards now, or `pause` seconds after the newest look; all that ask before it begins share it."""
         looks, loop = self._looks, asyncio.get_running_loop()
         async with self._looking:
             if self._looks == looks:
-                await asyncio.sleep(self._looked + LOOK_PAUSE - loop.time())
+                await asyncio.sleep(self._looked + pause - loop.time())
                 self._looks += 1
                 self._looked = loop.time()
                 await self.refresh()

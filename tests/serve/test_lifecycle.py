@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -58,31 +59,39 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
 
 def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> None:
     """The terminal is gone, or `head` has read enough."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "penstock", "serve", "--backend", "echo", "--port", str(port)]
-    command += ["--state-dir", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as serving:
+    command = echoing(port := free_port())
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as serving:
         assert serving.stdout and serving.stderr
         serving.stdout.close()
         serving.stderr.close()
-        try:
-            until(lambda: answers(f"http://127.0.0.1:{port}/health/ready"))
-            family = children(serving.pid)
-            serving.send_signal(signal.SIGTERM)
-            assert serving.wait(START_TIMEOUT) == 0
-            assert gone(family)
-        finally:
-            serving.kill()
+        serves_and_ends(serving, port)
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_it_serves_where_its_standard_files_are_closed(tmp_path: Path, closed: str) -> None:
     """As some of those do that start services."""
+    command = ["sh", "-c", f"exec {shlex.join(echoing(port := free_port()))} {closed}"]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as serving:
+        serves_and_ends(serving, port)
+
+
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = f"exec {sys.executable} -m penstock serve --backend echo --port {port} --state-dir state {closed}"
-    serving = subprocess.Popen(["sh", "-c", command], cwd=tmp_path, start_new_session=True)
+        port: int = free.getsockname()[1]
+    return port
+
+
+def echoing(port: int) -> list[str]:
+    """A command that is not to be read to learn its port."""
+    return [
+        *(sys.executable, "-m", "penstock", "serve", "--backend", "echo"),
+        *("--port", str(port), "--state-dir", "state"),
+    ]
+
+
+def serves_and_ends(serving: subprocess.Popen[bytes], port: int) -> None:
     try:
         until(lambda: answers(f"http://127.0.0.1:{port}/health/ready"))
         assert httpx2.post(f"http://127.0.0.1:{port}/tokenize", json={"prompt": "x"}, timeout=30).status_code == 200
@@ -92,7 +101,6 @@ def test_it_serves_where_its_standard_files_are_closed(tmp_path: Path, closed: s
         assert gone(family)
     finally:
         serving.kill()
-        serving.wait()
 
 
 def test_a_line_that_nobody_reads_stops_nothing() -> None:
