@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,11 +28,12 @@ from .backend import ProgressCallback
 from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import rope_factors
 from .checkpoints.gguf_pairs import config_of
-from .checkpoints.gguf_weights import lazy_weights, read_levels
+from .checkpoints.gguf_weights import lazy_weights, level_readers
+from .checkpoints.lazy import reading
 from .checkpoints.packed_weights import lazy_packed_weights
-from .checkpoints.rounded import attach, lazy_rounded_weights, read_rounded
+from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers
 from .config import EngineConfig
-from .models import packed_files, read_config, read_quantized
+from .models import packed_files, read_config, read_quantized, read_shapes
 from .vision.families import language_model_of
 
 
@@ -55,12 +55,13 @@ def load_causal_lm(
     progress: ProgressCallback | None,
     attention: str | None,
     *,
-    keep_levels: bool = False,
+    keep_levels: TakesLevels | None = None,
     sees: bool = False,
 ) -> PreTrainedModel:
     """Load the weights at `path` onto `device`; with `attention` None transformers chooses its implementation.
 
-    `keep_levels`: in bfloat16, modules also keep the levels that a GGUF file has for their weights, as `rounded`.
+    `keep_levels` says for which weights the caller makes products of levels: those get no numbers, but their modules
+    the levels, as `rounded`. GGUF files have them in bfloat16.
     `sees`: it is a model for images and text, and is loaded as a whole.
     Call `count_parameters` first: it checks the files. Raises `ModelLoadError` and `ConfigurationError`.
     """
@@ -74,18 +75,12 @@ def load_causal_lm(
         raise ConfigurationError(
             [f"quantization={config.quantization!r}: {config.model} is quantised as {quantized.method}; leave it out"]
         )
-    try:
-        with counting_weights(progress):
-            options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-            options |= {"local_files_only": True, "output_loading_info": True}
-            loaded = _load(path, config.dtype, keep_levels and config.quantization is None, sees, **options)
+    with reading(config, device):
+        options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+        options |= {"local_files_only": True, "output_loading_info": True}
+        keep_levels = keep_levels if config.quantization is None else None
+        loaded = _load(path, config.dtype, keep_levels, sees, progress, **options)
         model: PreTrainedModel = loaded[0].to(device)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ModelLoadError(
-            f"{config.model} does not fit into the memory of {device} as {config.dtype}; use a smaller model or dtype"
-        ) from error
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ModelLoadError(
             f"the weight files of {path} lack {len(missing)} tensors, such as {missing[0]}: they are another "
@@ -94,18 +89,26 @@ def load_causal_lm(
     return model
 
 
-def _load(path: Path, name: str, keep_levels: bool, sees: bool, **options: Any) -> Any:
+def _load(
+    path: Path,
+    name: str,
+    keep_levels: TakesLevels | None,
+    sees: bool,
+    progress: ProgressCallback | None,
+    **options: Any,
+) -> Any:
     """transformers' model and its notes on the load; `name` is that of the dtype, or "auto". Raises `ModelLoadError`.
 
-    Each module that Penstock has quantised keeps what its weight was as `rounded`; so do those of a GGUF file, with
-    `keep_levels`.
+    Each module that Penstock has quantised reads its levels by `rounded`; with `keep_levels` so do those of a GGUF
+    file, and the weights of both are `absent`; `progress` is not told of those.
     """
     gguf = read_gguf(path) if is_gguf(path) else None
     quantized = read_quantized(path)
     packed = None if gguf or quantized else packed_files(path)
     if not (gguf or quantized or packed):
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        return auto.from_pretrained(path, dtype=name, **options)
+        with counting_weights(progress):
+            return auto.from_pretrained(path, dtype=name, **options)
     if sees and packed:
         raise ModelLoadError(
             f"{path} sees images and has packed weights of another program; name the model that it was made from, with "
@@ -115,17 +118,20 @@ def _load(path: Path, name: str, keep_levels: bool, sees: bool, **options: Any) 
     dtype: Any = (config.dtype or torch.bfloat16) if name == "auto" else getattr(torch, name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what follows is not quantised any more
-    found = read_rounded(path, quantized) if quantized else {}
+    found = rounded_readers(path, quantized) if quantized else {}
     if gguf:
         weights = lazy_weights(gguf, dtype)
-        found = dict(read_levels(gguf)) if keep_levels and dtype == torch.bfloat16 else {}
+        found = level_readers(gguf) if keep_levels is not None and dtype == torch.bfloat16 else {}
     elif packed:
         weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
     else:
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)
+    if keep_levels is not None:
+        weights = without_numbers(weights, found, read_shapes(path), dtype, keep_levels)
     kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
-    loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+    with counting_weights(None if keep_levels is not None and found else progress):
+        loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
     if gguf and (factors := rope_factors(gguf)):
         body = loaded[0].model
         (language_model_of(body) or body).rotary_emb.inv_freq /= torch.tensor(factors)

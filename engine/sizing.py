@@ -18,7 +18,7 @@ from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_pairs import weights_of
 from .checkpoints.quantized import PRECISE
 from .config import EngineConfig
-from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, memory_of_machine
+from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, human, memory_of_machine
 from .discovery import files_for, find_backend
 from .models import read_config, read_model_info, read_quantized, read_shapes
 from .vision.families import is_of_tower
@@ -40,8 +40,9 @@ _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 _PREFIXES = 2  # times what a full batch needs, so that prefixes stay cached
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-_WIDTHS = {"int8": 1.1, "int4": 0.6, "fine": 1.3}  # bytes of a packed weight, scales included
-_LEVELS = {"Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4", "Q6_K": "fine"}  # how a GGUF file's types are kept
+_WIDTHS = {"int8": 1.1, "int4": 0.6}  # bytes of a packed weight, scales included
+_PACKING = 4  # bytes of a number of the weight that is being packed
+_LEVELS = {"Q4_0": 0.6, "Q4_1": 0.65, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3}  # the same of a GGUF file's types
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
 _EMBEDDING = "embed_tokens.weight"  # how its name in a GGUF file ends, translated
 
@@ -146,16 +147,16 @@ def footprint(config: EngineConfig, workers: int = 1, machine: Memory | None = N
                 [f"device={config.device!r}: set kv_cache_memory, which cannot be chosen before the device is opened"]
             )
         cache = config.kv_cache_memory or _choose(config, workers, device, machine or memory_of_machine(), files).memory
-    loading = int(weights.expanded * _LOADING) if device == "cpu" else weights.expanded
-    overhead = _PROCESS + max(0, loading - weights.kept - cache)  # the cache fills after the load
+    overhead = _PROCESS + max(0, weights.loading - weights.kept - cache)  # the cache fills after the load
     return Footprint(weights.kept, cache, overhead)
 
 
 class Weights(NamedTuple):
-    """Bytes of a model's weights: as they are read, in the dtype of the configuration, and as they are kept."""
+    """Bytes of a model's weights: all that are read before any is packed, as they are kept, and the most at a time."""
 
-    expanded: int
+    read: int
     kept: int
+    loading: int
 
 
 def weights_of_model(config: EngineConfig, device: str) -> Weights:
@@ -228,7 +229,7 @@ class _Files(NamedTuple):
             method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
             widths={
-                name: _WIDTHS[_LEVELS.get(weight.tensor.type, "int8")]
+                name: _LEVELS.get(weight.tensor.type, _WIDTHS["int8"])
                 for name, weight in found.items()
                 if weight.tensor.type.startswith("Q") and weight.keeps_levels
             },
@@ -239,7 +240,7 @@ class _Files(NamedTuple):
     def weights(self, config: EngineConfig, device: str) -> Weights:
         """`device` is the type of the device."""
         if self.stored and not find_backend(config.backend, config.allowed_backends).expands:
-            return Weights(self.stored, self.stored)
+            return Weights(self.stored, self.stored, self.stored)
         expanded = self.parameters * self.number
         packs = device == "cpu" and config.backend == "paged"
         method = config.quantization or (self.method if packs else None)
@@ -250,7 +251,7 @@ class _Files(NamedTuple):
             packed = products * _WIDTHS[method] + self.precise * _WIDTHS["int8"]
             kept = int((self.embedding + tower) * self.number + packed)
             tied = _WIDTHS["int8"]
-        elif packs and self._keeps_levels(config):
+        elif packs and self.widths and self._keeps_levels(config):
             embedding = next((name for name in self.widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype
             saved = sum(self.sizes[name] * (self.number - width) for name, width in self.widths.items())
             kept = int(expanded - saved + self.sizes.get(embedding, 0) * (self.number - self.widths.get(embedding, 0)))
@@ -259,12 +260,16 @@ class _Files(NamedTuple):
             kept = expanded
         if packs and not self.head:  # the embedding is the head, whose product packs a copy of it
             kept += int(self.embedding * tied)
-        return Weights(expanded, kept)
+        if packs and config.quantization is None and (self.method or self.widths) and self._keeps_levels(config):
+            most = kept + _PACKING * max(self.sizes.values())  # each weight is packed as it is read
+            return Weights(most, kept, most)
+        return Weights(expanded, kept, int(expanded * _LOADING) if device == "cpu" else expanded)
 
     def _keeps_levels(self, config: EngineConfig) -> bool:
-        """Whether products keep a GGUF file's own levels."""
+        """Whether products keep the levels that the files have."""
         in_bfloat16 = self.number == _BYTES["bfloat16"] and config.dtype != "float16"
-        return bool(self.widths and in_bfloat16 and config.compile_kernels) and {*cpu_flags().split()} >= KERNEL_FLAGS
+        fits = in_bfloat16 or (self.method and self.number == _BYTES["float32"])
+        return bool(fits and config.compile_kernels) and {*cpu_flags().split()} >= KERNEL_FLAGS
 
     def cache(self, tokens: int, step: int) -> int:
         """Bytes of the keys and values of a sequence of so many tokens, computed `step` at a time, in all layers.
@@ -343,8 +348,3 @@ def _memory_of(device: torch.device, machine: Memory | None) -> Memory:
 
     free, total = torch.cuda.mem_get_info(device)
     return Memory(total, free)
-
-
-def human(size: int) -> str:
-    """Format a size in bytes: `1.5 GiB`."""
-    return ByteSize(size).human_readable(separator=" ")

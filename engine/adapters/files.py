@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...schemas.errors import InvalidRequest, ModelLoadError
 from ...schemas.jobs import AdapterSource
 from ..checkpoints.files import read_header
-from ..cpu.machine import memory_of_machine
+from ..cpu.machine import human, memory_of_machine
 from ..models import read_model_info, read_shapes
-from ..sizing import human
 from .loaded import LowRank, Target, Targets
 
 if TYPE_CHECKING:

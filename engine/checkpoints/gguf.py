@@ -46,6 +46,7 @@ _ENTRY = 8 + 4 + 8 + 4 + 8  # the least bytes of a tensor's entry: name, rank, o
 _PAIR = 8 + 4 + 1  # the least bytes of a key, its type and its value
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
+_ROUTER = ".ffn_gate_inp.weight"  # ends the name of what chooses experts, which transformers computes
 _SHARD = re.compile(r"(.*)-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
@@ -79,7 +80,8 @@ class GgufWeight(NamedTuple):
     @property
     def keeps_levels(self) -> bool:
         """Whether it can be used in the form that it has in the file, if its type has levels."""
-        return len(self.shape) == 2 and self.expert is None and not self.sees
+        is_product = len(self.shape) == 2 and not self.tensor.name.endswith(_ROUTER)
+        return is_product and self.expert is None and not self.sees
 
 
 class GgufStrings(NamedTuple):

@@ -6,7 +6,8 @@ in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from .gguf import BLOCKS, Gguf, GgufWeight
 from .gguf_pairs import weights_of
 from .lazy import LazyWeight
-from .rounded import Rounded
+from .rounded import ReadRounded, Rounded
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -49,20 +50,34 @@ def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:
     return {name: lazy(weight) for name, weight in weights_of(gguf).items()}
 
 
-def read_levels(gguf: Gguf) -> Iterator[tuple[str, Rounded]]:
+def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
     """The weights of the language model whose levels can be kept, by the names of their modules."""
-    for name, weight in weights_of(gguf).items():
-        kind = weight.tensor.type
-        if kind in _LEVELS and weight.keeps_levels:
-            yield name.removesuffix(".weight"), rounded_of(_data(weight), kind, weight.shape[0])
+
+    def read(weight: GgufWeight) -> Rounded:
+        return rounded_of(_data(weight), weight.tensor.type, weight.shape[0])
+
+    return {
+        name.removesuffix(".weight"): partial(read, weight)
+        for name, weight in weights_of(gguf).items()
+        if weight.tensor.type in _LEVELS and weight.keeps_levels
+    }
 
 
 def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
     """The levels and scales of a weight that lies in `data` in so many rows; `kind` is a quantised type."""
-    found = _LEVELS[kind](data.view(-1, BLOCKS[kind][1]))
-    levels, scales = found.levels.reshape(rows, -1).to(torch.int8), found.scales.reshape(rows, -1)
-    zeros = None if found.zeros is None else found.zeros.reshape(rows, -1)
-    return Rounded(levels, scales, zeros, found.bits, found.middle, found.levels.shape[-1])
+    weights, size = BLOCKS[kind]
+    lines = data.view(rows, -1, size)
+    step = max(1, _CHUNK // (lines.shape[1] * weights))
+    levels = torch.empty((rows, lines.shape[1] * weights), dtype=torch.int8)
+    scales, zeros = list[Tensor](), list[Tensor]()
+    for start in range(0, rows, step):
+        found = _LEVELS[kind](lines[start : start + step].reshape(-1, size))
+        levels[start : start + step] = found.levels.reshape(-1, levels.shape[1])
+        scales.append(found.scales.reshape(-1, lines.shape[1] * weights // found.levels.shape[-1]))
+        if found.zeros is not None:
+            zeros.append(found.zeros.reshape(scales[-1].shape))
+    offsets = torch.cat(zeros) if zeros else None
+    return Rounded(levels, torch.cat(scales), offsets, found.bits, found.middle, found.levels.shape[-1])
 
 
 def _data(weight: GgufWeight) -> Tensor:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import EllipsisType
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
+
+from ...schemas.errors import ModelLoadError
+from ..config import EngineConfig
 
 
 class LazyWeight:
@@ -16,3 +22,16 @@ class LazyWeight:
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
         return self._read()
+
+
+@contextmanager
+def reading(config: EngineConfig, device: torch.device) -> Iterator[None]:
+    """Inside, what goes wrong while a model's weights are read is a `ModelLoadError`."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelLoadError(
+            f"{config.model} does not fit into the memory of {device} as {config.dtype}; use a smaller model or dtype"
+        ) from error
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ...schemas.errors import ModelLoadError
 from .files import read_header, read_json, weight_files
 from .lazy import LazyWeight
 from .quantized import GROUP_SIZE, Quantized
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARD = 4 << 30  # bytes of a weight file, unless one tensor is larger
+_EMBEDDING = "embed_tokens"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+ReadRounded = Callable[[], "Rounded"]
+"""Reads a weight that lies in a file as levels."""
+
+
+TakesLevels = Callable[[torch.dtype, int], bool]
+"""Whether there are products of levels for activations of a dtype, and so many inputs."""
 
 
 class Rounded(NamedTuple):
@@ -56,8 +66,8 @@ class Rounded(NamedTuple):
     @classmethod
     def of_modules(cls, modules: Iterable[nn.Module]) -> Self | None:
         """The outputs of several modules side by side; None unless all were loaded quantised."""
-        found: list[Rounded | None] = [getattr(module, "rounded", None) for module in modules]
-        parts = [part for part in found if part is not None]
+        found: list[ReadRounded | None] = [getattr(module, "rounded", None) for module in modules]
+        parts = [read() for read in found if read is not None]
         if len(parts) < len(found):
             return None
         if len({(one.scales.dtype, one.zeros is None, *one[3:]) for one in parts}) > 1:
@@ -94,17 +104,18 @@ class Rounded(NamedTuple):
         return scales | {f"{name}.levels": low | high << 4, f"{name}.zeros": self.zeros.contiguous()}
 
 
-def read_rounded(directory: Path, quantized: Quantized) -> dict[str, Rounded]:
+def rounded_readers(directory: Path, quantized: Quantized) -> dict[str, ReadRounded]:
     """The quantised modules of a checkpoint by name."""
     stored = _stored(directory)
-    return {
-        name: Rounded.stored_as(name, method, {part: stored[part]() for part in _parts(name) if part in stored})
-        for name, method in quantized.modules.items()
-    }
+
+    def read(name: str, method: str) -> Rounded:
+        return Rounded.stored_as(name, method, {part: stored[part]() for part in _parts(name) if part in stored})
+
+    return {name: partial(read, name, method) for name, method in quantized.modules.items()}
 
 
 def lazy_rounded_weights(
-    directory: Path, quantized: Quantized, found: Mapping[str, Rounded], dtype: torch.dtype
+    directory: Path, quantized: Quantized, found: Mapping[str, ReadRounded], dtype: torch.dtype
 ) -> dict[str, LazyWeight]:
     """All weights by name: those of the modules that were `found` as the numbers that their levels stand for."""
     parts = {part for name in found for part in _parts(name)}
@@ -115,15 +126,52 @@ def lazy_rounded_weights(
     return weights
 
 
-def attach(model: Any, found: Mapping[str, Rounded]) -> None:
-    """Leave the levels with the modules that they belong to; those of an embedding with the head that is tied to it."""
+def without_numbers(
+    weights: Mapping[str, LazyWeight],
+    names: Iterable[str],
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    takes: TakesLevels,
+) -> dict[str, LazyWeight]:
+    """The weights, with an `absent` one for each of the modules in `names`: `attach` gives those their levels.
+
+    Embeddings keep their numbers, which are looked up, and so do heads that are tied to one.
+    """
+    found = {**weights}
+    for name in (f"{module}.weight" for module in names if not module.endswith(_EMBEDDING)):
+        if name in shapes and takes(dtype, shapes[name][1]):
+            found[name] = LazyWeight(partial(absent, shapes[name], dtype))
+    return found
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Stands for a weight whose numbers are in no memory: it has a shape and a dtype alone."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def is_absent(weight: Tensor) -> bool:
+    return weight.ndim > 1 and weight.numel() > 1 and not any(weight.stride())
+
+
+def attach(model: Any, found: Mapping[str, ReadRounded]) -> None:
+    """Leave the levels with the modules that they belong to; those of an embedding with the head that is tied to it.
+
+    An absent weight of a module that is no product gets its numbers. Raises `ModelLoadError` for one of no module.
+    """
     modules, head, embedding = dict(model.named_modules()), model.get_output_embeddings(), model.get_input_embeddings()
-    for name, rounded in found.items():
+    for name, read in found.items():
         module: Any = modules.get(name)
+        if module is None:
+            continue
+        if type(module) is not nn.Linear and is_absent(module.weight):
+            module.weight.data = _expand(read, module.weight.dtype)
         if module is embedding and head is not None and head.weight is module.weight:
             module = head
         if type(module) is nn.Linear:
-            vars(module)["rounded"] = rounded
+            vars(module)["rounded"] = read
+    for name, weight in model.named_parameters():
+        if is_absent(weight) and not hasattr(modules[name.rpartition(".")[0]], "rounded"):
+            raise ModelLoadError(f"{name} has levels in its file, and cannot use them; choose another checkpoint")
 
 
 def save_quantized(source: Path, to: Path, model: PreTrainedModel, found: Mapping[str, Rounded]) -> None:
@@ -189,8 +237,8 @@ def _parts(name: str) -> list[str]:
     return [f"{name}.{part}" for part in ("levels", "scales", "zeros")]
 
 
-def _expand(rounded: Rounded, dtype: torch.dtype) -> Tensor:
-    return rounded.numbers.to(dtype)
+def _expand(read: ReadRounded, dtype: torch.dtype) -> Tensor:
+    return read().numbers.to(dtype)
 
 
 def _spread(factors: Tensor, inputs: int, size: int) -> Tensor:

@@ -58,8 +58,8 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
     if product.kind == INT4:
         levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8) - product.middle
     rows = levels.view(len(levels), -1, BLOCK, 4).transpose(1, 2).reshape(*groups.shape[1:], -1).float()
-    exact = rows * groups[0, :, :, None]
-    return (exact + groups[1, :, :, None] if product.has_zeros else exact).flatten(1)[:, : product.inputs]
+    exact = rows.mul_(groups[0, :, :, None])
+    return (exact.add_(groups[1, :, :, None]) if product.has_zeros else exact).flatten(1)[:, : product.inputs]
 
 
 def rounded_inputs(product: Product, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,8 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ByteSize
+
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 ARCHITECTURE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 """The processor's, by Linux's name."""
@@ -99,3 +101,8 @@ def _used(group: Path, name: str) -> int:
         pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used -= int(pages.get("total_inactive_file", pages["inactive_file"]))  # version 1 counts groups below apart
     return max(0, used)
+
+
+def human(size: int) -> str:
+    """Format a size in bytes: `1.5 GiB`."""
+    return ByteSize(size).human_readable(separator=" ")

@@ -89,7 +89,7 @@ class PagedBackend:
         parameters = count_parameters(path)
         self.tokenizer = Tokenizer(path)
         check_memory(config.kv_cache_memory, weights_of_model(config, device.type), config.model, device)
-        model = load_model(config, path, info.architecture, device, progress, keep_levels=kernels is not None)
+        model = load_model(config, path, info.architecture, device, make_product, progress)
         self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_product, kernels)
         if self.runner.uncompiled:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")

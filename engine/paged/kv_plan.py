@@ -56,10 +56,10 @@ def check_memory(memory: int, weights: Weights, model: str, device: torch.device
         total, owner = torch.cuda.get_device_properties(device).total_memory, str(device)
     else:
         total, owner = memory_of_machine().total, "this machine"
-    if max(weights) > total:
+    if (most := max(weights.read, weights.kept)) > total:
         raise ConfigurationError(
             [
-                f"the weights of {model} take {max(weights)} bytes while they load, and {owner} has {total} bytes of "
+                f"the weights of {model} take {most} bytes while they load, and {owner} has {total} bytes of "
                 "memory; choose a smaller model or a machine with more memory"
             ]
         )

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backend import ProgressCallback
+from ..checkpoints.lazy import reading
+from ..checkpoints.rounded import TakesLevels
 from ..config import EngineConfig
 from ..plain.loading import load_plain
 from ..plain.model import PlainModel
 from ..vision.processor import VisionProcessor
+from .quantization.quantize import ProductMaker, hold
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,11 +27,27 @@ def load_model(
     path: Path,
     architecture: str,
     device: torch.device,
+    make: ProductMaker,
     progress: ProgressCallback | None,
-    *,
-    keep_levels: bool,
 ) -> PreTrainedModel | PlainModel | LanguageModel:
-    """The model at `path`, whose attention is the runner's; see `load_causal_lm` for the arguments and errors."""
+    """The model at `path`, whose attention is the runner's; see `load_causal_lm` for the arguments and errors.
+
+    What its files hold as levels is packed by `make` at once, and its numbers are in no memory.
+    """
+    model = _load(config, path, architecture, device, make.takes_levels, progress)
+    with reading(config, device):
+        hold(model, make, progress)
+    return model
+
+
+def _load(
+    config: EngineConfig,
+    path: Path,
+    architecture: str,
+    device: torch.device,
+    keep_levels: TakesLevels | None,
+    progress: ProgressCallback | None,
+) -> PreTrainedModel | PlainModel | LanguageModel:
     if (processor := VisionProcessor.of(path)) is not None:
         return _load_seeing(config, path, architecture, device, progress, processor, keep_levels)
     plain = load_plain(config, path, device, progress, keep_levels=keep_levels)
@@ -47,7 +66,7 @@ def _load_seeing(
     device: torch.device,
     progress: ProgressCallback | None,
     processor: VisionProcessor,
-    keep_levels: bool,
+    keep_levels: TakesLevels | None,
 ) -> LanguageModel:
     """The language model of one that sees images; only its own attention is the runner's, and not the tower's."""
     from ..loading import load_causal_lm

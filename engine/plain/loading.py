@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from ...schemas.errors import ModelLoadError
 from ...schemas.sources import is_gguf
 from ..backend import ProgressCallback
 from ..checkpoints.files import read_header, weight_files
 from ..checkpoints.gguf import read_gguf
 from ..checkpoints.gguf_models import rope_factors
-from ..checkpoints.gguf_weights import lazy_weights, read_levels
-from ..checkpoints.lazy import LazyWeight
+from ..checkpoints.gguf_weights import lazy_weights, level_readers
+from ..checkpoints.lazy import LazyWeight, reading
 from ..checkpoints.packed_weights import lazy_packed_weights
-from ..checkpoints.rounded import attach, lazy_rounded_weights, read_rounded
+from ..checkpoints.rounded import (
+    ReadRounded,
+    TakesLevels,
+    attach,
+    is_absent,
+    lazy_rounded_weights,
+    rounded_readers,
+    without_numbers,
+)
 from ..config import EngineConfig
 from ..models import packed_files, read_config, read_quantized, read_shapes
 from .model import PlainModel
@@ -29,30 +36,45 @@ Read = Callable[[str], Tensor]
 
 
 def load_plain(
-    config: EngineConfig, path: Path, device: torch.device, progress: ProgressCallback | None, *, keep_levels: bool
+    config: EngineConfig,
+    path: Path,
+    device: torch.device,
+    progress: ProgressCallback | None,
+    *,
+    keep_levels: TakesLevels | None,
 ) -> PlainModel | None:
     """The model at `path` on `device`, as `load_causal_lm` would load it; None for one that is not plain.
+
+    `progress` is not told of weights that get no numbers.
 
     Raises `ModelLoadError`.
     """
     values = read_config(path)
     dtype = _dtype(config.dtype, values)
-    model = PlainModel.of(values, read_shapes(path))
+    shapes = read_shapes(path)
+    model = PlainModel.of(values, shapes)
     quantized = read_quantized(path)
     if dtype is None or model is None or (quantized and config.quantization):
         return None
-    keep_levels = keep_levels and config.quantization is None and dtype == torch.bfloat16
-    try:
+    keep_levels = keep_levels if config.quantization is None else None
+    with reading(config, device):
         if is_gguf(path):
             gguf = read_gguf(path)
-            model.take(_reader(lazy_weights(gguf, dtype), dtype), device, progress)
+            found, weights = dict[str, ReadRounded](), lazy_weights(gguf, dtype)
+            if keep_levels is not None and dtype == torch.bfloat16:
+                found = level_readers(gguf)
+                weights = without_numbers(weights, found, shapes, dtype, keep_levels)
+            model.take(_reader(weights, dtype), device, None if found else progress)
             if factors := rope_factors(gguf):
                 rotary = model.model.rotary_emb
                 rotary.inv_freq = rotary.inv_freq / torch.tensor(factors, device=device)
-            attach(model, dict(read_levels(gguf)) if keep_levels else {})
+            attach(model, found)
         elif quantized:
-            found = read_rounded(path, quantized)
-            model.take(_reader(lazy_rounded_weights(path, quantized, found, dtype), dtype), device, progress)
+            found = rounded_readers(path, quantized)
+            weights = lazy_rounded_weights(path, quantized, found, dtype)
+            if keep_levels is not None:
+                weights = without_numbers(weights, found, shapes, dtype, keep_levels)
+            model.take(_reader(weights, dtype), device, None if keep_levels else progress)
             attach(model, found)
         elif packed := packed_files(path):
             weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
@@ -60,12 +82,6 @@ def load_plain(
         else:
             with _stored(path, dtype) as read:
                 model.take(read, device, progress)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ModelLoadError(
-            f"{config.model} does not fit into the memory of {device} as {config.dtype}; use a smaller model or dtype"
-        ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
     return model
 
 
@@ -81,6 +97,8 @@ def _reader(weights: Mapping[str, LazyWeight], dtype: torch.dtype) -> Read:
 
 def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers in memory of their own: what is mapped would keep its whole file in memory, and the file in place."""
+    if is_absent(tensor):
+        return tensor
     found = tensor.to(dtype)
     return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 

@@ -320,12 +320,12 @@ def test_a_system_that_says_nothing_has_half_of_its_memory_free(tmp_path: Path) 
 
 def test_more_than_there_is_is_refused() -> None:
     total = memory_of_machine().total
-    cpu, weights = torch.device("cpu"), Weights(3, 1)
+    cpu, weights = torch.device("cpu"), Weights(3, 1, 4)
     with pytest.raises(ConfigurationError, match=f"has {total} bytes of memory, .* set at most {total - 1}"):
         check_memory(total, weights, "m", cpu)
     check_memory(total - 1, weights, "m", cpu)
     with pytest.raises(ConfigurationError, match=f"weights of m take {total + 1} bytes .* has {total} bytes"):
-        check_memory(1, Weights(total + 1, 1), "m", cpu)
+        check_memory(1, Weights(total + 1, 1, 1), "m", cpu)
 
 
 RUN = """

@@ -28,6 +28,8 @@ if _HAS_ONEDNN:
     _BINARY = torch.ops.mkldnn._linear_pointwise.binary
 
 _FEW_ROWS = 64
+HELD = "held"
+"""The attribute of a module whose weight is absent: the product of its levels, which is its `forward`."""
 
 
 def packs_bfloat16() -> bool:
@@ -204,12 +206,14 @@ class Applied(nn.Module):
         return self._linear(x)
 
 
-def fused_weight(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the weights of several products of the same input; all or none have a bias."""
-    weight = torch.cat([part.weight for part in parts])
-    if parts[0].bias is None:
-        return weight, None
-    return weight, torch.cat([part.bias for part in parts])
+def fused_weight(parts: Sequence[nn.Linear]) -> Tensor:
+    """Concatenate the weights of several products of the same input."""
+    return torch.cat([part.weight for part in parts])
+
+
+def fused_bias(parts: Sequence[nn.Linear]) -> Tensor | None:
+    """Concatenate the biases of several products; all or none have one."""
+    return None if parts[0].bias is None else torch.cat([part.bias for part in parts])
 
 
 def release(parts: Iterable[nn.Linear]) -> None:
@@ -217,4 +221,5 @@ def release(parts: Iterable[nn.Linear]) -> None:
     for part in parts:
         part.weight = nn.Parameter(part.weight.new_empty(0), requires_grad=False)
         part.register_parameter("bias", None)
-        vars(part).pop("rounded", None)
+        for own in ("rounded", HELD, "forward"):
+            vars(part).pop(own, None)

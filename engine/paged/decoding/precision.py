@@ -1,4 +1,7 @@
-"""Runs a model in float32, whatever the dtype of its weights, with extra memory for only one module at a time."""
+"""Runs a model in float32, whatever the dtype of its weights, with extra memory for only one module at a time.
+
+Modules whose weights are absent compute with levels, in the dtype of their inputs (`quantization.quantize.hold`).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoints.rounded import is_absent
+
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Inside, each module has float32 parameters while it runs, so that differences are not due to rounding."""
     with ExitStack() as hooks:
         for module in model.modules():
-            if any(parameter.dtype != torch.float32 for parameter in module.parameters(recurse=False)):
+            if any(parameter.dtype != torch.float32 for parameter in _present(module)):
                 _widen(module, hooks)
         yield
 
@@ -24,7 +29,7 @@ def _widen(module: nn.Module, hooks: ExitStack) -> None:
     own: list[tuple[nn.Parameter, Tensor]] = []
 
     def before(*_: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in _present(module):
             own.append((parameter, parameter.data))
             parameter.data = parameter.data.float()
 
@@ -35,3 +40,7 @@ def _widen(module: nn.Module, hooks: ExitStack) -> None:
 
     hooks.callback(module.register_forward_pre_hook(before).remove)
     hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+
+
+def _present(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters(recurse=False) if not is_absent(parameter)]

@@ -24,7 +24,7 @@ from .compiled_decoder import CompiledDecoder
 from .decoder import Attention, Decoder, advance
 from .linear import Unfused
 
-_OUTPUTS = 64  # blocks of a weight converted to float32 at a time
+_NUMBERS = 1 << 20  # of a weight that are converted to float32 at a time, so that they stay in the cache
 _LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer's rounding; typical is up to 0.007
 _MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the least bound for the whole model's, or
 _FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
@@ -68,10 +68,9 @@ def differences(
     exact = functional.embedding(step.ids, decoder.embedding).float()
     for index in range(len(decoder.layers)):
         given = exact.to(dtype)
-        right = reference.advance(index, given.float()) - given.float()
+        right, exact = reference.advance(index, given.float(), exact)
         _, compiled = candidate.part(silent, given, range(index, index + 1))
-        note(f"layer {index}", right, compiled - given.float(), _LAYER[dtype])
-        exact = reference.advance(index, exact)
+        note(f"layer {index}", right - given.float(), compiled - given.float(), _LAYER[dtype])
     every = [segment._replace(samples=True) for segment in probes]
     ends = torch.tensor([len(segment.tokens) for segment in probes]).cumsum(0) - 1
     given = exact.to(dtype)
@@ -99,25 +98,45 @@ class _Exact(Unfused):
     def __call__(self, x: Tensor) -> Tensor:
         product, blocks = self.product, -(-self.product.outputs // BLOCK)
         x = rounded_inputs(product, x, self._dtype)
+        count = max(1, _NUMBERS // (BLOCK * product.inputs))
         parts = [
-            x @ numbers(product, self._dtype, start, min(start + _OUTPUTS, blocks)).T
-            for start in range(0, blocks, _OUTPUTS)
+            x @ numbers(product, self._dtype, start, min(start + count, blocks)).T for start in range(0, blocks, count)
         ]
         whole, bias = torch.cat(parts, dim=-1)[:, : product.outputs], product.tensors[2]
         return whole.contiguous() if bias is None else whole + bias
 
 
 class _Reference:
-    """The decoder in float32, including keys and values."""
+    """The decoder in float32, including keys and values; it computes the probes twice, with different inputs.
+
+    That takes as long as once, most of which goes into the conversion of the weights.
+    """
 
     def __init__(self, decoder: Decoder, setting: Setting, probes: Sequence[Segment]) -> None:
         self._decoder, self._setting = decoder, setting
         device = torch.device("cpu")
         self._attention = MatmulAttention(setting.block_size, torch.float32, device)
-        self._step = pack(probes, setting.groups, setting.block_size, device, self._attention.pack_group)
+        self._groups = [group._replace(num_blocks=2 * group.num_blocks) for group in setting.groups]
+        others = [group.num_blocks for group in setting.groups]  # the first block of the second time
+        twice: list[Segment] = []
+        rows: list[int] = []  # of the first inputs and, behind them, the second ones: the order of `twice`
+        count = sum(len(segment.tokens) for segment in probes)
+        for segment in probes:
+            tables = [[block + first for block in table] for table, first in zip(segment.tables, others, strict=True)]
+            twice += [segment, segment._replace(tables=tables)]
+            own = range(start := len(rows) // 2, start + len(segment.tokens))
+            rows += [*own, *(count + row for row in own)]
+        self._rows = torch.tensor(rows)
+        self._step = pack(twice, self._groups, setting.block_size, device, self._attention.pack_group)
         self._angles = decoder.angles(self._step.positions, torch.float32)
 
-    def advance(self, index: int, x: Tensor) -> Tensor:
+    def advance(self, index: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Run one layer on two residual streams [T, E]: what they are after it."""
+        found = torch.empty(2 * len(first), first.shape[1])
+        found[self._rows] = self._advance(index, torch.cat((first, second))[self._rows])
+        return found[: len(first)], found[len(first) :]
+
+    def _advance(self, index: int, x: Tensor) -> Tensor:
         layer: Any = copy(self._decoder.layers[index])
         for name in ("qkv", "output", "gate", "up", "down"):
             setattr(layer, name, self._exact(getattr(layer, name).product))
@@ -132,5 +151,5 @@ class _Reference:
 
     def _attend(self, index: int, query: Tensor, keys_values: Tensor) -> Tensor:
         setting, group = self._setting, self._setting.group_of[index]
-        pool = self._attention.pool(setting.specs[index], setting.groups[group].num_blocks)
+        pool = self._attention.pool(setting.specs[index], self._groups[group].num_blocks)
         return self._attention.attend(self._step.groups[group], pool, query, keys_values, setting.rules[index])

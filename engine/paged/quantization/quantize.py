@@ -20,12 +20,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....schemas.errors import ConfigurationError
+from ...backend import ProgressCallback
 from ...checkpoints.quantized import PRECISE
-from ...checkpoints.rounded import Rounded
+from ...checkpoints.rounded import Rounded, TakesLevels, is_absent
 from ...cpu.layouts import fours, grouped, nibbles
-from ...cpu.library import FINE, GROUP, INT4, INT8, Kernels, Product
+from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, Kernels, Product
 from ...vision.families import language_model_of
-from ..decoding.linear import CompiledLinear, Linear, PlainLinear, Unfused, fused_weight, make_packed
+from ..decoding.linear import (
+    HELD,
+    CompiledLinear,
+    Linear,
+    PlainLinear,
+    Unfused,
+    fused_bias,
+    fused_weight,
+    make_packed,
+)
 from .rounding import to_int4, to_int8
 
 if TYPE_CHECKING:
@@ -33,6 +43,7 @@ if TYPE_CHECKING:
 
 METHODS = ("int8", "int4")
 
+_PART = 64 * BLOCK  # outputs whose levels are packed at a time
 _INT8_ROWS, _INT4_ROWS = 16, 112  # the most rows for which torch's kernels are faster than expanding
 
 
@@ -63,14 +74,33 @@ class ProductMaker:
         self._is_cpu, self._kernels, self._buffer = device.type == "cpu", kernels, _Buffer()
         self.is_quantized = quantization is not None  # set where weights were loaded as levels, too
 
+    @property
+    def takes_levels(self) -> TakesLevels | None:
+        """For which weights there are products of whatever levels a file has; None if for none."""
+        return self._kernels.take if self._is_cpu and self._kernels is not None else None
+
     def __call__(self, parts: Sequence[nn.Linear], name: str, is_head: bool) -> Linear:
         """One product of modules that share their input; `name` is that of the first."""
-        weight, bias = fused_weight(parts)
+        if len(parts) == 1 and (held := vars(parts[0]).get(HELD)) is not None:
+            product: Linear = held
+            return product
+        bias = fused_bias(parts)
         loaded = Rounded.of_modules(parts) if self._is_cpu else None
         if loaded is not None and (loaded.is_own or self._kernels is not None):
             self.is_quantized = True
-            return _place(loaded, bias, weight.dtype, self._buffer, self._kernels)
-        return (self._make_precise if is_head or is_precise(name) else self._make)(weight, bias)
+            return _place(loaded, bias, parts[0].weight.dtype, self._buffer, self._kernels)
+        make = self._make_precise if is_head or is_precise(name) else self._make
+        return make(fused_weight(parts), bias)
+
+
+def hold(model: nn.Module, make: ProductMaker, progress: ProgressCallback | None) -> None:
+    """Modules whose weights are absent compute with products of their levels from now on, in bfloat16 or float32."""
+    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    waiting = [(name, module) for name, module in found if is_absent(module.weight)]
+    for done, (name, module) in enumerate(waiting, start=1):
+        vars(module)[HELD] = vars(module)["forward"] = make([module], name, False)
+        if progress is not None:
+            progress(done, len(waiting))
 
 
 def is_precise(name: str) -> bool:
@@ -160,7 +190,8 @@ class _Compiled(CompiledLinear):
 
     def __init__(self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels) -> None:
         levels, scales, zeros, bits, middle, size = rounded
-        packed = nibbles(levels) if bits == 4 else fours(levels - middle)
+        pack = nibbles if bits == 4 else lambda part: fours(part - middle)
+        packed = torch.cat([pack(part) for part in torch.split(levels, _PART)])
         factors = grouped(torch.stack((scales,) if zeros is None else (scales, zeros), dim=-1))
         kind, middle = (INT4, middle) if bits == 4 else (INT8 if size == GROUP else FINE, 0)
         product = Product.of(

@@ -225,7 +225,7 @@ FORMS = [
 def _with(known: Rounded) -> nn.Linear:
     """A module that was loaded with these levels."""
     module = nn.Linear(known.levels.shape[1], len(known.levels), bias=False)
-    module.rounded = known  # type: ignore[assignment]
+    module.rounded = lambda: known  # type: ignore[assignment]
     return module
 
 

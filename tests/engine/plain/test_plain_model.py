@@ -66,7 +66,7 @@ def attend(_: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, wi
 
 
 def loaded(path: Path, **values: Any) -> PlainModel | None:
-    return load_plain(EngineConfig(model=str(path), **values), path, CPU, None, keep_levels=False)
+    return load_plain(EngineConfig(model=str(path), **values), path, CPU, None, keep_levels=None)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,7 +146,7 @@ def test_the_dtype_is_that_of_the_configuration_or_the_one_asked_for(
 def test_progress_is_told_for_each_weight(model_directory: Callable[[str], Path]) -> None:
     told: list[tuple[int, int]] = []
     path = model_directory("llama")
-    load_plain(EngineConfig(model=str(path)), path, CPU, lambda *done: told.append(done), keep_levels=False)
+    load_plain(EngineConfig(model=str(path)), path, CPU, lambda *done: told.append(done), keep_levels=None)
     assert told == [(done, len(told)) for done in range(1, len(told) + 1)] and len(told) > 5
 
 

@@ -22,7 +22,6 @@ from vision_truth import expected, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine, loading
 from penstock.engine.checkpoints import rounded
-from penstock.engine.checkpoints.rounded import Rounded
 from penstock.engine.loading import load_config
 from penstock.engine.models import resolve_model
 from penstock.engine.paged.backend import PagedBackend
@@ -145,7 +144,7 @@ def test_levels_are_kept_of_the_language_model_alone(
     """In bfloat16, as usual."""
     kept: list[str] = []
 
-    def attach(model: torch.nn.Module, found: dict[str, Rounded]) -> None:
+    def attach(model: torch.nn.Module, found: dict[str, rounded.ReadRounded]) -> None:
         kept.extend(found)
         rounded.attach(model, found)
 
