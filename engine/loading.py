@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import is_gguf
 from .backend import ProgressCallback
+from .checkpoints.experts import Readers, fold_experts
 from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_models import rope_factors
 from .checkpoints.gguf_pairs import config_of
@@ -127,7 +128,9 @@ def _load(
     else:
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)
+    experts: Readers = {}
     if keep_levels is not None:
+        weights, found, experts = fold_experts(weights, found, read_shapes(path), dtype, keep_levels)
         weights = without_numbers(weights, found, read_shapes(path), dtype, keep_levels)
     kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     with counting_weights(None if keep_levels is not None and found else progress):
@@ -135,7 +138,7 @@ def _load(
     if gguf and (factors := rope_factors(gguf)):
         body = loaded[0].model
         (language_model_of(body) or body).rotary_emb.inv_freq /= torch.tensor(factors)
-    attach(loaded[0], found)
+    attach(loaded[0], found, experts)
     return loaded
 
 

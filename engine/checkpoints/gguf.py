@@ -80,8 +80,7 @@ class GgufWeight(NamedTuple):
     @property
     def keeps_levels(self) -> bool:
         """Whether it can be used in the form that it has in the file, if its type has levels."""
-        is_product = len(self.shape) == 2 and not self.tensor.name.endswith(_ROUTER)
-        return is_product and self.expert is None and not self.sees
+        return len(self.shape) == 2 and not self.sees and not self.tensor.name.endswith(_ROUTER)
 
 
 class GgufStrings(NamedTuple):

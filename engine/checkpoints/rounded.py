@@ -67,9 +67,12 @@ class Rounded(NamedTuple):
     def of_modules(cls, modules: Iterable[nn.Module]) -> Self | None:
         """The outputs of several modules side by side; None unless all were loaded quantised."""
         found: list[ReadRounded | None] = [getattr(module, "rounded", None) for module in modules]
-        parts = [read() for read in found if read is not None]
-        if len(parts) < len(found):
-            return None
+        readers = [read for read in found if read is not None]
+        return cls.joined([read() for read in readers]) if len(readers) == len(found) else None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rounded]) -> Self:
+        """The outputs of several weights side by side."""
         if len({(one.scales.dtype, one.zeros is None, *one[3:]) for one in parts}) > 1:
             size = min(part.size for part in parts)
             parts = [part.widened(size) for part in parts]
@@ -153,10 +156,11 @@ def is_absent(weight: Tensor) -> bool:
     return weight.ndim > 1 and weight.numel() > 1 and not any(weight.stride())
 
 
-def attach(model: Any, found: Mapping[str, ReadRounded]) -> None:
-    """Leave the levels with the modules that they belong to; those of an embedding with the head that is tied to it.
+def attach(model: Any, found: Mapping[str, ReadRounded], experts: Mapping[str, Any] | None = None) -> None:
+    """Leave the levels with the modules that they belong to; those of an embedding with the head that is tied to it,
+    and those of `experts` with those of their layer (see `experts.Readers`).
 
-    An absent weight of a module that is no product gets its numbers. Raises `ModelLoadError` for one of no module.
+    An absent weight of a module that is no product gets its numbers. Raises `ModelLoadError` for one without levels.
     """
     modules, head, embedding = dict(model.named_modules()), model.get_output_embeddings(), model.get_input_embeddings()
     for name, read in found.items():
@@ -169,6 +173,9 @@ def attach(model: Any, found: Mapping[str, ReadRounded]) -> None:
             module = head
         if type(module) is nn.Linear:
             vars(module)["rounded"] = read
+    for name, readers in (experts or {}).items():
+        module = modules[name]
+        vars(module)["rounded"] = readers
     for name, weight in model.named_parameters():
         if is_absent(weight) and not hasattr(modules[name.rpartition(".")[0]], "rounded"):
             raise ModelLoadError(f"{name} has levels in its file, and cannot use them; choose another checkpoint")

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ..backend import ProgressCallback
 from ..checkpoints.lazy import reading
-from ..checkpoints.rounded import TakesLevels
+from ..checkpoints.rounded import TakesLevels, is_absent
 from ..config import EngineConfig
 from ..plain.loading import load_plain
 from ..plain.model import PlainModel
 from ..vision.processor import VisionProcessor
-from .quantization.quantize import ProductMaker, hold
+from .decoding.experts import packing_experts
+from .decoding.linear import HELD
+from .quantization.quantize import ProductMaker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +39,7 @@ def load_model(
     """
     model = _load(config, path, architecture, device, make.takes_levels, progress)
     with reading(config, device):
-        hold(model, make, progress)
+        _hold(model, make, progress)
     return model
 
 
@@ -77,3 +80,28 @@ def _load_seeing(
     model = split(loaded, processor)
     model.config._attn_implementation = ATTENTION
     return model
+
+
+def _hold(model: nn.Module, make: ProductMaker, progress: ProgressCallback | None) -> None:
+    """Modules whose weights are absent compute with products of their levels from now on, in bfloat16 or float32."""
+    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    waiting = [(name, module) for name, module in found if is_absent(module.weight)]
+    experts = [module for module in model.modules() if _has_levels(module)]
+    total, done = len(waiting) + len(experts), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    for name, module in waiting:
+        vars(module)[HELD] = vars(module)["forward"] = make([module], name, False)
+        advance()
+    for _ in packing_experts(model, make, _has_levels):
+        advance()
+
+
+def _has_levels(module: nn.Module) -> bool:
+    """Whether it is experts whose weights are absent."""
+    return isinstance(vars(module).get("rounded"), dict)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoints.rounded import is_absent
 from ...cpu.library import span
 from .linear import Linear
 
@@ -22,12 +23,20 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate",
 """What a class has whose experts transformers can compute with other functions."""
 
 
-def pack_experts(model: Any, make: MakeProduct) -> Iterator[PackedExperts]:
-    """Put packed experts in the place of transformers'; yields each."""
+def pack_experts(model: Any, make: MakeProduct) -> list[PackedExperts]:
+    """Put packed experts in the place of transformers'; returns all."""
+    for _ in packing_experts(model, make, lambda experts: True):
+        pass
+    return [module for module in model.modules() if isinstance(module, PackedExperts)]
+
+
+def packing_experts(model: Any, make: MakeProduct, chosen: Callable[[Any], bool]) -> Iterator[PackedExperts]:
+    """Put packed experts in the place of those of transformers' that are `chosen`; yields each when it is there."""
     num_used: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     for name, parent in list(model.named_modules()):
         for own, module in list(parent.named_children()):
-            if all(hasattr(module, mark) for mark in _MARKS) and not isinstance(module, PackedExperts):
+            is_theirs = all(hasattr(module, mark) for mark in _MARKS) and not isinstance(module, PackedExperts)
+            if is_theirs and chosen(module):
                 packed = PackedExperts(module, make, f"{name}.{own}", num_used)
                 setattr(parent, own, packed)
                 yield packed
@@ -86,11 +95,14 @@ class PackedExperts(nn.Module):
         """A product for each expert; frees the weights of all of them."""
         weights = getattr(experts, kind).detach()
         biases = getattr(experts, f"{kind}_bias").detach() if experts.has_bias else None
+        readers = vars(experts).get("rounded", {}).get(kind)
         products: list[Linear] = []
         for expert in range(self._num_experts):
             weight = weights[expert].T if experts.is_transposed else weights[expert]
             part = nn.Linear(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
-            part.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+            part.weight = nn.Parameter(weight if is_absent(weight) else weight.contiguous(), requires_grad=False)
+            if readers is not None:
+                vars(part)["rounded"] = readers[expert]
             if biases is not None:
                 part.bias = nn.Parameter(biases[expert].contiguous(), requires_grad=False)
             products.append(make([part], f"{name}.{kind}", False))

@@ -1,6 +1,6 @@
 """Runs a model in float32, whatever the dtype of its weights, with extra memory for only one module at a time.
 
-Modules whose weights are absent compute with levels, in the dtype of their inputs (`quantization.quantize.hold`).
+Modules whose weights are absent compute with levels, in the dtype of their inputs (`load`).
 """
 
 from __future__ import annotations

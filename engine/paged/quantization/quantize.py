@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....schemas.errors import ConfigurationError
-from ...backend import ProgressCallback
 from ...checkpoints.quantized import PRECISE
-from ...checkpoints.rounded import Rounded, TakesLevels, is_absent
+from ...checkpoints.rounded import Rounded, TakesLevels
 from ...cpu.layouts import fours, grouped, nibbles
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, Kernels, Product
 from ...vision.families import language_model_of
@@ -91,16 +90,6 @@ class ProductMaker:
             return _place(loaded, bias, parts[0].weight.dtype, self._buffer, self._kernels)
         make = self._make_precise if is_head or is_precise(name) else self._make
         return make(fused_weight(parts), bias)
-
-
-def hold(model: nn.Module, make: ProductMaker, progress: ProgressCallback | None) -> None:
-    """Modules whose weights are absent compute with products of their levels from now on, in bfloat16 or float32."""
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    waiting = [(name, module) for name, module in found if is_absent(module.weight)]
-    for done, (name, module) in enumerate(waiting, start=1):
-        vars(module)[HELD] = vars(module)["forward"] = make([module], name, False)
-        if progress is not None:
-            progress(done, len(waiting))
 
 
 def is_precise(name: str) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from gguf_cases import CASES, PROMPTS, Case
 from gguf_files import write_gguf
 from pydantic import ByteSize
 
@@ -26,100 +26,6 @@ from penstock.schemas.errors import ModelLoadError
 LENGTH = 24
 AutoConfig: Any = transformers.AutoConfig
 AutoModelForCausalLM: Any = transformers.AutoModelForCausalLM
-PROMPTS = [[7, 90, 301, 45, 12], [5 + 3 * index % 400 for index in range(40)]]
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-_MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32}
-_TIED = {"head_dim": 32, "tie_word_embeddings": True}
-_LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
-
-
-class Case(NamedTuple):
-    """An architecture of GGUF, the model type, its own settings, and what the file says of them."""
-
-    architecture: str
-    model_type: str
-    settings: dict[str, Any]
-    metadata: dict[str, Any]
-
-
-CASES = [
-    Case("llama", "llama", {}, {}),
-    Case("llama", "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, {}),
-    Case("llama", "llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}, _LINEAR),
-    Case(
-        "llama",
-        "mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-        {"expert_count": 4, "expert_used_count": 2},
-    ),
-    Case("qwen2", "qwen2", {"tie_word_embeddings": True}, {}),
-    Case("qwen2moe", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48}, _EXPERT_KEYS),
-    Case("qwen3", "qwen3", {"head_dim": 32}, {}),
-    Case("qwen3moe", "qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}, _EXPERT_KEYS),
-    Case("gemma", "gemma", _TIED, {}),
-    Case(
-        "gemma2",
-        "gemma2",
-        _MIXED | _TIED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-        {"attention.sliding_window": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
-    Case(
-        "gemma3",
-        "gemma3_text",
-        _MIXED | _TIED,
-        {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False]},
-    ),
-    Case(
-        "phi3",
-        "phi3",
-        {"sliding_window": 16, "partial_rotary_factor": 0.5},
-        {"attention.sliding_window": 16, "rope.dimension_count": 8},
-    ),
-    Case(
-        "granite",
-        "granite",
-        {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},
-        {"embedding_scale": 6.0, "attention.scale": 0.4, "residual_scale": 0.7, "logit_scale": 0.5},
-    ),
-    Case("olmo2", "olmo2", {}, {}),
-    Case("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
-    Case("starcoder2", "starcoder2", {"use_bias": True}, {"attention.layer_norm_epsilon": 1e-5}),
-]
-
-
-@pytest.fixture
-def make_model(tmp_path: Path, model_directory: Callable[[str], Path]) -> Callable[[Case], Path]:
-    """Write the directory of a tiny random model with the tokenizer of another one."""
-
-    def make(case: Case) -> Path:
-        config = AutoConfig.for_model(case.model_type, **SIZES | case.settings)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            for parameter in model.parameters():  # biases and norms, too: as they begin they would hide faults
-                if parameter.ndim == 1:
-                    parameter.data += 0.2 * torch.randn_like(parameter)
-        model.save_pretrained(tmp_path / "model")
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(model_directory("llama") / name, tmp_path / "model")
-        return tmp_path / "model"
-
-    return make
 
 
 def generate(model: Path, prompts: list[list[int]], backend: str = "paged") -> list[list[int]]:
