@@ -19,6 +19,7 @@ from .lazy import LazyWeight
 from .rounded import ReadRounded, Rounded
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
+_LEVELS_CHUNK = 1 << 21  # the same of levels alone
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -67,7 +68,7 @@ def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
     """The levels and scales of a weight that lies in `data` in so many rows; `kind` is a quantised type."""
     weights, size = BLOCKS[kind]
     lines = data.view(rows, -1, size)
-    step = max(1, _CHUNK // (lines.shape[1] * weights))
+    step = max(1, _LEVELS_CHUNK // (lines.shape[1] * weights))
     levels = torch.empty((rows, lines.shape[1] * weights), dtype=torch.int8)
     scales, zeros = list[Tensor](), list[Tensor]()
     for start in range(0, rows, step):

@@ -58,6 +58,12 @@ def prepare_memory() -> None:
         mallopt(_ARENA_MAX, 1)
 
 
+def return_memory() -> None:
+    """Give what loading has freed back to the system; the allocator would keep up to a gigabyte of it."""
+    with contextlib.suppress(OSError, AttributeError):  # another library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def use_large_pages(spans: Iterable[tuple[int, int]]) -> None:
     """Move the memory at `spans`, addresses and bytes, into pages of 2 MB; where Linux cannot, it stays as it is.
 

@@ -12,6 +12,7 @@ from ..backend import ProgressCallback
 from ..checkpoints.lazy import reading
 from ..checkpoints.rounded import TakesLevels, is_absent
 from ..config import EngineConfig
+from ..cpu.process import return_memory
 from ..plain.loading import load_plain
 from ..plain.model import PlainModel
 from ..vision.processor import VisionProcessor
@@ -99,6 +100,7 @@ def _hold(model: nn.Module, make: ProductMaker, progress: ProgressCallback | Non
         vars(module)[HELD] = vars(module)["forward"] = make([module], name, False)
         advance()
     for _ in packing_experts(model, make, _has_levels):
+        return_memory()  # one layer's
         advance()
 
 

@@ -24,7 +24,7 @@ from ..adapters.files import AdapterFiles
 from ..adapters.loaded import Adapter
 from ..adapters.low_rank import Adaptation, place
 from ..cpu.library import Kernels, span
-from ..cpu.process import use_large_pages
+from ..cpu.process import return_memory, use_large_pages
 from ..plain.model import PlainModel
 from ..vision.tower import LanguageModel, Seen, Vision
 from .attention import Rules, choose_attention, widened, with_rules
@@ -111,6 +111,7 @@ class Runner:
                 self.weight_bytes += experts.active_bytes
                 self._spans += experts.spans
             use_large_pages(self._spans)
+            return_memory()
         self.uncompiled = self._compile(kernels, context_length)
 
     @property
