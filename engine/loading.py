@@ -31,7 +31,7 @@ from .checkpoints.gguf_models import rope_factors
 from .checkpoints.gguf_pairs import config_of
 from .checkpoints.gguf_weights import lazy_weights, level_readers
 from .checkpoints.lazy import reading
-from .checkpoints.packed_weights import lazy_packed_weights
+from .checkpoints.packed_weights import lazy_packed_weights, packed_level_readers
 from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
@@ -62,7 +62,7 @@ def load_causal_lm(
     """Load the weights at `path` onto `device`; with `attention` None transformers chooses its implementation.
 
     `keep_levels` says for which weights the caller makes products of levels: those get no numbers, but their modules
-    the levels, as `rounded`. GGUF files have them in bfloat16.
+    the levels, as `rounded`. Files of other programs have them in bfloat16.
     `sees`: it is a model for images and text, and is loaded as a whole.
     Call `count_parameters` first: it checks the files. Raises `ModelLoadError` and `ConfigurationError`.
     """
@@ -125,6 +125,8 @@ def _load(
         found = level_readers(gguf) if keep_levels is not None and dtype == torch.bfloat16 else {}
     elif packed:
         weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
+        if keep_levels is not None and dtype == torch.bfloat16:
+            found = packed_level_readers(packed.files, packed.weights, packed.packing)
     else:
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)

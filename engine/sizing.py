@@ -15,12 +15,12 @@ from pydantic import ByteSize
 from ..schemas.errors import ConfigurationError
 from ..schemas.sources import is_gguf
 from .checkpoints.gguf import read_gguf
-from .checkpoints.gguf_pairs import weights_of
 from .checkpoints.quantized import PRECISE
+from .checkpoints.widths import WIDTHS, gguf_widths, packed_widths
 from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, human, memory_of_machine
 from .discovery import files_for, find_backend
-from .models import read_config, read_model_info, read_quantized, read_shapes
+from .models import packed_files, read_config, read_model_info, read_quantized, read_shapes
 from .vision.families import is_of_tower
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 _PREFIXES = 2  # times what a full batch needs, so that prefixes stay cached
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-_WIDTHS = {"int8": 1.1, "int4": 0.6}  # bytes of a packed weight, scales included
 _PACKING = 4  # bytes of a number of the weight that is being packed
-_LEVELS = {"Q4_0": 0.6, "Q4_1": 0.65, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3}  # the same of a GGUF file's types
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
 _EMBEDDING = "embed_tokens.weight"  # how its name in a GGUF file ends, translated
 
@@ -202,7 +200,7 @@ class _Files(NamedTuple):
     precise: int  # the head's and those of other weights that int4 leaves at int8
     method: str | None  # if the checkpoint is quantised
     number: int  # bytes of each number as it is loaded
-    widths: Mapping[str, float]  # bytes of a number that a GGUF file's levels take, by the names of weights
+    widths: Mapping[str, float]  # bytes of a number of the weights whose levels are kept, by their names
     sizes: Mapping[str, int]  # numbers of each weight
     stored: int  # bytes of all tensors of a GGUF file; 0 of another
 
@@ -218,7 +216,7 @@ class _Files(NamedTuple):
         head = sum(size for name, size in sizes.items() if name.endswith(_HEADS))
         inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE and not is_of_tower(name)]
         gguf = read_gguf(path) if is_gguf(path) else None
-        found = weights_of(gguf) if gguf else {}
+        packed = None if gguf else packed_files(path)
         return cls(
             settings=settings,
             context=info.context_length,
@@ -228,11 +226,7 @@ class _Files(NamedTuple):
             precise=head + sum(inputs),
             method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
-            widths={
-                name: _LEVELS.get(weight.tensor.type, _WIDTHS["int8"])
-                for name, weight in found.items()
-                if weight.tensor.type.startswith("Q") and weight.keeps_levels
-            },
+            widths=gguf_widths(gguf) if gguf else packed_widths(packed.weights, packed.packing) if packed else {},
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
         )
@@ -245,12 +239,12 @@ class _Files(NamedTuple):
         packs = device == "cpu" and config.backend == "paged"
         method = config.quantization or (self.method if packs else None)
         tied: float = self.number  # bytes of a number in a head that is the embedding
-        if method in _WIDTHS:
+        if method in WIDTHS:
             tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
             products = self.parameters - self.embedding - self.precise - tower
-            packed = products * _WIDTHS[method] + self.precise * _WIDTHS["int8"]
+            packed = products * WIDTHS[method] + self.precise * WIDTHS["int8"]
             kept = int((self.embedding + tower) * self.number + packed)
-            tied = _WIDTHS["int8"]
+            tied = WIDTHS["int8"]
         elif packs and self.widths and self._keeps_levels(config):
             embedding = next((name for name in self.widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype
             saved = sum(self.sizes[name] * (self.number - width) for name, width in self.widths.items())

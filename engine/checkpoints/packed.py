@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
+from .quantized import GROUP_SIZE
 
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 _PASSED_ON = ("mxfp4", "penstock")  # transformers expands the first itself, and `rounded` reads our own
@@ -25,7 +26,8 @@ class Packing(NamedTuple):
     """How the weights of a checkpoint are packed; `bits` is 8 where they are not packed into words.
 
     `group_size` counts the weights of a row that share a scale, 0 for the whole row or what the shapes say. `block` are
-    the rows and columns that share a scale of FP8. `zero_offset` is what GPTQ's first format subtracts from zeros.
+    the rows and columns that share a scale of FP8. `zero_offset` is what GPTQ's first format subtracts from zeros. With
+    `act_order` the weights of a group need not be neighbours.
     """
 
     method: str
@@ -33,6 +35,7 @@ class Packing(NamedTuple):
     group_size: int = 0
     block: tuple[int, int] | None = None
     zero_offset: int = 0
+    act_order: bool = False
 
 
 class PackedWeight(NamedTuple):
@@ -40,6 +43,14 @@ class PackedWeight(NamedTuple):
 
     parts: dict[str, str]
     shape: tuple[int, int]
+
+    def keeps_levels(self, packing: Packing) -> bool:
+        """Whether it can be used as the levels that it is packed from: whole groups of neighbours, of whole numbers."""
+        inputs = self.shape[1]
+        size = packing.group_size or inputs
+        in_groups = not size % GROUP_SIZE and not inputs % size and packing.block is None
+        in_words = "qweight" in self.parts or ("weight_packed" in self.parts and "weight_g_idx" not in self.parts)
+        return in_groups and in_words and not packing.act_order
 
 
 def packing_of(config: Mapping[str, Any], path: Path) -> Packing | None:
@@ -63,7 +74,8 @@ def packing_of(config: Mapping[str, Any], path: Path) -> Packing | None:
     if method == "awq" and settings.get("version", "gemm").lower() != "gemm":
         raise _unsupported(path, f"has AWQ's layout {settings['version']!r}", "gemm")
     first = method == "gptq" and settings.get("checkpoint_format", "gptq") == "gptq"
-    return Packing(method, bits, max(0, size or 0), zero_offset=int(first))
+    act_order = method == "gptq" and bool(settings.get("desc_act"))
+    return Packing(method, bits, max(0, size or 0), zero_offset=int(first), act_order=act_order)
 
 
 def _compressed(settings: Mapping[str, Any], path: Path) -> Packing:

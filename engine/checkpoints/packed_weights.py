@@ -1,4 +1,7 @@
-"""Expands packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors and FP8."""
+"""Reads packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors and FP8.
+
+They are expanded, or levels and scales as any other weight's (`rounded`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from torch import Tensor
 
 from .lazy import LazyWeight
 from .packed import PackedWeight, Packing
+from .quantized import GROUP_SIZE
+from .rounded import ReadRounded, Rounded
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word AWQ puts the weight of each of eight columns
 
@@ -23,15 +28,71 @@ def lazy_packed_weights(
 ) -> dict[str, LazyWeight]:
     """All weights by name; `files` says in which file each tensor lies. Packed ones become `dtype`."""
 
-    def get(name: str) -> Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+    get = partial(_get, files)
 
     def read(weight: PackedWeight | str) -> Tensor:
         return get(weight) if isinstance(weight, str) else expand(weight, packing, get).to(dtype)
 
     return {name: LazyWeight(partial(read, weight)) for name, weight in weights.items()}
+
+
+def packed_level_readers(
+    files: Mapping[str, Path], weights: Mapping[str, PackedWeight | str], packing: Packing
+) -> dict[str, ReadRounded]:
+    """The weights whose levels can be kept, by the names of their modules."""
+    return {
+        name.removesuffix(".weight"): partial(levels_of, weight, packing, partial(_get, files))
+        for name, weight in weights.items()
+        if not isinstance(weight, str) and weight.keeps_levels(packing)
+    }
+
+
+def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
+    """A packed weight in groups of 32, of 4 bits or 8; `get` reads a tensor by name.
+
+    Zeros become what they stand for, in float32; there are none where all are the middle. Raises `ValueError` for
+    columns in another order than the configuration says.
+    """
+    parts = {part: get(name) for part, name in weight.parts.items()}
+    middle = 1 << packing.bits - 1
+    if packing.method == "gptq":
+        levels = _unpack(parts["qweight"].T, packing.bits)
+        zeros = _unpack(parts["qzeros"], packing.bits).T + packing.zero_offset
+        scales = parts["scales"].T
+        order = parts.get("g_idx")
+        if order is not None and not torch.equal(order, torch.arange(len(order)) // (len(order) // scales.shape[1])):
+            raise ValueError(
+                f"the columns of {weight.parts['g_idx']} are in an order of activations, which config.json "
+                "does not say; set desc_act to true in its quantization_config"
+            )
+    elif packing.method == "awq":
+        levels, zeros = (_in_order(_unpack(parts[name], 4)).T for name in ("qweight", "qzeros"))
+        scales = parts["scales"].T
+    else:
+        levels, scales = _unpack(parts["weight_packed"], packing.bits), parts["weight_scale"]
+        scales = scales.view(-1, 1) if scales.ndim < 2 else scales
+        found = parts.get("weight_zero_point")
+        if found is not None and found.dtype == torch.int32:  # packed along the rows
+            zeros = _unpack(found.T, packing.bits).T[: len(levels)]
+        else:
+            zeros = torch.full_like(scales, middle) if found is None else found.view(scales.shape) + middle
+    rows, inputs = levels.shape
+    offsets = (middle - zeros.float()) * scales.float()  # what the middle stands for
+    has_zeros = bool(offsets.any())
+    times = inputs // GROUP_SIZE // scales.shape[1]
+    factors, offsets = (
+        each.expand(rows, -1).repeat_interleave(times, dim=1).contiguous()
+        for each in (scales.float() if has_zeros else scales, offsets)
+    )
+    if packing.bits == 8:
+        return Rounded((levels - middle).to(torch.int8), factors, offsets if has_zeros else None)
+    return Rounded(levels.to(torch.int8), factors, offsets if has_zeros else None, 4, middle)
+
+
+def _get(files: Mapping[str, Path], name: str) -> Tensor:
+    with safe_open(files[name], framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
 
 
 def expand(weight: PackedWeight, packing: Packing, get: Get) -> Tensor:

@@ -18,7 +18,7 @@ from ..checkpoints.gguf import read_gguf
 from ..checkpoints.gguf_models import rope_factors
 from ..checkpoints.gguf_weights import lazy_weights, level_readers
 from ..checkpoints.lazy import LazyWeight, reading
-from ..checkpoints.packed_weights import lazy_packed_weights
+from ..checkpoints.packed_weights import lazy_packed_weights, packed_level_readers
 from ..checkpoints.rounded import (
     ReadRounded,
     TakesLevels,
@@ -56,11 +56,13 @@ def load_plain(
     quantized = read_quantized(path)
     if dtype is None or model is None or (quantized and config.quantization):
         return None
-    keep_levels = keep_levels if config.quantization is None else None
+    if config.quantization is not None:
+        keep_levels = None
+    found: dict[str, ReadRounded] = {}
     with reading(config, device):
         if is_gguf(path):
             gguf = read_gguf(path)
-            found, weights = dict[str, ReadRounded](), lazy_weights(gguf, dtype)
+            weights = lazy_weights(gguf, dtype)
             if keep_levels is not None and dtype == torch.bfloat16:
                 found = level_readers(gguf)
                 weights = without_numbers(weights, found, shapes, dtype, keep_levels)
@@ -78,7 +80,11 @@ def load_plain(
             attach(model, found)
         elif packed := packed_files(path):
             weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
-            model.take(_reader(weights, dtype), device, progress)
+            if keep_levels is not None and dtype == torch.bfloat16:
+                found = packed_level_readers(packed.files, packed.weights, packed.packing)
+                weights = without_numbers(weights, found, shapes, dtype, keep_levels)
+            model.take(_reader(weights, dtype), device, None if found else progress)
+            attach(model, found)
         else:
             with _stored(path, dtype) as read:
                 model.take(read, device, progress)

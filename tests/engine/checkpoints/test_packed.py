@@ -15,7 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.checkpoints import packed_weights
+from penstock.engine.cpu.layouts import numbers
+from penstock.engine.cpu.library import BLOCK as ROWS
+from penstock.engine.cpu.library import INT4, INT8, PLAIN
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters, read_model_info
+from penstock.engine.sizing import weights_of_model
 from penstock.schemas.errors import ModelLoadError
 
 GROUP = 32
@@ -211,6 +217,58 @@ def test_a_packed_checkpoint_says_what_its_numbers_say(
     )
     assert generate(tmp_path / "packed") == generate(tmp_path / "plain")
     assert count_parameters(tmp_path / "packed") == count_parameters(tmp_path / "plain")
+
+
+IN_TWO_BITS = {"gptq-2": Format(_GPTQ | {"bits": 2, "desc_act": False}, gptq(2, 1, ordered=False))}
+WITH_LEVELS = {
+    **dict.fromkeys(("gptq-2", "gptq-4", "gptq-v2", "awq", "compressed-4", "compressed-4-with-zeros"), INT4),
+    **dict.fromkeys(("gptq-8", "compressed-8"), INT8),
+}
+
+
+@pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
+@pytest.mark.parametrize("name", [*FORMATS, *IN_TWO_BITS])
+@torch.inference_mode()
+def test_levels_are_kept_in_bfloat16(
+    name: str, model_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products multiply by the checkpoint's numbers; weights with levels are never expanded."""
+    expected = write(model_directory("qwen2"), tmp_path / "packed", (FORMATS | IN_TWO_BITS)[name])
+    if name in WITH_LEVELS:
+        monkeypatch.setattr(packed_weights, "expand", lambda *_: pytest.fail("a weight was expanded"))
+    config = EngineConfig(model=str(tmp_path / "packed"), dtype="bfloat16", device="cpu")
+    with InferenceEngine(config) as engine:
+        backend: Any = engine._driver.backend
+        _, *products = [linear.product for linear in backend.runner._decoder.linears()[:5]]
+        for part, product in zip(("self_attn.o", "mlp.gate", "mlp.up", "mlp.down"), products, strict=True):
+            if name in WITH_LEVELS:
+                found = numbers(product, torch.bfloat16, 0, -(-product.outputs // ROWS))[: product.outputs]
+                assert product.kind == WITH_LEVELS[name]
+                assert torch.allclose(found, expected[f"model.layers.0.{part}_proj.weight"], atol=1e-6, rtol=1e-5)
+            else:
+                assert product is None or product.kind == PLAIN
+        answers = engine.generate(PROMPTS, GenerationParams(max_tokens=8, temperature=0, ignore_eos=True))
+        assert [len(answer.token_ids) for answer in answers] == [8, 8]
+
+
+def test_the_memory_of_levels_is_known_before_they_are_read(
+    model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    sizes = {}
+    for name in ("awq", "gptq-8", "gptq-in-order-of-activations"):
+        write(model_directory("qwen2"), tmp_path / name, FORMATS[name])
+        config = EngineConfig(model=str(tmp_path / name), dtype="bfloat16", device="cpu")
+        sizes[name] = weights_of_model(config, "cpu").kept
+    assert sizes["awq"] < sizes["gptq-8"] < sizes["gptq-in-order-of-activations"]
+
+
+def test_columns_in_an_order_that_the_configuration_denies_are_refused(
+    model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    form = Format(_GPTQ | {"bits": 4, "desc_act": False}, gptq(4, 1, ordered=True))
+    write(model_directory("qwen2"), tmp_path / "packed", form)
+    with pytest.raises(ModelLoadError, match=r"g_idx are in an order of activations, .* set desc_act to true"):
+        InferenceEngine(EngineConfig(model=str(tmp_path / "packed"), dtype="bfloat16", device="cpu"))
 
 
 @pytest.mark.parametrize(
