@@ -21,6 +21,8 @@ from .rounded import ReadRounded, Rounded
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _LEVELS_CHUNK = 1 << 21  # the same of levels alone
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_UNEVEN = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
+"""What the sixteen levels of IQ4_NL and IQ4_XS stand for."""
 
 
 class Levels(NamedTuple):
@@ -152,6 +154,38 @@ def _q8_0(blocks: Tensor) -> Levels:
     return Levels(blocks[:, None, 2:].view(torch.int8), _half(blocks, 0))
 
 
+def _q2_k(blocks: Tensor) -> Levels:
+    both, scale, least = blocks[:, :16], _half(blocks, 80).float(), _half(blocks, 82).float()
+    return Levels(_pairs_of_bits(blocks[:, 16:80]), scale * (both & 15), -(least * (both >> 4)))
+
+
+def _q3_k(blocks: Tensor) -> Levels:
+    high = blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [N, 8, 32]
+    low, more = blocks[:, 96:104], blocks[:, 104:108]
+    upper = (more[:, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(1)
+    scales = (_nibbles(low)[:, 0] | upper << 4).to(torch.int8) - 32  # [N, 16]
+    levels = _pairs_of_bits(blocks[:, 32:96]) | (high << 2).view(-1, 16, 16)
+    return Levels(levels, _half(blocks, 108).float() * scales, middle=4)
+
+
+def _pairs_of_bits(packed: Tensor) -> Tensor:
+    """[N, 64] → [N, 16, 16]: of each 32 bytes the lowest two bits, then the next ones."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    return (packed.view(-1, 2, 1, 32) >> shifts & 3).view(-1, 16, 16)
+
+
+def _iq4_nl(blocks: Tensor) -> Levels:
+    return Levels(_UNEVEN[_nibbles(blocks[:, 2:]).int()], _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Levels:
+    upper = blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3  # [N, 2, 4]
+    lower = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1)  # [N, 4, 2]
+    scales = (lower.flatten(1) | upper.flatten(1) << 4).to(torch.int8) - 32
+    levels = _UNEVEN[_nibbles(blocks[:, 8:].reshape(-1, 16)).int()].view(-1, 8, 32)
+    return Levels(levels, _half(blocks, 0).float() * scales)
+
+
 def _scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The scales and zeros [N, 8] of the groups of 32 in a block of 256; six bits each, in twelve bytes."""
     first, second, third = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
@@ -184,7 +218,11 @@ _LEVELS: dict[str, Callable[[Tensor], Levels]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .gguf import Gguf
+from .gguf import BLOCKS, Gguf
 from .gguf_pairs import weights_of
 from .packed import PackedWeight, Packing
 
 WIDTHS = {"int8": 1.1, "int4": 0.6}
 """Bytes of a number in our own forms, scales included."""
 
-_WIDTHS = {
-    "Q4_0": 0.6,
-    "Q4_1": 0.65,
-    "Q4_K": 0.77,
-    "Q5_K": 1.3,
-    "Q6_K": 1.3,
-}  # the same of GGUF's; others are like int8
+_WIDTHS = {"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3}
+"""The same in GGUF's; others are like int8."""
 
 
 def gguf_widths(gguf: Gguf) -> dict[str, float]:
     """Bytes of a number, by the names of the weights that keep their levels."""
     kinds = {name: weight.tensor.type for name, weight in weights_of(gguf).items() if weight.keeps_levels}
-    return {name: _WIDTHS.get(kind, WIDTHS["int8"]) for name, kind in kinds.items() if kind.startswith("Q")}
+    return {name: _WIDTHS.get(kind, WIDTHS["int8"]) for name, kind in kinds.items() if BLOCKS[kind][0] > 1}
 
 
 def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:
