@@ -76,7 +76,7 @@ def load_causal_lm(
         raise ConfigurationError(
             [f"quantization={config.quantization!r}: {config.model} is quantised as {quantized.method}; leave it out"]
         )
-    with reading(config, device):
+    with reading(config.model, config.dtype, device):
         options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
         options |= {"local_files_only": True, "output_loading_info": True}
         keep_levels = keep_levels if config.quantization is None else None

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...schemas.errors import ModelLoadError
-from ..config import EngineConfig
 
 
 class LazyWeight:
@@ -25,13 +24,13 @@ class LazyWeight:
 
 
 @contextmanager
-def reading(config: EngineConfig, device: torch.device) -> Iterator[None]:
-    """Inside, what goes wrong while a model's weights are read is a `ModelLoadError`."""
+def reading(model: str, dtype: str, device: torch.device) -> Iterator[None]:
+    """Inside, what goes wrong while the weights of `model` are read is a `ModelLoadError`."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelLoadError(
-            f"{config.model} does not fit into the memory of {device} as {config.dtype}; use a smaller model or dtype"
+            f"{model} does not fit into the memory of {device} as {dtype}; use a smaller model or dtype"
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelLoadError(f"{config.model} cannot be loaded: {error}") from error
+        raise ModelLoadError(f"{model} cannot be loaded: {error}") from error

@@ -39,7 +39,7 @@ def load_model(
     What its files hold as levels is packed by `make` at once, and its numbers are in no memory.
     """
     model = _load(config, path, architecture, device, make.takes_levels, progress)
-    with reading(config, device):
+    with reading(config.model, config.dtype, device):
         _hold(model, make, progress)
     return model
 

@@ -59,7 +59,7 @@ def load_plain(
     if config.quantization is not None:
         keep_levels = None
     found: dict[str, ReadRounded] = {}
-    with reading(config, device):
+    with reading(config.model, config.dtype, device):
         if is_gguf(path):
             gguf = read_gguf(path)
             weights = lazy_weights(gguf, dtype)

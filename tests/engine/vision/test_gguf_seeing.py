@@ -144,9 +144,9 @@ def test_levels_are_kept_of_the_language_model_alone(
     """In bfloat16, as usual."""
     kept: list[str] = []
 
-    def attach(model: torch.nn.Module, found: dict[str, rounded.ReadRounded]) -> None:
+    def attach(model: torch.nn.Module, found: dict[str, rounded.ReadRounded], experts: Any) -> None:
         kept.extend(found)
-        rounded.attach(model, found)
+        rounded.attach(model, found, experts)
 
     monkeypatch.setattr(loading, "attach", attach)
     directory, kind = seer("smolvlm").directory, lambda _, values: "Q8_0" if values.ndim == 2 else None
