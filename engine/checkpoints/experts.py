@@ -1,4 +1,4 @@
-"""The experts of a GGUF file as transformers has them: for all of a layer, one tensor for each of two products."""
+"""The experts of a checkpoint as transformers has them: for all of a layer, one tensor for each of two products."""
 
 from __future__ import annotations
 

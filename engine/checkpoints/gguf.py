@@ -50,6 +50,7 @@ _ENTRY = 8 + 4 + 8 + 4 + 8  # the least bytes of a tensor's entry: name, rank, o
 _PAIR = 8 + 4 + 1  # the least bytes of a key, its type and its value
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
+_GROUP = 32  # the most weights that share a scale
 _ROUTER = ".ffn_gate_inp.weight"  # ends the name of what chooses experts, which transformers computes
 _SHARD = re.compile(r"(.*)-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
@@ -65,11 +66,23 @@ class GgufTensor(NamedTuple):
     nbytes: int
 
 
+class Tiles(NamedTuple):
+    """An order of rows or columns: from `start` on, [repeats, groups, size] in the file and [groups, repeats, size] in
+    the model."""
+
+    start: int
+    repeats: int
+    groups: int
+    size: int
+    by_columns: bool
+
+
 class GgufWeight(NamedTuple):
     """Where a weight comes from. `heads`: the rows of each are interleaved in the file; `offset` is to be added.
 
     `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
+    With `is_decay` the file has -exp of the numbers.
     """
 
     tensor: GgufTensor
@@ -80,11 +93,15 @@ class GgufWeight(NamedTuple):
     more: tuple[GgufTensor, ...] = ()
     is_split_in_time: bool = False
     sees: bool = False
+    tiles: Tiles | None = None
+    is_decay: bool = False
 
     @property
     def keeps_levels(self) -> bool:
         """Whether it can be used in the form that it has in the file, if its type has levels."""
-        return len(self.shape) == 2 and not self.sees and not self.tensor.name.endswith(_ROUTER)
+        in_groups = self.tiles is None or not self.tiles.by_columns or not self.tiles.size % _GROUP
+        is_product = len(self.shape) == 2 and not self.tensor.name.endswith(_ROUTER)
+        return is_product and in_groups and not self.sees
 
 
 class GgufStrings(NamedTuple):

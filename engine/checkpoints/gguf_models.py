@@ -13,6 +13,8 @@ from typing import Any
 
 from ...schemas.errors import ModelLoadError
 from .gguf import Gguf, GgufTensor, GgufWeight
+from .gguf_hybrids import DELTA_NETS, hybrid_config, untiled
+from .gguf_keys import HEADS, KV_HEADS, Keys
 from .gguf_tokens import end_ids
 
 _NAMES = {
@@ -56,11 +58,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 """The tensor whose numbers divide the frequencies of rotations, in files of the architecture llama."""
 
 _FACTORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)(\.weight|\.bias|)")
+_NUMBER = re.compile(r"blk\.(\d+)\.")
+_OUTSIDE = re.compile(r"(\w+)(\.weight|\.bias)")
+_ALONE = ("A_log", "dt_bias")  # what transformers' names have no suffix behind
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # Gemma's largest scale their attention differently; see llama.cpp
 
-Extra = Callable[["_Keys"], dict[str, Any]]
+Extra = Callable[[Keys], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,46 +80,9 @@ class _Architecture:
     extra: Extra = lambda keys: {}
 
 
-class _Keys:
-    """The metadata of the architecture, by the names that follow its own."""
-
-    def __init__(self, gguf: Gguf) -> None:
-        self.gguf = gguf
-        self._prefix = gguf.metadata["general.architecture"]
-
-    def find(self, name: str, default: Any = None) -> Any:
-        """A value; an array with one number for each layer must have the same for all."""
-        value = self.gguf.metadata.get(f"{self._prefix}.{name}", default)
-        if isinstance(value, list) and name != "attention.sliding_window_pattern":
-            if len({*value}) != 1:
-                raise ModelLoadError(
-                    f"{self.gguf.path}: {self._prefix}.{name} differs between layers, which is not supported; choose "
-                    "another model"
-                )
-            return value[0]
-        return value
-
-    def need(self, name: str) -> Any:
-        value = self.find(name)
-        if value is None:
-            raise ModelLoadError(f"{self.gguf.path} has no {self._prefix}.{name}; convert the model again")
-        return value
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.find("attention.key_length") or self.need("embedding_length") // self.need(_HEADS))
-
-    def has(self, name: str) -> bool:
-        """Whether the first layer has this tensor."""
-        return f"blk.0.{name}" in self.gguf.tensors
-
-
-_HEADS, _KV_HEADS = "attention.head_count", "attention.head_count_kv"
-
-
 def config_of(gguf: Gguf) -> dict[str, Any]:
     """The content that the model's config.json would have. Raises `ModelLoadError`."""
-    architecture, keys = _architecture(gguf), _Keys(gguf)
+    architecture, keys = _architecture(gguf), Keys(gguf)
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{gguf.path} has no token_embd.weight: it is not a language model; choose one that is")
@@ -128,10 +95,12 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "dtype": "float32" if kinds == {"F32"} else "float16" if kinds == {"F16"} else "bfloat16",
         "vocab_size": embedding.shape[0],
         "hidden_size": keys.need("embedding_length"),
-        "intermediate_size": keys.need("feed_forward_length"),
-        "num_hidden_layers": keys.need("block_count"),
-        "num_attention_heads": keys.need(_HEADS),
-        "num_key_value_heads": keys.find(_KV_HEADS) or keys.need(_HEADS),
+        "intermediate_size": keys.find("feed_forward_length")
+        or keys.find("expert_feed_forward_length")
+        or keys.need("feed_forward_length"),
+        "num_hidden_layers": keys.num_layers,
+        "num_attention_heads": keys.need(HEADS),
+        "num_key_value_heads": keys.find(KV_HEADS) or keys.need(HEADS),
         "head_dim": keys.head_dim,
         "max_position_embeddings": keys.need("context_length"),
         architecture.epsilon: keys.need(norm),
@@ -146,10 +115,11 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
 
 def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
     """All weights by transformers' names. Raises `ModelLoadError` naming a tensor that has none."""
-    architecture, keys = _architecture(gguf), _Keys(gguf)
+    architecture, keys = _architecture(gguf), Keys(gguf)
     found: dict[str, GgufWeight] = {}
     for tensor in gguf.tensors.values():
-        if tensor.name not in _FACTORS:
+        layer = _NUMBER.match(tensor.name)
+        if tensor.name not in _FACTORS and not (layer and int(layer[1]) >= keys.num_layers):
             found.update(_weights(gguf, tensor, architecture, keys))
     return found
 
@@ -172,7 +142,7 @@ def _architecture(gguf: Gguf) -> _Architecture:
 
 
 def _weights(
-    gguf: Gguf, tensor: GgufTensor, architecture: _Architecture, keys: _Keys
+    gguf: Gguf, tensor: GgufTensor, architecture: _Architecture, keys: Keys
 ) -> Iterator[tuple[str, GgufWeight]]:
     match = _LAYER.fullmatch(tensor.name)
     stem, suffix = match.groups()[1:] if match else _split(tensor.name)
@@ -185,16 +155,18 @@ def _weights(
     place = f"model.layers.{match[1]}." if match else ""
     if "{}" in name:
         for expert in range(tensor.shape[0]):
-            yield f"{place}{name.format(expert)}.{suffix}", GgufWeight(tensor, tensor.shape[1:], expert=expert)
+            yield f"{place}{name.format(expert)}{suffix}", GgufWeight(tensor, tensor.shape[1:], expert=expert)
         return
     shape = (1, *tensor.shape) if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1 else tensor.shape
     heads = None
     if architecture.interleaved and stem in ("attn_q", "attn_k"):
-        heads = keys.need(_HEADS) if stem == "attn_q" else keys.find(_KV_HEADS) or keys.need(_HEADS)
+        heads = keys.need(HEADS) if stem == "attn_q" else keys.find(KV_HEADS) or keys.need(HEADS)
         if shape[0] % (2 * heads):
             raise ModelLoadError(f"{gguf.path}: {tensor.name} has {shape[0]} rows for {heads} heads; convert it again")
-    offset = -architecture.norm_offset if stem.endswith("norm") and suffix == "weight" else 0
-    yield f"{place}{name}.{suffix}", GgufWeight(tensor, shape, heads, offset)
+    is_norm = stem.endswith("norm") and stem != "ssm_norm" and suffix == ".weight"
+    weight = GgufWeight(tensor, shape, heads, -architecture.norm_offset if is_norm else 0)
+    whole = f"{place}{name}" if name.endswith(_ALONE) else f"{place}{name}{suffix}"
+    yield whole, untiled(weight, stem, keys) if architecture.names.get("ssm_out") else weight
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -202,7 +174,7 @@ def _split(name: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (name, "")
 
 
-def _rope(keys: _Keys) -> dict[str, Any]:
+def _rope(keys: Keys) -> dict[str, Any]:
     """The parameters of rotations. Raises `ModelLoadError` for a scaling that is not supported."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.find("rope.freq_base", 10000.0)}
     rotated = keys.find("rope.dimension_count", keys.head_dim)
@@ -222,7 +194,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     return rope
 
 
-def _layer_types(keys: _Keys, period: int) -> list[str]:
+def _layer_types(keys: Keys, period: int) -> list[str]:
     """Which layers have a window: by default all but each `period`-th."""
     pattern = keys.find("attention.sliding_window_pattern", period)
     layers = range(keys.need("block_count"))
@@ -230,7 +202,7 @@ def _layer_types(keys: _Keys, period: int) -> list[str]:
     return ["sliding_attention" if slides[layer] else "full_attention" for layer in layers]
 
 
-def _gemma2(keys: _Keys) -> dict[str, Any]:
+def _gemma2(keys: Keys) -> dict[str, Any]:
     return _gemma(keys, "gemma2") | {
         "sliding_window": keys.find("attention.sliding_window", 4096),
         "layer_types": _layer_types(keys, 2),
@@ -239,7 +211,7 @@ def _gemma2(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gemma3(keys: _Keys) -> dict[str, Any]:
+def _gemma3(keys: Keys) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": keys.find("rope.freq_base_swa", 10000.0)}
     return _gemma(keys, "gemma3") | {
         "sliding_window": keys.find("attention.sliding_window", 4096),
@@ -249,12 +221,12 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gemma(keys: _Keys, name: str) -> dict[str, Any]:
+def _gemma(keys: Keys, name: str) -> dict[str, Any]:
     largest = keys.need("block_count") == _LAYERS_OF_27B[name]
-    return {"query_pre_attn_scalar": keys.need("embedding_length") // keys.need(_HEADS) if largest else keys.head_dim}
+    return {"query_pre_attn_scalar": keys.need("embedding_length") // keys.need(HEADS) if largest else keys.head_dim}
 
 
-def _granite(keys: _Keys) -> dict[str, Any]:
+def _granite(keys: Keys) -> dict[str, Any]:
     names = {
         "attention_multiplier": keys.find("attention.scale", keys.head_dim**-0.5),
         "embedding_multiplier": keys.find("embedding_scale", 1.0),
@@ -264,7 +236,7 @@ def _granite(keys: _Keys) -> dict[str, Any]:
     return names | {"mlp_bias": keys.has("ffn_gate.bias")}
 
 
-def _olmo2(keys: _Keys) -> dict[str, Any]:
+def _olmo2(keys: Keys) -> dict[str, Any]:
     if keys.find("attention.sliding_window"):
         raise ModelLoadError(
             f"{keys.gguf.path} is an OLMo 3, which is not supported in GGUF; use its safetensors files"
@@ -272,13 +244,13 @@ def _olmo2(keys: _Keys) -> dict[str, Any]:
     return {}
 
 
-def _mistral3(keys: _Keys) -> dict[str, Any]:
+def _mistral3(keys: Keys) -> dict[str, Any]:
     if keys.find("attention.temperature_scale"):
         raise ModelLoadError(f"{keys.gguf.path} is a Ministral 3, which is not supported in GGUF; use another model")
     return {}
 
 
-def _experts(keys: _Keys) -> dict[str, Any]:
+def _experts(keys: Keys) -> dict[str, Any]:
     return {
         "num_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
@@ -286,14 +258,36 @@ def _experts(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _shared_experts(keys: _Keys) -> dict[str, Any]:
+def _hybrid(keys: Keys) -> dict[str, Any]:
+    rope = _rope(keys) | {"mrope_interleaved": True}
+    return hybrid_config(keys) | {"rope_parameters": rope | ({"mrope_section": keys.sections} if keys.sections else {})}
+
+
+def _hybrid_with_experts(keys: Keys) -> dict[str, Any]:
+    return _hybrid(keys) | _experts(keys) | {"shared_expert_intermediate_size": _shared_size(keys)}
+
+
+def _shared_size(keys: Keys) -> int:
     shared = keys.gguf.tensors.get("blk.0.ffn_gate_shexp.weight")
-    size = shared.shape[0] if shared else keys.find("expert_shared_feed_forward_length", 0)
+    return shared.shape[0] if shared else int(keys.find("expert_shared_feed_forward_length", 0))
+
+
+def _shared_experts(keys: Keys) -> dict[str, Any]:
     # Experts of this family are not normalised, in llama.cpp neither; queries, keys and values have biases.
-    return _experts(keys) | {"shared_expert_intermediate_size": size, "norm_topk_prob": False, "qkv_bias": True}
+    return _experts(keys) | {
+        "shared_expert_intermediate_size": _shared_size(keys),
+        "norm_topk_prob": False,
+        "qkv_bias": True,
+    }
 
 
 _LAYER_NORM = "attention.layer_norm_epsilon"
+_QWEN3_MOE = _Architecture(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _EXPERTS,
+    extra=lambda keys: _experts(keys) | {"norm_topk_prob": True},
+)
 _ARCHITECTURES: dict[str, _Architecture] = {
     "llama": _Architecture(
         "llama",
@@ -316,11 +310,16 @@ _ARCHITECTURES: dict[str, _Architecture] = {
     "qwen2vl": _Architecture("qwen2", "Qwen2ForCausalLM"),  # text has the same position in all three dimensions
     "qwen2moe": _Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERTS, extra=_shared_experts),
     "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": _Architecture(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        _EXPERTS,
-        extra=lambda keys: _experts(keys) | {"norm_topk_prob": True},
+    "qwen3vl": _Architecture("qwen3", "Qwen3ForCausalLM"),  # as above
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": _QWEN3_MOE,
+    "qwen35": _Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", DELTA_NETS, norm_offset=1, extra=_hybrid),
+    "qwen35moe": _Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        DELTA_NETS | _EXPERTS,
+        norm_offset=1,
+        extra=_hybrid_with_experts,
     ),
     "gemma": _Architecture("gemma", "GemmaForCausalLM", norm_offset=1),
     "gemma2": _Architecture("gemma2", "Gemma2ForCausalLM", _AROUND, norm_offset=1, extra=_gemma2),

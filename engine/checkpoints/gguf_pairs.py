@@ -12,11 +12,14 @@ from ...schemas.errors import ModelLoadError
 from ...schemas.sources import NO_PROJECTOR, gguf_model, is_projector, join_pair
 from . import gguf_models
 from .gguf import Gguf, GgufTensor, GgufWeight, read_gguf
+from .gguf_keys import Keys
 from .gguf_projectors import PROJECTORS, projector_of, projector_type
 from .gguf_vision import Names, Projector, Vision
 
 _TOKENS = "tokenizer.ggml.tokens"
 _LAYER = "v.blk."
+_IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {"qwen2vl": {}, "qwen3vl": {"mrope_interleaved": True}}
+"""How positions rotate, of language models that have them in three dimensions."""
 
 
 class _Unsupported(ModelLoadError):
@@ -36,11 +39,10 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     kind, vision, token = _check(gguf, gguf.projector, text)
     architecture = gguf.metadata["general.architecture"]
     text |= {"model_type": kind.texts[architecture]}
-    if architecture == "qwen2vl":  # positions in three dimensions
-        sections = gguf.metadata.get(f"{architecture}.rope.dimension_sections")
-        if not isinstance(sections, list) or len(sections) < 3:
+    if architecture in _IN_THREE_DIMENSIONS:
+        if (sections := Keys(gguf).sections) is None:
             raise ModelLoadError(f"{gguf.path} has no {architecture}.rope.dimension_sections; convert the model again")
-        text["rope_parameters"] |= {"mrope_section": sections[:3]}
+        text["rope_parameters"] |= {"mrope_section": sections} | _IN_THREE_DIMENSIONS[architecture]
     return kind.config(vision) | {
         "model_type": kind.model_type,
         "architectures": [kind.class_name],
@@ -173,7 +175,7 @@ def _vision_weights(projector: Gguf, kind: Projector) -> dict[str, GgufWeight]:
                     f"{projector.path} lacks the tensor {before}{name}: it is incomplete; download it again"
                 )
 
-    place(kind.names, "", "")
+    place({**kind.names, **kind.names_of(vision)}, "", "")
     for number in range(vision.need("block_count")):
         place(layer, f"{_LAYER}{number}.", f"{kind.layers}.{number}.")
     if unknown := sorted(tensors.keys() - names.keys() - kind.ignored):

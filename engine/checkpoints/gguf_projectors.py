@@ -11,6 +11,7 @@ from typing import Any
 
 from ...schemas.errors import ModelLoadError
 from .gguf import Gguf
+from .gguf_qwen_projectors import QWEN
 from .gguf_vision import Projector, Vision, both
 
 
@@ -75,54 +76,6 @@ def _llava_processor(vision: Vision) -> dict[str, Any]:
     }
 
 
-def _qwen2(vision: Vision) -> dict[str, Any]:
-    """The metadata has another length of the perceptrons, or none."""
-    ratio = max(vision.size("v.blk.0.ffn_up.weight", axis) for axis in (0, 1)) / vision.width
-    return {
-        "vision_config": {
-            "depth": vision.need("block_count"),
-            "embed_dim": vision.width,
-            "hidden_size": vision.size("mm.2.weight", 0),
-            "mlp_ratio": int(ratio) if ratio.is_integer() else ratio,
-            "num_heads": vision.need("attention.head_count"),
-            "patch_size": vision.need("patch_size"),
-            "spatial_merge_size": vision.merge("mm.0.weight"),
-            "temporal_patch_size": _FRAMES,
-            "hidden_act": vision.activation("gelu", "quick_gelu"),
-        }
-    }
-
-
-def _qwen2_5(vision: Vision) -> dict[str, Any]:
-    tower, every = vision.tower, vision.need("n_wa_pattern")
-    return {
-        "vision_config": {
-            "depth": tower["num_hidden_layers"],
-            "hidden_size": vision.width,
-            "intermediate_size": tower["intermediate_size"],
-            "out_hidden_size": vision.size("mm.2.weight", 0),
-            "num_heads": tower["num_attention_heads"],
-            "patch_size": tower["patch_size"],
-            "spatial_merge_size": vision.merge("mm.0.weight"),
-            "temporal_patch_size": _FRAMES,
-            "hidden_act": vision.activation("gelu", "silu"),
-            "window_size": _WINDOW,
-            "fullatt_block_indexes": list(range(every - 1, tower["num_hidden_layers"], every)),
-        }
-    }
-
-
-def _qwen_processor(vision: Vision) -> dict[str, Any]:
-    return vision.colours | {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": vision.need("patch_size"),
-        "merge_size": vision.merge("mm.0.weight"),
-        "temporal_patch_size": _FRAMES,
-        "min_pixels": _QWEN_PIXELS[0],
-        "max_pixels": _QWEN_PIXELS[1],
-    }
-
-
 def _internvl(vision: Vision) -> dict[str, Any]:
     tower, tensors = vision.tower, vision.gguf.tensors
     merge, side = vision.merge("mm.model.mlp.1.weight"), tower["image_size"] // tower["patch_size"]
@@ -175,19 +128,6 @@ def _pixtral_processor(vision: Vision) -> dict[str, Any]:
     }
 
 
-_FRAMES = 2  # an image is as many, all alike
-_WINDOW = 112  # pixels on a side, of all models of Qwen 2.5 VL
-_QWEN_PIXELS = 3136, 12845056
-_QWEN_NAMES = {
-    "v.patch_embd.weight": "model.visual.patch_embed.proj.weight",
-    "v.patch_embd.weight.1": "model.visual.patch_embed.proj.weight",
-    "v.post_ln.weight": "model.visual.merger.ln_q.weight",
-    **both({"mm.0": "model.visual.merger.mlp.0", "mm.2": "model.visual.merger.mlp.2"}),
-}
-_QWEN_LAYER = {"ln1.weight": "norm1.weight", "ln2.weight": "norm2.weight"} | both(
-    dict.fromkeys(_ATTENTION, "attn.qkv") | {"attn_out": "attn.proj"}
-)
-_QWEN_TEXT = "model.language_model"
 _LLAVA = "model.vision_tower"
 _JOINT = "model.multi_modal_projector"
 _PIXTRAL = Projector(
@@ -268,32 +208,7 @@ PROJECTORS: dict[str, Projector] = {
             f"{_LLAVA}.post_layernorm.bias": "v.pre_ln.bias",
         },
     ),
-    "qwen2vl_merger": Projector(
-        "qwen2_vl",
-        "Qwen2VLForConditionalGeneration",
-        {"qwen2vl": "qwen2_vl_text"},
-        _QWEN_TEXT,
-        "<|image_pad|>",
-        _QWEN_NAMES | {"v.post_ln.bias": "model.visual.merger.ln_q.bias"},
-        "model.visual.blocks",
-        _QWEN_LAYER | both({"ln1": "norm1", "ln2": "norm2", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
-        "mm.2.weight",
-        _qwen2,
-        _qwen_processor,
-    ),
-    "qwen2.5vl_merger": Projector(
-        "qwen2_5_vl",
-        "Qwen2_5_VLForConditionalGeneration",
-        {"qwen2vl": "qwen2_5_vl_text"},
-        _QWEN_TEXT,
-        "<|image_pad|>",
-        _QWEN_NAMES,
-        "model.visual.blocks",
-        _QWEN_LAYER | both({"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}),
-        "mm.2.weight",
-        _qwen2_5,
-        _qwen_processor,
-    ),
+    **QWEN,
     "internvl": Projector(
         "internvl",
         "InternVLForConditionalGeneration",

@@ -30,6 +30,10 @@ _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 _DIGITS_GPT2 = (r"\p{N}", *_GPT2)
 _LLAMA3 = (_WORDS + r"|\p{N}{1,3}" + _REST,)
 _QWEN2 = (_WORDS + r"|\p{N}" + _REST,)
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 _CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,13 +45,14 @@ _PATTERNS: dict[str, tuple[str, ...]] = {  # how each kind of pre-tokenizer spli
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "stablelm2", "hunyuan", "megrez"), _QWEN2),
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
 _WHOLE = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken", "glm4"}  # words in the
 # vocabulary are tokens whatever the merges say
 _BEGINNING = _WHOLE - {"glm4"}  # a text begins with the token for that, unless the file says otherwise
-_COMPOSED = {"qwen2"}  # texts are brought into Unicode's composed form, which the models' own tokenizers do
+_COMPOSED = {"qwen2", "qwen35"}  # texts are brought into Unicode's composed form, which the models' own tokenizers do
 
 
 def end_ids(gguf: Gguf) -> tuple[int, ...]:

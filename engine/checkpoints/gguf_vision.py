@@ -88,6 +88,7 @@ class Projector(NamedTuple):
     interleaved; `dimensions` has how many some have, the first of which are 1. `unused` are weights that transformers
     wants and does not use, each with a tensor of its shape. `output` has as many rows as tokens have numbers. `mark` is
     the text of an image token. `config` has what config.json has besides, `processor` is preprocessor_config.json.
+    `names_of` are more names, which depend on the file.
     """
 
     model_type: str
@@ -106,6 +107,7 @@ class Projector(NamedTuple):
     permuted: frozenset[str] = frozenset()
     dimensions: Mapping[str, int] = MappingProxyType({})
     unused: Names = MappingProxyType({})
+    names_of: Callable[[Vision], Names] = lambda vision: {}
 
 
 def short(value: float) -> float:

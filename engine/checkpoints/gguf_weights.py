@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gguf import BLOCKS, Gguf, GgufWeight
+from .gguf import BLOCKS, Gguf, GgufWeight, Tiles
 from .gguf_pairs import weights_of
 from .lazy import LazyWeight
 from .rounded import ReadRounded, Rounded
@@ -57,7 +57,13 @@ def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
     """The weights of the language model whose levels can be kept, by the names of their modules."""
 
     def read(weight: GgufWeight) -> Rounded:
-        return rounded_of(_data(weight), weight.tensor.type, weight.shape[0])
+        found, tiles = rounded_of(_data(weight), weight.tensor.type, weight.shape[0]), weight.tiles
+        if tiles is None or not tiles.by_columns:
+            return found
+        groups = tiles._replace(size=tiles.size // found.size)
+        zeros = None if found.zeros is None else _untiled(found.zeros, groups, 1)
+        scales = _untiled(found.scales, groups, 1)
+        return found._replace(levels=_untiled(found.levels, tiles, 1), scales=scales, zeros=zeros)
 
     return {
         name.removesuffix(".weight"): partial(read, weight)
@@ -90,7 +96,10 @@ def _data(weight: GgufWeight) -> Tensor:
     data = content[tensor.start : tensor.start + tensor.nbytes]
     if weight.expert is not None:
         data = data.view(tensor.shape[0], -1)[weight.expert]
-    return data if weight.heads is None else _by_halves(data.view(weight.shape[0], -1), weight.heads)
+    rows = data.view(weight.shape[0], -1)
+    if weight.heads is not None:
+        return _by_halves(rows, weight.heads)
+    return data if weight.tiles is None or weight.tiles.by_columns else _untiled(rows, weight.tiles, 0)
 
 
 def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
@@ -98,12 +107,23 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
         parts = [_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more)]
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
     expanded = dequantize(_data(weight), weight.tensor.type, dtype).view(weight.shape)
+    if weight.tiles is not None and weight.tiles.by_columns:
+        expanded = _untiled(expanded, weight.tiles, 1)
+    if weight.is_decay:
+        return (-expanded).log()
     return expanded + weight.offset if weight.offset else expanded
 
 
 def _by_halves(rows: Tensor, heads: int) -> Tensor:
     """Undo llama.cpp's order of the rows of queries and keys, where those that rotate together are neighbours."""
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _untiled(tensor: Tensor, tiles: Tiles, dim: int) -> Tensor:
+    """Bring rows or columns from the file's order into the model's."""
+    first, rest = tensor.narrow(dim, 0, tiles.start), tensor.narrow(dim, tiles.start, tensor.shape[dim] - tiles.start)
+    heads = rest.unflatten(dim, (tiles.repeats, tiles.groups, tiles.size)).transpose(dim, dim + 1)
+    return torch.cat((first, heads.flatten(dim, dim + 2)), dim)
 
 
 def dequantize(data: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:

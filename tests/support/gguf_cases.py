@@ -30,6 +30,24 @@ _TIED = {"head_dim": 32, "tie_word_embeddings": True}
 _LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+_DELTA_NETS = {
+    **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 32, "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        **{"mrope_section": [3, 3, 2], "mrope_interleaved": True},
+    },
+}
+_DELTA_NET_KEYS = {
+    **{
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 16,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 6,
+        "ssm.inner_size": 192,
+    },
+    **{"full_attention_interval": 2, "rope.dimension_count": 16, "rope.dimension_sections": [3, 3, 2, 0]},
+}
 
 
 class Case(NamedTuple):
@@ -55,6 +73,13 @@ CASES = [
     Case("qwen2moe", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 96}, _EXPERT_KEYS),
     Case("qwen3", "qwen3", {"head_dim": 32}, {}),
     Case("qwen3moe", "qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}, _EXPERT_KEYS),
+    Case("qwen35", "qwen3_5_text", _DELTA_NETS, _DELTA_NET_KEYS),
+    Case(
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        _DELTA_NETS | _EXPERTS | {"shared_expert_intermediate_size": 96},
+        _DELTA_NET_KEYS | _EXPERT_KEYS,
+    ),
     Case("gemma", "gemma", _TIED, {}),
     Case(
         "gemma2",

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 Array = npt.NDArray[Any]
 WITH_PERMUTED_ROWS = ("llama", "granite", "smollm3")
-WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3")
+WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 
 
@@ -61,7 +61,7 @@ def write_gguf(
 def _add_settings(writer: Any, architecture: str, config: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + more.get("nextn_predict_layers", 0))
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -129,6 +129,7 @@ def _tensors(directory: Path, architecture: str, config: Mapping[str, Any]) -> d
 
 
 def _name(names: Any, name: str) -> str:
+    name = name.replace("dt_bias", "dt_proj.bias").replace(".language_model.", ".")
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
@@ -139,9 +140,13 @@ def _converted(values: Array, name: str, architecture: str, config: Mapping[str,
     if heads:
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    if architecture in WITH_NORMS_FROM_ONE and name.endswith("norm.weight"):
+    if _is_norm_from_one(name, architecture):
         values = values + np.float32(1)
-    return values
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    if name.endswith("conv1d.weight"):
+        values = values.squeeze(1)
+    return _with_value_heads(values, name, config, (0, 1))
 
 
 def _restore(values: Array, name: str, architecture: str, config: Mapping[str, Any]) -> Array:
@@ -149,9 +154,34 @@ def _restore(values: Array, name: str, architecture: str, config: Mapping[str, A
     if heads:
         pairs = values.reshape(heads, -1, 2, *values.shape[1:])
         values = pairs.swapaxes(1, 2).reshape(values.shape)
-    if architecture in WITH_NORMS_FROM_ONE and name.endswith("norm.weight"):
+    if _is_norm_from_one(name, architecture):
         values = values - np.float32(1)
-    return values
+    if name.endswith("A_log"):
+        values = np.log(-values)
+    values = _with_value_heads(values, name, config, (1, 0))
+    return values[:, None] if name.endswith("conv1d.weight") else values
+
+
+def _is_norm_from_one(name: str, architecture: str) -> bool:
+    is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return architecture in WITH_NORMS_FROM_ONE and is_norm
+
+
+def _with_value_heads(values: Array, name: str, config: Mapping[str, Any], order: tuple[int, int]) -> Array:
+    """Qwen 3.5: value heads by key head and number become value heads by number and key head, or back with (1, 0)."""
+    _, _, part = name.partition(".linear_attn.")
+    part = part.removesuffix(".weight")
+    if not part or part == "norm":
+        return values
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size = 1 if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else config["linear_value_head_dim"]
+    start = 2 * groups * config["linear_key_head_dim"] if part in ("in_proj_qkv", "conv1d") else 0
+    counts = (groups, heads // groups)
+    moved = values.T if part == "out_proj" else values
+    shape = (counts[order[0]], counts[order[1]], size, *moved.shape[1:])
+    own = moved[start:].reshape(shape).swapaxes(0, 1).reshape(moved[start:].shape)
+    whole = np.concatenate((moved[:start], own))
+    return np.ascontiguousarray(whole.T if part == "out_proj" else whole)
 
 
 def _rotated_heads(name: str, architecture: str, config: Mapping[str, Any]) -> int:

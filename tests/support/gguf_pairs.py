@@ -19,7 +19,9 @@ from safetensors.numpy import load_file, save_file
 Array = npt.NDArray[Any]
 Config = Mapping[str, Any]
 Named = Iterator[tuple[str, Array]]
-_TEXT = re.compile(r"(?:model\.|language_model\.model\.|model\.text_model\.)(embed_tokens|layers|norm)(\..*)")
+_TEXT = re.compile(
+    r"(?:model\.|language_model\.model\.|model\.(?:text|language)_model\.)(embed_tokens|layers|norm)(\..*)"
+)
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -189,6 +191,38 @@ def _qwen_tensors(name: str, values: Array, config: Config) -> Named:
         yield from _named(name, values, config)
 
 
+def _qwen3(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.image_size": int(tower["num_position_embeddings"] ** 0.5 * tower["patch_size"]),
+        "clip.vision.block_count": tower["depth"],
+        "clip.vision.attention.head_count": tower["num_heads"],
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+        "clip.vision.spatial_merge_size": tower["spatial_merge_size"],
+        "clip.vision.is_deepstack_layers": [
+            layer in tower["deepstack_visual_indexes"] for layer in range(tower["depth"])
+        ],
+    }
+
+
+def _qwen3_tensors(name: str, values: Array, config: Config) -> Named:
+    """The qkv of a layer stay one tensor, and what is merged deep down goes by its layer."""
+    name = name.removeprefix("model.")
+    if match := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc[12])\.(\w+)", name):
+        layer = config["vision_config"]["deepstack_visual_indexes"][int(match[1])]
+        yield f"v.deepstack.{layer}.{match[2].removeprefix('linear_')}.{match[3]}", values
+    elif match := re.fullmatch(r"visual\.merger\.(norm|linear_fc[12])\.(\w+)", name):
+        own = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}[match[1]]
+        yield f"{own}.{match[2]}", values
+    elif "patch_embed.proj.bias" in name:
+        yield "v.patch_embd.bias", values
+    elif "qkv" in name:
+        yield from _named(name, values, config)
+    else:
+        yield from _qwen_tensors(name, values, config)
+
+
 def _internvl(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     return {
@@ -236,6 +270,7 @@ KINDS = {
     "llava": Kind("llama", "mlp", _llava, _llava_tensors),
     "qwen2_vl": Kind("qwen2vl", "qwen2vl_merger", _qwen2, _qwen_tensors, _SECTIONS),
     "qwen2_5_vl": Kind("qwen2vl", "qwen2.5vl_merger", _qwen2_5, _qwen_tensors, _SECTIONS),
+    "qwen3_vl": Kind("qwen3vl", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
 }

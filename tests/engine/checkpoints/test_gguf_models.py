@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -64,6 +65,27 @@ def test_a_model_in_gguf_says_what_transformers_says(
     write_gguf(directory, path, case.architecture, metadata=case.metadata)
     assert generate(path, PROMPTS) == reference(directory)
     assert count_parameters(path) == count_parameters(directory)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.architecture == "qwen35")
+    directory, path = make_model(case), tmp_path / "model.gguf"
+    extra = {f"blk.2.{name}.weight": np.ones((64, 64), np.float32) for name in ("attn_q", "nextn.eh_proj")}
+    metadata = case.metadata | {"nextn_predict_layers": 1}
+    write_gguf(directory, path, case.architecture, metadata=metadata, extra=extra)
+    assert generate(path, PROMPTS[:1]) == reference(directory)[:1]
+
+
+def test_value_heads_that_do_not_fit_are_refused(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.architecture == "qwen35")
+    directory, path = make_model(case), tmp_path / "model.gguf"
+    for change, fault in (
+        ({"ssm.time_step_rank": 5}, "5 value heads of 192 numbers do not go with 2 key heads"),
+        ({"ssm.inner_size": 96}, "blk.0.attn_qkv.weight has 256 rows for 6 value heads"),
+    ):
+        write_gguf(directory, path, case.architecture, metadata=case.metadata | change)
+        with pytest.raises(ModelLoadError, match=fault):
+            weights_of(read_gguf(path))
 
 
 QUANTIZED = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]

@@ -30,7 +30,7 @@ KINDS = {"q_proj": "Q4_0", "v_proj": "Q5_1", "down_proj": "Q4_1", "w2": "Q4_1"}
 
 def kind(name: str, values: Any) -> str | None:
     """Of each weight: matrices in several types, and what chooses experts as it is."""
-    is_router = name.endswith((".gate.weight", "shared_expert_gate.weight"))
+    is_router = name.endswith((".gate.weight", "shared_expert_gate.weight", "conv1d.weight"))
     return KINDS.get(name.split(".")[-2], "Q8_0") if values.ndim > 1 and not is_router else None
 
 

@@ -5,6 +5,7 @@ Prompts and images are prepared from the pair, and for the oracle by the directo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -34,6 +35,7 @@ GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXT = "A sentence without any picture, which runs beside the others."
 UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
 TOWERS = {"qwen2_5_vl": {"window_size": 112}}  # that of all its models: GGUF does not have it
+PIXELS = {"qwen3_vl": {"min_pixels": 65_536, "max_pixels": 16_777_216}}  # so are these
 
 Tokens = tuple[int, ...]
 
@@ -75,6 +77,9 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
 
     def make(family: str) -> Seer:
         directory = make_vision_model(root / family, family, tower=TOWERS.get(family))
+        if pixels := PIXELS.get(family):
+            file = directory / "preprocessor_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | pixels))
         path = write_pair(directory, root / f"{family}-gguf", family)
         with InferenceEngine(config(directory)) as engine:
             prompts = prompts_of(engine.image_mark)

@@ -1,0 +1,79 @@
+"""Qwen 3.5 in GGUF: three of four layers are gated delta nets. Needs no torch.
+
+llama.cpp's converter puts the value heads of such a layer in another order, the first of each key head's before the
+second ones, in every tensor that has rows or columns by value head; and it stores what a head decays by, not its
+logarithm. Source: `_LinearAttentionVReorderBase` in llama.cpp's `conversion/qwen.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...schemas.errors import ModelLoadError
+from .gguf import GgufWeight, Tiles
+from .gguf_keys import Keys
+
+DELTA_NETS = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+}
+_BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")  # rows by value head follow those of queries and keys
+_BY_HEADS = ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt")  # one number or row for each value head
+
+
+class _Sizes:
+    """Of a delta net: key heads and value heads, and the numbers of each."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.key_heads, self.value_heads = keys.need("ssm.group_count"), keys.need("ssm.time_step_rank")
+        self.key, inner = keys.need("ssm.state_size"), keys.need("ssm.inner_size")
+        if not self.key_heads or not self.value_heads or self.value_heads % self.key_heads or inner % self.value_heads:
+            raise ModelLoadError(
+                f"{keys.gguf.path}: {self.value_heads} value heads of {inner} numbers do not go with {self.key_heads} "
+                "key heads; convert the model again"
+            )
+        self.value = inner // self.value_heads
+        self.repeats = self.value_heads // self.key_heads
+
+
+def hybrid_config(keys: Keys) -> dict[str, Any]:
+    """What config.json would say of the delta nets."""
+    sizes, layers = _Sizes(keys), range(keys.num_layers)
+    interval = keys.find("full_attention_interval", 4)
+    recurrent = keys.find("attention.recurrent_layers") or [bool((layer + 1) % interval) for layer in layers]
+    return {
+        "layer_types": ["linear_attention" if recurrent[layer] else "full_attention" for layer in layers],
+        "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+        "linear_key_head_dim": sizes.key,
+        "linear_value_head_dim": sizes.value,
+    }
+
+
+def untiled(weight: GgufWeight, stem: str, keys: Keys) -> GgufWeight:
+    """The weight with its value heads in transformers' order. Raises `ModelLoadError` for another number of rows."""
+    if stem not in DELTA_NETS or stem in ("ssm_norm", "post_attention_norm"):
+        return weight
+    sizes = _Sizes(keys)
+    if stem == "ssm_conv1d":
+        weight = weight._replace(shape=(weight.shape[0], 1, weight.shape[-1]))
+    by_columns = stem == "ssm_out"
+    start = 2 * sizes.key_heads * sizes.key if stem in _BEHIND_KEYS else 0
+    size = 1 if stem in _BY_HEADS else sizes.value
+    count = weight.shape[1 if by_columns else 0]
+    if count != start + sizes.value_heads * size:
+        raise ModelLoadError(
+            f"{keys.gguf.path}: {weight.tensor.name} has {count} {'columns' if by_columns else 'rows'} for "
+            f"{sizes.value_heads} value heads; convert the model again"
+        )
+    tiles = Tiles(start, sizes.repeats, sizes.key_heads, size, by_columns)
+    return weight._replace(tiles=tiles if sizes.repeats > 1 else None, is_decay=stem == "ssm_a")
