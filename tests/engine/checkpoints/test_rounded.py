@@ -12,11 +12,12 @@ import pytest
 import torch
 from pydantic import ByteSize
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints import rounded as rounded_module
-from penstock.engine.checkpoints.rounded import Rounded, save_quantized
+from penstock.engine.checkpoints.rounded import Rounded, absent, attach, is_absent, save_quantized
 from penstock.engine.models import count_parameters, read_shapes
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
@@ -121,6 +122,31 @@ def test_levels_are_stored_in_few_bits() -> None:
     stored = one.stored("a")
     assert stored["a.levels"].shape == (2, 16) and stored["a.levels"].dtype == torch.uint8
     assert torch.equal(Rounded.stored_as("a", "int4", stored).levels, one.levels)
+
+
+class Partly(nn.Module):
+    """A table that is looked up, and a product: the weights of both are absent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 32, _weight=absent((4, 32), torch.bfloat16))
+        self.product = nn.Linear(32, 4, bias=False, device="meta")
+        self.product.weight = nn.Parameter(absent((4, 32), torch.bfloat16), requires_grad=False)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return None
+
+    get_output_embeddings = get_input_embeddings
+
+
+def test_only_products_compute_with_levels() -> None:
+    levels = torch.arange(128).view(4, 32).to(torch.int8)
+    one, model = Rounded(levels, torch.full((4, 1), 0.5)), Partly()
+    attach(model, {"table": lambda: one, "product": lambda: one})
+    assert torch.equal(model.table.weight, one.numbers.bfloat16())
+    assert is_absent(model.product.weight) and vars(model.product)["rounded"]() is one
+    with pytest.raises(ModelLoadError, match=r"product\.weight has levels in its file, and cannot use them"):
+        attach(Partly(), {"table": lambda: one})
 
 
 def test_what_cannot_be_loaded_is_refused(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
