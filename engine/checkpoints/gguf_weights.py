@@ -122,8 +122,8 @@ def _by_halves(rows: Tensor, heads: int) -> Tensor:
 def _untiled(tensor: Tensor, tiles: Tiles, dim: int) -> Tensor:
     """Bring rows or columns from the file's order into the model's."""
     first, rest = tensor.narrow(dim, 0, tiles.start), tensor.narrow(dim, tiles.start, tensor.shape[dim] - tiles.start)
-    heads = rest.unflatten(dim, (tiles.repeats, tiles.groups, tiles.size)).transpose(dim, dim + 1)
-    return torch.cat((first, heads.flatten(dim, dim + 2)), dim)
+    heads = rest.reshape(*rest.shape[:dim], tiles.repeats, tiles.groups, tiles.size, *rest.shape[dim + 1 :])
+    return torch.cat((first, heads.transpose(dim, dim + 1).reshape(rest.shape)), dim)
 
 
 def dequantize(data: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:

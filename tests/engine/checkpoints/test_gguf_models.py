@@ -81,7 +81,7 @@ def test_value_heads_that_do_not_fit_are_refused(make_model: Callable[[Case], Pa
     directory, path = make_model(case), tmp_path / "model.gguf"
     for change, fault in (
         ({"ssm.time_step_rank": 5}, "5 value heads of 192 numbers do not go with 2 key heads"),
-        ({"ssm.inner_size": 96}, "blk.0.attn_qkv.weight has 256 rows for 6 value heads"),
+        ({"ssm.inner_size": 96}, "blk.0.ssm_conv1d.weight has 256 rows for 6 value heads"),
     ):
         write_gguf(directory, path, case.architecture, metadata=case.metadata | change)
         with pytest.raises(ModelLoadError, match=fault):
