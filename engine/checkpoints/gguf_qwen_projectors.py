@@ -27,40 +27,36 @@ def _qwen2(vision: Vision) -> dict[str, Any]:
 
 
 def _qwen2_5(vision: Vision) -> dict[str, Any]:
-    tower, every = vision.tower, vision.need("n_wa_pattern")
-    return {
-        "vision_config": {
-            "depth": tower["num_hidden_layers"],
-            "hidden_size": vision.width,
-            "intermediate_size": tower["intermediate_size"],
-            "out_hidden_size": vision.size("mm.2.weight", 0),
-            "num_heads": tower["num_attention_heads"],
-            "patch_size": tower["patch_size"],
-            "spatial_merge_size": vision.merge("mm.0.weight"),
-            "temporal_patch_size": _FRAMES,
-            "hidden_act": vision.activation("gelu", "silu"),
-            "window_size": _WINDOW,
-            "fullatt_block_indexes": list(range(every - 1, tower["num_hidden_layers"], every)),
-        }
+    layers, every = vision.need("block_count"), vision.need("n_wa_pattern")
+    own = {
+        "hidden_act": vision.activation("gelu", "silu"),
+        "window_size": _WINDOW,
+        "fullatt_block_indexes": list(range(every - 1, layers, every)),
     }
+    return {"vision_config": _tower(vision) | own}
 
 
 def _qwen3(vision: Vision) -> dict[str, Any]:
+    own = {
+        "hidden_act": vision.activation("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+        "num_position_embeddings": vision.size("v.position_embd.weight", 0),
+        "deepstack_visual_indexes": _deep_layers(vision),
+    }
+    return {"vision_config": _tower(vision) | own}
+
+
+def _tower(vision: Vision) -> dict[str, Any]:
+    """What both have in common."""
     tower = vision.tower
     return {
-        "vision_config": {
-            "depth": tower["num_hidden_layers"],
-            "hidden_size": vision.width,
-            "intermediate_size": tower["intermediate_size"],
-            "out_hidden_size": vision.size("mm.2.weight", 0),
-            "num_heads": tower["num_attention_heads"],
-            "patch_size": tower["patch_size"],
-            "spatial_merge_size": vision.merge("mm.0.weight"),
-            "temporal_patch_size": _FRAMES,
-            "num_position_embeddings": vision.size("v.position_embd.weight", 0),
-            "deepstack_visual_indexes": _deep_layers(vision),
-            "hidden_act": vision.activation("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
-        }
+        "depth": tower["num_hidden_layers"],
+        "hidden_size": vision.width,
+        "intermediate_size": tower["intermediate_size"],
+        "out_hidden_size": vision.size("mm.2.weight", 0),
+        "num_heads": tower["num_attention_heads"],
+        "patch_size": tower["patch_size"],
+        "spatial_merge_size": vision.merge("mm.0.weight"),
+        "temporal_patch_size": _FRAMES,
     }
 
 

@@ -19,6 +19,7 @@ from ..checkpoints.gguf_models import rope_factors
 from ..checkpoints.gguf_weights import lazy_weights, level_readers
 from ..checkpoints.lazy import LazyWeight, reading
 from ..checkpoints.packed_weights import lazy_packed_weights, packed_level_readers
+from ..checkpoints.quantized import GROUP_SIZE
 from ..checkpoints.rounded import (
     ReadRounded,
     TakesLevels,
@@ -56,38 +57,32 @@ def load_plain(
     quantized = read_quantized(path)
     if dtype is None or model is None or (quantized and config.quantization):
         return None
-    if config.quantization is not None:
+    if config.quantization is not None or (keep_levels is not None and not keep_levels(dtype, GROUP_SIZE)):
         keep_levels = None
+    keeps_foreign = keep_levels is not None and dtype == torch.bfloat16
     found: dict[str, ReadRounded] = {}
     with reading(config.model, config.dtype, device):
-        if is_gguf(path):
-            gguf = read_gguf(path)
+        gguf = read_gguf(path) if is_gguf(path) else None
+        if gguf:
             weights = lazy_weights(gguf, dtype)
-            if keep_levels is not None and dtype == torch.bfloat16:
-                found = level_readers(gguf)
-                weights = without_numbers(weights, found, shapes, dtype, keep_levels)
-            model.take(_reader(weights, dtype), device, None if found else progress)
-            if factors := rope_factors(gguf):
-                rotary = model.model.rotary_emb
-                rotary.inv_freq = rotary.inv_freq / torch.tensor(factors, device=device)
-            attach(model, found)
+            found = level_readers(gguf) if keeps_foreign else {}
         elif quantized:
             found = rounded_readers(path, quantized)
             weights = lazy_rounded_weights(path, quantized, found, dtype)
-            if keep_levels is not None:
-                weights = without_numbers(weights, found, shapes, dtype, keep_levels)
-            model.take(_reader(weights, dtype), device, None if keep_levels else progress)
-            attach(model, found)
         elif packed := packed_files(path):
             weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
-            if keep_levels is not None and dtype == torch.bfloat16:
-                found = packed_level_readers(packed.files, packed.weights, packed.packing)
-                weights = without_numbers(weights, found, shapes, dtype, keep_levels)
-            model.take(_reader(weights, dtype), device, None if found else progress)
-            attach(model, found)
+            found = packed_level_readers(packed.files, packed.weights, packed.packing) if keeps_foreign else {}
         else:
             with _stored(path, dtype) as read:
                 model.take(read, device, progress)
+            return model
+        if keep_levels is not None:
+            weights = without_numbers(weights, found, shapes, dtype, keep_levels)
+        model.take(_reader(weights, dtype), device, None if keep_levels and found else progress)
+        if gguf and (factors := rope_factors(gguf)):
+            rotary = model.model.rotary_emb
+            rotary.inv_freq = rotary.inv_freq / torch.tensor(factors, device=device)
+        attach(model, found)
     return model
 
 
