@@ -132,8 +132,9 @@ def _load(
         weights = lazy_rounded_weights(path, quantized, found, dtype)
     experts: Readers = {}
     if keep_levels is not None:
-        weights, found, experts = fold_experts(weights, found, read_shapes(path), dtype, keep_levels)
-        weights = without_numbers(weights, found, read_shapes(path), dtype, keep_levels)
+        shapes = read_shapes(path)
+        weights, found, experts = fold_experts(weights, found, shapes, dtype, keep_levels)
+        weights = without_numbers(weights, found, shapes, dtype, keep_levels)
     kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     with counting_weights(None if keep_levels is not None and found else progress):
         loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
