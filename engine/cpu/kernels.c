@@ -7,10 +7,8 @@
    values. Sums, the residual stream and the logits are float32. `half`, `kind` and the rows of a tile are constants
    at every use: the compiler specialises each `INLINE` function for each of their values. */
 
-#include "levels.h"
-#include "threads.h"
+#include "mixture.h"
 
-enum { CHUNK = 512 }; /* pairs of inputs */
 enum { AHEAD = 64 };  /* keys that attention fetches ahead */
 enum { RUN = 4 };     /* rows of one adapter whose sums fit into registers */
 
@@ -27,7 +25,8 @@ enum { QKV, OUTPUT = 3, GATE, UP, DOWN, NUM_PARTS }; /* the parts of a layer; `q
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [E] */
     const float *head_norm;                 /* [Hq + H, D] or NULL */
-    Product qkv, output, gate, up, down;
+    Product qkv, output, gate, up, down;    /* the last three are all zeros where there is a mixture */
+    const Mixture *mixture;                 /* or NULL */
     void *pool;                 /* T [2 H, N, block, D], keys before values */
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
     int64_t group;
@@ -44,7 +43,8 @@ typedef struct {
     Product head;
     void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: buffers for the inputs of products */
     float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D]; [R, I] */
-    void *levels;                /* `Inputs` of any product */
+    void *levels;                /* `Inputs` of any product but a mixture's */
+    const Room *room;            /* of any mixture, or NULL */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon;
@@ -63,11 +63,6 @@ typedef struct {
     int64_t first, count;
 } Run;
 
-INLINE __m512 silu(__m512 x) {
-    __m512 one = _mm512_set1_ps(1);
-    return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
-}
-
 /* [count] -> T [count]: x / sqrt(mean(x^2) + epsilon) * weight */
 INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t count, void *to, int half) {
     __m512 sum = _mm512_setzero_ps();
@@ -81,164 +76,6 @@ INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t
         __m512 v = _mm512_mul_ps(load(x, i, mask, 0), scale);
         store(to, i, _mm512_mul_ps(v, load(weight, i, mask, 0)), mask, half);
     }
-}
-
-/* ---- Products ---- */
-
-/* The even (first) or odd (second) number of each pair, as float32. */
-INLINE __m512 even_or_odd(__m512i pair, int odd) {
-    if (odd) return _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
-}
-
-/* Inputs that a block has room for: the same padding as oneDNN's for the same T. */
-INLINE int64_t padded(const Product *p, int half) {
-    const int64_t unit = half ? 32 : 16;
-    return (p->inputs + unit - 1) / unit * unit;
-}
-
-INLINE int64_t pair_bytes(int half) { return half ? 256 : 512; }
-
-/* The sum plus both products of each pair of bfloat16 numbers. */
-INLINE __m512 add_pairs(__m512 sum, __m512i one, __m512i other) {
-#ifdef __AVX512BF16__
-    return _mm512_dpbf16_ps(sum, (__m512bh)one, (__m512bh)other);
-#else
-    sum = _mm512_fmadd_ps(even_or_odd(one, 1), even_or_odd(other, 1), sum);
-    return _mm512_fmadd_ps(even_or_odd(one, 0), even_or_odd(other, 0), sum);
-#endif
-}
-
-/* Multiply `rows` inputs T [rows, I] by the pairs `from` to `end` of one block; store the sums [rows, 64] if `from`
-   is 0, else add them. Each pair also prefetches `share` bytes, starting at `next`. */
-INLINE void tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
-                 const void *x, float (*to)[BLOCK], int rows, int half) {
-    const int wide = WIDE(rows);
-    const int64_t stride = p->inputs, bytes = pair_bytes(half), part = share * wide / 4;
-#pragma GCC unroll 1
-    for (int first = 0; first < 4; first += wide) { /* of the block's vectors */
-        const uint8_t *weight = (const uint8_t *)p->weight + (block * (padded(p, half) / 2) + from) * bytes;
-        __m512 sums[TILE][4];
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < wide; j++) sums[r][j] = _mm512_setzero_ps();
-        for (int64_t i = from; i < end; i++, weight += bytes, next += part) {
-            for (int64_t line = 0; line < part; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
-            if (half) {
-                __m512i pair[4];
-                for (int j = 0; j < wide; j++) pair[j] = _mm512_loadu_si512(weight + 64 * (first + j));
-                for (int r = 0; r < rows; r++) {
-                    __m512i input = _mm512_set1_epi32(*(const int32_t *)((const uint16_t *)x + r * stride + 2 * i));
-                    for (int j = 0; j < wide; j++) sums[r][j] = add_pairs(sums[r][j], input, pair[j]);
-                }
-            } else {
-                for (int odd = 0; odd < 2; odd++)
-                    for (int j = 0; j < wide; j++) {
-                        __m512 one = load(weight, odd * BLOCK + (first + j) * 16, 0xffff, 0);
-                        for (int r = 0; r < rows; r++) {
-                            __m512 input = _mm512_set1_ps(((const float *)x)[r * stride + 2 * i + odd]);
-                            sums[r][j] = _mm512_fmadd_ps(one, input, sums[r][j]);
-                        }
-                    }
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < wide; j++) {
-                float *sum = to[r] + 16 * (first + j);
-                __m512 before = from ? _mm512_loadu_ps(sum) : _mm512_setzero_ps();
-                _mm512_storeu_ps(sum, _mm512_add_ps(before, sums[r][j]));
-            }
-    }
-}
-
-/* Multiply any number of rows, in tiles of similar height. All tiles read one chunk of the block, which stays in the
-   L2 cache, while they prefetch the next chunk. A single tile does not prefetch: it reads sequentially, which the
-   processor predicts by itself, and explicit prefetching is slower. */
-#define TILES(name, half)                                                                                             \
-    static __attribute__((noinline)) void name(const Product *p, int64_t block, const void *x, int64_t rows,          \
-                                               float (*to)[BLOCK]) {                                                  \
-        const int64_t count = (rows + TILE - 1) / TILE, num_pairs = p->inputs / 2, bytes = pair_bytes(half);          \
-        for (int64_t a = 0, b; a < num_pairs; a = b) {                                                                \
-            b = a + CHUNK < num_pairs ? a + CHUNK : num_pairs;                                                        \
-            const char *chunk = (const char *)p->weight + (block * (padded(p, half) / 2) + a) * bytes;                \
-            for (int64_t t = 0; t < count; t++) {                                                                     \
-                const int64_t row = t * rows / count, share = count > 1 ? bytes / count : 0;                          \
-                const char *next = chunk + (b - a) * (bytes + t * share);                                             \
-                const void *from = (const uint8_t *)x + row * p->inputs * (half ? 2 : 4);                             \
-                switch ((t + 1) * rows / count - row) {                                                               \
-                case 1: tile(p, block, a, b, next, share, from, to + row, 1, half); break;                            \
-                case 2: tile(p, block, a, b, next, share, from, to + row, 2, half); break;                            \
-                case 3: tile(p, block, a, b, next, share, from, to + row, 3, half); break;                            \
-                case 4: tile(p, block, a, b, next, share, from, to + row, 4, half); break;                            \
-                case 5: tile(p, block, a, b, next, share, from, to + row, 5, half); break;                            \
-                case 6: tile(p, block, a, b, next, share, from, to + row, 6, half); break;                            \
-                }                                                                                                     \
-            }                                                                                                         \
-        }                                                                                                             \
-    }
-TILES(plain_bf16, 1)
-TILES(plain_f32, 0)
-
-/* As the functions of TILES, by AMX. */
-static __attribute__((noinline)) void plain_tiles(const Product *p, int64_t block, const uint8_t *x, int64_t rows,
-                                                  float (*to)[BLOCK]) {
-    const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS, num_pairs = p->inputs / 2, room = padded(p, 1) / 2;
-    const int64_t bytes = pair_bytes(1), share = count > 1 ? STEP * bytes / count : 0;
-    for (int64_t a = 0; a < num_pairs; a += TILE_PAIRS) {
-        const int64_t end = a + TILE_PAIRS < room ? a + TILE_PAIRS : room, b = end < num_pairs ? end : num_pairs;
-        const uint8_t *weight = (const uint8_t *)p->weight + (block * room + a) * bytes;
-        const char *next = (const char *)weight + (end - a) * bytes;
-        for (int64_t t = 0; t < count; t++, next += share * ((end - a) / STEP))
-            tile_product(weight, b - a, x + 2 * (t * TILE_ROWS * p->inputs + 2 * a), 2 * p->inputs,
-                         rows - t * TILE_ROWS < TILE_ROWS ? rows - t * TILE_ROWS : TILE_ROWS, to + t * TILE_ROWS, !a,
-                         next, share);
-    }
-}
-
-/* Whether a product of T multiplies quantised inputs; in float32 it dequantises its levels. */
-INLINE int takes_levels(const Product *p, int half) { return half && p->kind != PLAIN; }
-
-/* Quantise inputs T [rows, I] into `to`, for products that share them. Every thread must call it. */
-INLINE void quantize(Thread *t, const Product *p, const void *x, int64_t rows, const Inputs *to, int half) {
-    if (!takes_levels(p, half)) return;
-    EACH(r, t, rows) quantize_row(x, r, p->inputs, to, half);
-    wait_for_all(t);
-}
-
-/* Rows `first` to `first + rows` of x [R, I] times one block of 64 outputs, plus the bias -> [rows, 64]. x are the same
-   rows as `levels` if the product takes those. Returns how many of the 64 are real outputs. */
-INLINE int64_t multiply(const Product *p, int64_t block, const void *x, const Inputs *levels, int64_t first,
-                        int64_t rows, float (*to)[BLOCK], int half) {
-    const void *from = (const uint8_t *)x + first * p->inputs * (half ? 2 : 4);
-    if (takes_levels(p, half)) multiply_levels(p, block, levels, first, rows, to);
-    else if (p->kind == FINE) fine_floats(p, block, from, rows, to);
-    else if (p->kind != PLAIN) (p->kind == INT8 ? int8_floats : int4_floats)(p, block, from, rows, to);
-    else if (half && has_tiles) plain_tiles(p, block, from, rows, to);
-    else (half ? plain_bf16 : plain_f32)(p, block, from, rows, to);
-    int64_t count = p->outputs - block * BLOCK;
-    if (count > BLOCK) count = BLOCK;
-    if (p->bias)
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t j = 0; j < count; j++) to[r][j] += p->bias[block * BLOCK + j];
-    return count;
-}
-
-/* Give this thread's tiles the shapes for a product. */
-INLINE void prepare_tiles(const Product *p, int64_t rows, int half) {
-    if (half && has_tiles && rows) shape_tiles(p->kind == PLAIN ? rows : LEVELS);
-}
-
-/* Rows that a thread multiplies at a time: few enough for the L2 cache to hold them, so that tiles do not wait for
-   inputs, and for the threads to finish at about the same time. Without tiles, as many as there is room for. */
-INLINE int64_t rows_of_item(const Thread *t, const Product *p, int64_t rows, int half) {
-    int64_t most = MOST_ROWS;
-    if (half && has_tiles && rows > 2 * TILE_ROWS) {
-        const int64_t near = NEAR / ((p->kind == PLAIN ? 2 : 1) * p->inputs);
-        const int64_t fair = rows * blocks(p) / (8 * t->count);
-        most = (near < fair ? near : fair) / TILE_ROWS * TILE_ROWS;
-        if (most < 2 * TILE_ROWS) most = 2 * TILE_ROWS;
-        if (most > MOST_ROWS) most = MOST_ROWS;
-    }
-    return rows < most ? rows : most;
 }
 
 /* ---- Adapters ---- */
@@ -615,6 +452,15 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         quantize(t, &l->output, m->mixed, rows, &mixed, half);
         adapted(t, &l->output, &own, OUTPUT, 1, m->mixed, &mixed, rows, m->stream, ADD, NULL, half);
         wait_for_all(t);
+        if (l->mixture) {
+            norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, 0, &in, half);
+            product(t, &l->mixture->router, m->input, NULL, rows, m->room->routes, STORE, NULL, NULL, half);
+            wait_for_all(t);
+            EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
+            wait_for_all(t);
+            mix(t, l->mixture, m->input, rows, m->room, m->stream, half);
+            continue;
+        }
         const int to_levels = takes_levels(&l->gate, half) || takes_levels(&l->up, half);
         norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
         adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, SILU, NULL, half);
@@ -703,4 +549,28 @@ void multiply_rows(const Product *p, const void *x, int64_t rows, void *to, int6
     const Inputs levels = inputs_at(room, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, groups(p));
     Rows given = {{0}, p, x, rows, to, half, &levels};
     run_threads(compute_rows, &given, threads);
+}
+
+typedef struct {
+    Team team;
+    const Mixture *mixture;
+    const void *x;
+    int64_t rows;
+    const Room *room;
+    float *to;
+    int64_t half;
+} Mixing;
+
+static void compute_mixture(void *given) {
+    Mixing *g = given;
+    Thread t = this_thread(&g->team);
+    if (g->half) mix(&t, g->mixture, g->x, g->rows, g->room, g->to, 1);
+    else mix(&t, g->mixture, g->x, g->rows, g->room, g->to, 0);
+    release_tiles();
+}
+
+/* Add to `to` [rows, E] what the experts that `room` names make of x T [rows, E], at most MOST_ROWS. */
+void mix_rows(const Mixture *m, const void *x, int64_t rows, const Room *room, float *to, int64_t half, int64_t threads) {
+    Mixing given = {{0}, m, x, rows, room, to, half};
+    run_threads(compute_mixture, &given, threads);
 }

@@ -31,7 +31,9 @@ PLAIN, INT8, INT4, FINE = range(4)
 _SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
-_TILE = 16  # rows of AMX's tiles, as in the source
+TILE_ROWS = 16
+"""Rows of AMX's tiles, as in the source."""
+
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -72,7 +74,7 @@ class Product(ctypes.Structure):
 
     def room(self, rows: int) -> int:
         """The bytes that the inputs of so many rows take when they are quantised."""
-        return 0 if self.kind == PLAIN else -(-rows // _TILE) * _TILE * -(-self.inputs // GROUP) * _INPUT_BYTES
+        return 0 if self.kind == PLAIN else -(-rows // TILE_ROWS) * TILE_ROWS * -(-self.inputs // GROUP) * _INPUT_BYTES
 
 
 class DrawParams(NamedTuple):
@@ -97,9 +99,10 @@ class Kernels:
         library.step.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER]
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER]
         library.draw.argtypes = [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT]
+        library.mix_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
-        library.draw.restype = None
+        library.draw.restype = library.mix_rows.restype = None
         library.use_openmp.argtypes, library.use_openmp.restype = [_POINTER] * 3, None
         library.use_openmp(*_openmp())
         self._room = torch.empty(0)
@@ -125,8 +128,8 @@ class Kernels:
         if not rows:
             return result
         half = x.dtype == torch.bfloat16
-        if half and self.has_tiles and rows > _TILE and rows % _TILE:
-            x = functional.pad(x, (0, 0, 0, -rows % _TILE))
+        if half and self.has_tiles and rows > TILE_ROWS and rows % TILE_ROWS:
+            x = functional.pad(x, (0, 0, 0, -rows % TILE_ROWS))
         x = x.contiguous()
         room = torch.empty(product.room(rows), dtype=torch.uint8)
         arguments = rows, result.data_ptr(), half, torch.get_num_threads(), room.data_ptr()

@@ -99,7 +99,7 @@ def _hold(model: nn.Module, make: ProductMaker, progress: ProgressCallback | Non
     for name, module in waiting:
         vars(module)[HELD] = vars(module)["forward"] = make([module], name, False)
         advance()
-    for _ in packing_experts(model, make, _has_levels):
+    for _ in packing_experts(model, make, make.kernels, _has_levels):
         return_memory()  # one layer's
         advance()
 

@@ -106,7 +106,7 @@ class Runner:
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
         self._take_over(partial(self._fuse, make_product), is_plain)
         if self.device.type == "cpu":
-            for experts in pack_experts(model, make_product):
+            for experts in pack_experts(model, make_product, kernels):
                 self.num_weights += experts.num_active_weights
                 self.weight_bytes += experts.active_bytes
                 self._spans += experts.spans

@@ -9,18 +9,22 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ...adapters.loaded import LowRank
+from ...adapters.low_rank import Part
 from ...cpu.library import MOST_ROWS, Kernels, Product
+from ...cpu.mixture import Room
 from ..attention import Rules
 from ..kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
-from .decoder import Decoder
-from .linear import Adaptable
+from .decoder import Decoder, Layer
+from .linear import Adaptable, Linear
+from .mixtures import Routed
 
 _MOST_KEYS = 1024
 """The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
@@ -30,6 +34,8 @@ RANK_UNIT = 16
 """The kernels compute so many columns of an adapter's first matrix together."""
 
 _FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step goes beyond
+
+_NUM_PARTS = 7  # of a layer that adapters may change, as in the source
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -46,7 +52,7 @@ class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
-        ("pool", _POINTER),
+        *((name, _POINTER) for name in ("mixture", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group")),
         *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
     ]
@@ -61,7 +67,8 @@ class _Model(ctypes.Structure):
         ("layers", _POINTER),
         ("norm", _POINTER),
         ("head", Product),
-        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "levels", "low")),
+        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "levels", "room")),
+        ("low", _POINTER),
         ("most_rank", _INT),
         ("epsilon", _FLOAT),
     ]
@@ -70,27 +77,34 @@ class _Model(ctypes.Structure):
 class CompiledDecoder:
     """A `Decoder` for the compiled kernels. Call `attach` before the first step."""
 
-    def __init__(
-        self, decoder: Decoder, kernels: Kernels, products: Sequence[Product], dtype: torch.dtype, context_length: int
-    ) -> None:
-        """`products` are those of `decoder`: five for each layer, then the output head's."""
-        self._decoder, self._kernels, self._products, self._dtype = decoder, kernels, products, dtype
+    def __init__(self, decoder: Decoder, kernels: Kernels, dtype: torch.dtype, context_length: int) -> None:
+        """One that `of` has found to fit."""
+        self._decoder, self._kernels, self._dtype = decoder, kernels, dtype
         self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
-        self._logits = torch.empty((MOST_ROWS, products[-1].outputs))  # reused: allocating would cost each step 0.1 ms
-        self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
         self._angles, self._num_angles = torch.empty(0), 0  # cosines and sines [2, P, D], P; grown by `_reach`
-        self._parts = [part for linear in decoder.linears() if isinstance(linear, Adaptable) for part in linear.parts]
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
-        first, (_, output, gate, _, down), head = decoder.layers[0], products[:5], products[-1]
+        first, (qkv, output) = decoder.layers[0], _products(decoder.layers[0])[:2]
+        (head,) = known_products([decoder.head])
+        self._products = [*chain.from_iterable(map(_products, decoder.layers)), head]
+        self._logits = torch.empty((MOST_ROWS, head.outputs))  # reused: allocating would cost each step 0.1 ms
+        self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
+        self._parts: list[Part | None] = []  # by layer, so many each; None where no adapter can change anything
+        self.routed = [self._route(layer) for layer in decoder.layers]
         self._layers = (_Layer * len(decoder.layers))()
-        for index, (layer, to) in enumerate(zip(decoder.layers, self._layers, strict=True)):
+        for layer, routed, to in zip(decoder.layers, self.routed, self._layers, strict=True):
             to.attention_norm, to.epsilon = self._numbers(layer.attention_norm.weight), layer.attention_norm.epsilon
             to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
             if layer.head_norm is not None:
                 to.head_norm, to.head_epsilon = self._numbers(layer.head_norm), layer.epsilon
-            to.qkv, to.output, to.gate, to.up, to.down = products[5 * index : 5 * index + 5]
+            to.qkv, to.output, *gated = _products(layer)
+            if routed is not None:
+                to.mixture = routed.address
+            else:
+                to.gate, to.up, to.down = gated
+            parts = [part for linear in layer.linears() if isinstance(linear, Adaptable) for part in linear.parts]
+            self._parts += [*parts, *[None] * (_NUM_PARTS - len(parts))]
         self._model = model = _Model(
             half=dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
@@ -106,14 +120,18 @@ class CompiledDecoder:
             head=head,
             epsilon=decoder.norm.epsilon,
         )
+        inner = max((one.inputs for layer in decoder.layers for one in _products(layer)[4:]), default=0)
         model.input, model.mixed, model.gated = (
-            self._address(torch.zeros((MOST_ROWS, size), dtype=dtype))
-            for size in (gate.inputs, output.inputs, down.inputs)
+            self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (qkv.inputs, output.inputs, inner)
         )
-        model.levels = self._address(torch.zeros(max(one.room(MOST_ROWS) for one in products), dtype=torch.uint8))
+        levels = max(product.room(MOST_ROWS) for product in self._products)
+        model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, output.outputs))
         model.stream = self._address(self._stream)
-        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, one.outputs))) for one in (products[0], gate))
+        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (qkv.outputs, inner))
+        self.room = self._room()
+        if self.room is not None:
+            model.room = ctypes.addressof(self.room)
 
     @classmethod
     def of(
@@ -121,13 +139,16 @@ class CompiledDecoder:
     ) -> Self | None:
         """The compiled form of `decoder`; None if the kernels do not support its shapes, weights or attention."""
         products = [linear.product for linear in decoder.linears()]
-        known = [product for product in products if product is not None]
-        shapes = {(layer.num_q_heads, layer.num_kv_heads) for layer in decoder.layers}
-        sizes = {tuple((one.inputs, one.outputs) for one in known[at : at + 5]) for at in range(0, len(known) - 1, 5)}
-        plain = all(rule.softcap is None and rule.sinks is None for rule in rules)
-        if len(known) < len(products) or len(shapes) > 1 or len(sizes) > 1 or not plain:
+        if None in products or any(rule.softcap is not None or rule.sinks is not None for rule in rules):
             return None
-        compiled = cls(decoder, kernels, known, dtype, context_length)
+        shapes = {(layer.num_q_heads, layer.num_kv_heads, *_sizes(layer)[:2]) for layer in decoder.layers}
+        gated = {_sizes(layer)[2:] for layer in decoder.layers if layer.mixture is None}
+        mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
+        used = {mixture.gate.top_k for mixture in mixtures if hasattr(mixture.gate, "top_k")}
+        are_known = all(Routed.is_known(one, dtype, kernels) for one in mixtures)
+        if not are_known or max(map(len, (shapes, gated, used))) > 1:
+            return None
+        compiled = cls(decoder, kernels, dtype, context_length)
         for rule, layer in zip(rules, compiled._layers, strict=True):
             layer.scaling = rule.scaling
         return compiled
@@ -146,6 +167,8 @@ class CompiledDecoder:
         """
         table = (_LowRank * len(self._parts))()
         for part, to in zip(self._parts, table, strict=True):
+            if part is None:
+                continue
             to.start, to.end = part.start, part.end
             if part.name in pairs:
                 a, b, to.scale = pairs[part.name]
@@ -208,6 +231,21 @@ class CompiledDecoder:
         finally:
             model.embeddings, model.vocabulary, model.layers, model.num_layers = before
 
+    def choice(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The experts of so many rows in the last layer with a mixture, and their shares: [rows, K] each."""
+        assert self.room is not None
+        chosen, shares = (self.room.tensors[name][:rows].clone() for name in ("chosen", "shares"))
+        return chosen, shares
+
+    def _route(self, layer: Layer) -> Routed | None:
+        return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels)
+
+    def _room(self) -> Room | None:
+        """The buffers of mixtures, if there are any."""
+        known = [routed for routed in self.routed if routed is not None]
+        used = max((routed.used for routed in known), default=0)
+        return Room([routed.experts for routed in known], MOST_ROWS, used, self._dtype) if known else None
+
     def _reach(self, end: int) -> None:
         """Compute the rotations of all positions below `end`.
 
@@ -225,3 +263,16 @@ class CompiledDecoder:
     def _address(self, tensor: Tensor) -> int:
         self._tensors.append(tensor)
         return tensor.data_ptr()
+
+
+def _products(layer: Layer) -> list[Product]:
+    return known_products(layer.linears())
+
+
+def known_products(linears: Sequence[Linear]) -> list[Product]:
+    """Those of them that have one."""
+    return [linear.product for linear in linears if linear.product is not None]
+
+
+def _sizes(layer: Layer) -> tuple[tuple[int, int], ...]:
+    return tuple((product.inputs, product.outputs) for product in _products(layer))

@@ -1,8 +1,9 @@
 """The plain decoder, written out: RMSNorm, rotary attention, gated SiLU, each layer in a handful of operations.
 
 Llama, Mistral, Qwen 2 and 3 and many others have this structure. transformers' modules compute the same with four times
-as many small operations, which on a CPU cost a tenth of a decoding step. `Decoder.of` checks the structure alone: the
-caller must compare results with the original model's.
+as many small operations, which on a CPU cost a tenth of a decoding step. There, a layer may have a mixture of experts
+instead of the last product, which its own module computes. `Decoder.of` checks the structure alone: the caller must
+compare results with the original model's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...vision.tower import Seen
-from .linear import Linear
+from .linear import SILU, Linear
 
 MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
 """Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
@@ -29,7 +30,7 @@ _BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_SILU = {"SiLU", "SiLUActivation"}  # torch's class and transformers'
+_MIXTURE = {"gate", "experts"}
 
 
 class Angles(NamedTuple):
@@ -55,7 +56,14 @@ class Norm:
 
 
 class Layer:
-    """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head."""
+    """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head.
+
+    A layer with a `mixture`, transformers' module, has no `gate`, `up` and `down`.
+    """
+
+    gate: Linear
+    up: Linear
+    down: Linear
 
     def __init__(self, module: Any, make: MakeLinear) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -72,7 +80,14 @@ class Layer:
             self.epsilon = attention.q_norm.variance_epsilon
         self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = make([attention.o_proj])
-        self.gate, self.up, self.down = make([mlp.gate_proj]), make([mlp.up_proj]), make([mlp.down_proj])
+        self.mixture: Any = None if hasattr(mlp, "gate_proj") else mlp
+        if self.mixture is None:
+            self.gate, self.up, self.down = make([mlp.gate_proj]), make([mlp.up_proj]), make([mlp.down_proj])
+
+    def linears(self) -> list[Linear]:
+        """Its products in the order of their use, without those of a mixture."""
+        after = [self.gate, self.up, self.down] if self.mixture is None else []
+        return [self.qkv, self.output, *after]
 
 
 class Decoder:
@@ -117,9 +132,8 @@ class Decoder:
         return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
 
     def linears(self) -> list[Linear]:
-        """All products in the order of their use."""
-        each = [(layer.qkv, layer.output, layer.gate, layer.up, layer.down) for layer in self.layers]
-        return [*chain.from_iterable(each), self.head]
+        """All products in the order of their use, without those of mixtures."""
+        return [*chain.from_iterable(layer.linears() for layer in self.layers), self.head]
 
 
 def through(layers: Sequence[Layer], x: Tensor, angles: Angles, attention: Attention, seen: Seen | None) -> Tensor:
@@ -142,14 +156,17 @@ def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Atte
         query_key = functional.rms_norm(query_key, (head_dim,), None, layer.epsilon) * layer.head_norm.to(x.dtype)
     swapped = query_key.view(rotated, len(x), 2, head_dim // 2).flip(-2).flatten(-2)
     torch.addcmul(query_key * cos, swapped, sin, out=heads[:rotated])
-    mixed = attention(index, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
-    x = layer.output.add(mixed, x)
+    attended = attention(index, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
+    x = layer.output.add(attended, x)
     h = layer.mlp_norm(x)
+    if layer.mixture is not None:
+        mixed: Tensor = layer.mixture(h[None])
+        return x + mixed[0]
     return layer.down.add(layer.up.mul(h, layer.gate.silu(h)), x)
 
 
 def _is_plain(layer: Any) -> bool:
-    if _children(layer) != _LAYER or _children(layer.mlp) != _MLP or type(layer.mlp.act_fn).__name__ not in _SILU:
+    if _children(layer) != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
         return False
     attention = layer.self_attn
     extra = _children(attention) - _ATTENTION
@@ -161,6 +178,15 @@ def _is_plain(layer: Any) -> bool:
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
         and all(len(getattr(attention, name).weight) == head_dim for name in extra)
     )
+
+
+def _is_gated(mlp: nn.Module) -> bool:
+    return _children(mlp) == _MLP and type(mlp.act_fn).__name__ in SILU
+
+
+def _is_mixture(mlp: nn.Module) -> bool:
+    """On a GPU, transformers' own layers around a mixture are as fast, and recorded alike."""
+    return _children(mlp) == _MIXTURE and all(weight.device.type == "cpu" for weight in mlp.parameters())
 
 
 def _children(module: nn.Module) -> set[str]:

@@ -2,6 +2,7 @@
 
 transformers keeps the weights of all experts of a layer as one tensor and multiplies slices of it, which oneDNN has to
 repack at each call. Here each expert's weights become products of their own, packed once, and quantised like others.
+The compiled kernels compute all experts of a step in one call, if they are gated by SiLU, as most are.
 The experts' sizes, gates and biases are read as transformers' own functions read them (`integrations/moe.py`).
 """
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoints.rounded import is_absent
-from ...cpu.library import span
-from .linear import Linear
+from ...cpu.library import Kernels, span
+from ...cpu.mixture import Experts, Rooms
+from .linear import SILU, Linear
 
 MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
 
@@ -23,21 +25,26 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate",
 """What a class has whose experts transformers can compute with other functions."""
 
 
-def pack_experts(model: Any, make: MakeProduct) -> list[PackedExperts]:
+def pack_experts(model: Any, make: MakeProduct, kernels: Kernels | None = None) -> list[PackedExperts]:
     """Put packed experts in the place of transformers'; returns all."""
-    for _ in packing_experts(model, make, lambda experts: True):
+    for _ in packing_experts(model, make, kernels, lambda experts: True):
         pass
     return [module for module in model.modules() if isinstance(module, PackedExperts)]
 
 
-def packing_experts(model: Any, make: MakeProduct, chosen: Callable[[Any], bool]) -> Iterator[PackedExperts]:
+def packing_experts(
+    model: Any, make: MakeProduct, kernels: Kernels | None, chosen: Callable[[Any], bool]
+) -> Iterator[PackedExperts]:
     """Put packed experts in the place of those of transformers' that are `chosen`; yields each when it is there."""
+    rooms = Rooms()
     num_used: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     for name, parent in list(model.named_modules()):
         for own, module in list(parent.named_children()):
             is_theirs = all(hasattr(module, mark) for mark in _MARKS) and not isinstance(module, PackedExperts)
             if is_theirs and chosen(module):
                 packed = PackedExperts(module, make, f"{name}.{own}", num_used)
+                if kernels is not None:
+                    packed.compile(kernels, rooms)
                 setattr(parent, own, packed)
                 yield packed
 
@@ -53,10 +60,23 @@ class PackedExperts(nn.Module):
         self._activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
         has_norm = getattr(experts, "has_post_expert_norm", False)
         self._norm: Callable[[Tensor], Tensor] | None = experts.post_expert_norm if has_norm else None
+        self._is_usual = experts.has_gate and not has_norm and _is_silu(experts)
+        self.compiled: Experts | None = None  # set by `compile`
         self._share = num_used / self._num_experts
         self.num_weights = 0
         self._inner = self._take(experts, first, make, name)
         self._outer = self._take(experts, "down_proj", make, name)
+
+    def compile(self, kernels: Kernels, rooms: Rooms) -> None:
+        """Compute by the kernels from now on, if they know how."""
+        inner, outer = ([product.product for product in products] for products in (self._inner, self._outer))
+        if self._is_usual:
+            self.compiled = Experts.of(inner, outer, kernels, rooms)
+
+    @property
+    def pairs(self) -> list[tuple[Linear, Linear]]:
+        """Each expert's two products."""
+        return list(zip(self._inner, self._outer, strict=True))
 
     @property
     def num_active_weights(self) -> int:
@@ -75,6 +95,8 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, E], and for each token its experts and their weights, [T, K] each → [T, E]."""
+        if self.compiled is not None and self.compiled.take(hidden_states.dtype):
+            return self.compiled(hidden_states, top_k_index, top_k_weights)
         num_tokens, num_used = top_k_index.shape
         experts = top_k_index.reshape(-1)
         order = experts.argsort(stable=True)
@@ -109,3 +131,9 @@ class PackedExperts(nn.Module):
         self.num_weights += weights.numel()
         setattr(experts, kind, None)
         return products
+
+
+def _is_silu(experts: Any) -> bool:
+    """Whether the gates are SiLU's, before the ups, as transformers' own function has them."""
+    is_usual = type(experts)._apply_gate.__name__ == "_default_apply_gate"
+    return is_usual and type(experts.act_fn).__name__ in SILU

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +17,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...cpu.layouts import numbers, rounded_inputs
-from ...cpu.library import BLOCK, Product
+from ...cpu.library import BLOCK, PLAIN, Kernels, Product
 from ..attention import MatmulAttention, Rules
 from ..kv_cache import LayerSpec
 from ..packing import LayerGroup, PackedStep, Segment, pack
-from .compiled_decoder import CompiledDecoder
+from .compiled_decoder import CompiledDecoder, known_products
 from .decoder import Attention, Decoder, advance
 from .linear import Unfused
+from .mixtures import Routed
+from .precision import in_float32
 
 _NUMBERS = 1 << 20  # of a weight that are converted to float32 at a time, so that they stay in the cache
 _LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer's rounding; typical is up to 0.007
 _MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the least bound for the whole model's, or
+_CLOSE = 0.05  # the distance of routes that rounding may exchange, in standard deviations of a row's
+_MIXED = 0.5  # the least bound for the whole model where rounding may exchange experts; a wrong one is 1 off or more
 _FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
 
 
@@ -66,10 +71,13 @@ def differences(
 
     silent = [segment._replace(samples=False) for segment in probes]
     exact = functional.embedding(step.ids, decoder.embedding).float()
-    for index in range(len(decoder.layers)):
+    for index, routed in enumerate(candidate.routed):
         given = exact.to(dtype)
-        right, exact = reference.advance(index, given.float(), exact)
         _, compiled = candidate.part(silent, given, range(index, index + 1))
+        choice = None if routed is None else Choice(routed, *candidate.choice(len(given)))
+        right, exact = reference.advance(index, given.float(), exact, choice)
+        if choice is not None:
+            note(f"the choice of experts in layer {index}", *choice.shares_of_all, _LAYER[dtype])
         note(f"layer {index}", right - given.float(), compiled - given.float(), _LAYER[dtype])
     every = [segment._replace(samples=True) for segment in probes]
     ends = torch.tensor([len(segment.tokens) for segment in probes]).cumsum(0) - 1
@@ -78,7 +86,8 @@ def differences(
     note("the head", reference.head(given[ends].float()), compiled, _LAYER[dtype])
     right = reference.head(exact[ends])
     rounding = distance(right, decoder(step.ids, step.positions, ends, attend))
-    note("the model", right, candidate(every).logits, max(_MODEL[dtype], _FACTOR * rounding))
+    least = _MODEL[dtype] if candidate.room is None else _MIXED
+    note("the model", right, candidate(every).logits, max(least, _FACTOR * rounding))
     return found
 
 
@@ -91,19 +100,54 @@ def distance(right: Tensor, other: Tensor) -> float:
 class _Exact(Unfused):
     """A product with the numbers that the kernels multiply, computed in float32."""
 
-    def __init__(self, product: Product, dtype: torch.dtype) -> None:
+    def __init__(self, product: Product, dtype: torch.dtype, kernels: Kernels | None = None) -> None:
+        """With `kernels`, they compute with levels, in float32 as well: torch would take minutes for all experts."""
         self.product: Product = product
-        self._dtype = dtype
+        self._dtype, self._kernels = dtype, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         product, blocks = self.product, -(-self.product.outputs // BLOCK)
         x = rounded_inputs(product, x, self._dtype)
+        if self._kernels is not None and product.kind != PLAIN:
+            return self._kernels.multiply(product, x)
         count = max(1, _NUMBERS // (BLOCK * product.inputs))
         parts = [
             x @ numbers(product, self._dtype, start, min(start + count, blocks)).T for start in range(0, blocks, count)
         ]
         whole, bias = torch.cat(parts, dim=-1)[:, : product.outputs], product.tensors[2]
         return whole.contiguous() if bias is None else whole + bias
+
+
+class Choice:
+    """The experts that the compiled decoder chose, by themselves and for a mixture in float32.
+
+    Where the routes of two experts are nearly equal, rounding chooses: float32 must then take the same one.
+    """
+
+    def __init__(self, routed: Routed, chosen: Tensor, shares: Tensor) -> None:
+        """`chosen` and `shares` [T, K] of the first inputs."""
+        self._routed, self._chosen, self._shares = routed, chosen, shares
+        self.shares_of_all = shares, shares  # right ones and the compiled decoder's, where it chose; set by `mix`
+
+    def mix(self, rows: Tensor, dtype: torch.dtype, packed: Tensor) -> Tensor:
+        """What the mixture makes of [1, 2 T, E], whose row i is that of input rows[i]."""
+        h, count = packed[0, rows.argsort()], len(self._chosen)
+        with in_float32(self._routed.gate):
+            routes, shares, chosen = self._routed.gate(h)
+        right = torch.zeros(routes.shape).scatter_(1, chosen, shares.float())
+        own = torch.zeros(routes[:count].shape).scatter_(1, self._chosen, self._shares)
+        is_other = (self._chosen.sort(-1).values != chosen[:count].sort(-1).values).any(-1)
+        last, least = (routes[:count].gather(1, each).amin(-1) for each in (chosen[:count], self._chosen))
+        is_tie = is_other & (last - least <= _CLOSE * routes[:count].std(-1))
+        self.shares_of_all = right[:count][~is_tie], own[~is_tie]
+        right[:count][is_tie] = own[is_tie]
+        mixed = torch.zeros_like(h)
+        for part, products in zip(right.T, self._routed.packed.pairs, strict=True):
+            if len(visits := part.nonzero()[:, 0]):
+                inner, outer = (_Exact(known, dtype, self._routed.kernels) for known in known_products(products))
+                gates, ups = inner(h[visits]).chunk(2, dim=-1)
+                mixed[visits] += part[visits, None] * outer(functional.silu(gates) * ups)
+        return mixed[None, rows]
 
 
 class _Reference:
@@ -130,16 +174,18 @@ class _Reference:
         self._step = pack(twice, self._groups, setting.block_size, device, self._attention.pack_group)
         self._angles = decoder.angles(self._step.positions, torch.float32)
 
-    def advance(self, index: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one layer on two residual streams [T, E]: what they are after it."""
+    def advance(self, index: int, first: Tensor, second: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor]:
+        """Run one layer on two residual streams [T, E]: what they are after it. `choice` is for the first."""
         found = torch.empty(2 * len(first), first.shape[1])
-        found[self._rows] = self._advance(index, torch.cat((first, second))[self._rows])
+        found[self._rows] = self._advance(index, torch.cat((first, second))[self._rows], choice)
         return found[: len(first)], found[len(first) :]
 
-    def _advance(self, index: int, x: Tensor) -> Tensor:
+    def _advance(self, index: int, x: Tensor, choice: Choice | None) -> Tensor:
         layer: Any = copy(self._decoder.layers[index])
-        for name in ("qkv", "output", "gate", "up", "down"):
+        for name in ("qkv", "output", *(("gate", "up", "down") if choice is None else ())):
             setattr(layer, name, self._exact(getattr(layer, name).product))
+        if choice is not None:
+            layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)
         return advance(layer, index, x, self._angles, self._attend)
 
     def head(self, x: Tensor) -> Tensor:

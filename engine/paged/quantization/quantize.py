@@ -70,13 +70,13 @@ class ProductMaker:
         """Raises `ConfigurationError` as `linear_maker` does."""
         self._make = linear_maker(quantization, device, kernels)
         self._make_precise = linear_maker("int8" if quantization == "int4" else quantization, device, kernels)
-        self._is_cpu, self._kernels, self._buffer = device.type == "cpu", kernels, _Buffer()
+        self._is_cpu, self.kernels, self._buffer = device.type == "cpu", kernels, _Buffer()
         self.is_quantized = quantization is not None  # set where weights were loaded as levels, too
 
     @property
     def takes_levels(self) -> TakesLevels | None:
         """For which weights there are products of whatever levels a file has; None if for none."""
-        return self._kernels.take if self._is_cpu and self._kernels is not None else None
+        return self.kernels.take if self._is_cpu and self.kernels is not None else None
 
     def __call__(self, parts: Sequence[nn.Linear], name: str, is_head: bool) -> Linear:
         """One product of modules that share their input; `name` is that of the first."""
@@ -85,9 +85,9 @@ class ProductMaker:
             return product
         bias = fused_bias(parts)
         loaded = Rounded.of_modules(parts) if self._is_cpu else None
-        if loaded is not None and (loaded.is_own or self._kernels is not None):
+        if loaded is not None and (loaded.is_own or self.kernels is not None):
             self.is_quantized = True
-            return _place(loaded, bias, parts[0].weight.dtype, self._buffer, self._kernels)
+            return _place(loaded, bias, parts[0].weight.dtype, self._buffer, self.kernels)
         make = self._make_precise if is_head or is_precise(name) else self._make
         return make(fused_weight(parts), bias)
 

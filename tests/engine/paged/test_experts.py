@@ -11,6 +11,7 @@ import torch
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.cpu.library import Kernels, load_kernels
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.decoding.experts import PackedExperts, pack_experts
 from penstock.engine.paged.quantization.quantize import ProductMaker
@@ -53,22 +54,26 @@ def find_experts(model: Any) -> list[Any]:
     return [module for name, module in model.named_modules() if name.endswith(".experts")]
 
 
+@pytest.mark.parametrize("kernels", [None, load_kernels()], ids=["torch", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_packed_experts_compute_what_transformers_computes(family: str, dtype: torch.dtype) -> None:
-    """For 1 row and for 33, all of which one expert may miss; no weight stays in memory twice."""
+def test_packed_experts_compute_what_transformers_computes(
+    family: str, dtype: torch.dtype, kernels: Kernels | None
+) -> None:
+    """For 1 row, for 33, all of which one expert may miss, and for more than one call of the kernels; no weight stays
+    in memory twice."""
     model = make(family, dtype)
     model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(1)
     steps = []
-    for count in (1, 33):
+    for count in (1, 33, 300):
         index = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(count)])
         steps.append((torch.randn(count, 64, generator=generator).to(dtype), index, torch.rand(count, 2).to(dtype)))
     expected = [[module(*step) for step in steps] for module in find_experts(model)]
     numbers = sum(one.numel() for module in find_experts(model) for one in module.parameters() if one.ndim == 3)
     assert expected and numbers
-    packed = list(pack_experts(model, ProductMaker(None, torch.device("cpu"))))
+    packed = list(pack_experts(model, ProductMaker(None, torch.device("cpu"), kernels), kernels))
     assert packed == find_experts(model)
     assert sum(one.num_weights for one in packed) == numbers == 2 * sum(one.num_active_weights for one in packed)
     assert not [name for name, one in model.named_parameters() if one.ndim == 3 and one.shape[-1] > 4]
@@ -76,6 +81,30 @@ def test_packed_experts_compute_what_transformers_computes(family: str, dtype: t
         for step, result in zip(steps, wanted, strict=True):
             far = (module(*step).float() - result.float()).norm() / result.float().norm()
             assert far < (1e-5 if dtype == torch.float32 else 2e-2)
+    of_their_own = {"gpt_oss"}  # gates
+    assert all((one.compiled is not None) == (kernels is not None and family not in of_their_own) for one in packed)
+
+
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_among_any_others(method: str | None, dtype: torch.dtype) -> None:
+    """Whichever rows are at its experts, too, and on however many threads."""
+    kernels, model = load_kernels(), make("qwen3_moe", dtype)
+    experts = pack_experts(model, ProductMaker(method, torch.device("cpu"), kernels), kernels)[0]
+    assert experts.compiled is not None
+    generator = torch.Generator().manual_seed(1)
+    index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(40)])
+    x, shares = torch.randn(40, 64, generator=generator).to(dtype), torch.rand(40, 2, generator=generator).to(dtype)
+    together = experts(x, index, shares)
+    for start, end in ((0, 1), (7, 8), (39, 40), (3, 20)):
+        assert torch.equal(experts(x[start:end], index[start:end], shares[start:end]), together[start:end])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(experts(x, index, shares), together)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from penstock.engine.cpu import variants
 from penstock.engine.cpu.library import Kernels, load_kernels
@@ -29,12 +29,16 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
     """Random; with a large `spread` its layers make every rounding larger, as those of real models do."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 170, "num_attention_heads": 4, "head_dim": 16}
+    shape |= {"num_experts_per_tok": 2, "num_local_experts": 8} if kind is MixtralConfig else {}
+    shape |= {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True} if kind is Qwen3MoeConfig else {}
     config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
+        elif "experts" in name or name.endswith("gate.weight"):
+            nn.init.normal_(parameter, std=spread)
     return model
 
 
@@ -44,8 +48,9 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
 
 @compiled
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
-def test_a_model_that_makes_roundings_larger_is_compiled(method: str | None) -> None:
-    made = run(make_model(spread=0.6), load_kernels(), method)
+@pytest.mark.parametrize("kind", [LlamaConfig, MixtralConfig, Qwen3MoeConfig])
+def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
+    made = run(make_model(spread=0.6, kind=kind), load_kernels(), method)
     assert made.uncompiled == "" and made._compiled is not None
 
 
@@ -96,6 +101,46 @@ def test_what_is_wrong_in_one_part_is_refused_and_named(
 
     monkeypatch.setattr(runner, "CompiledDecoder", Broken)
     made = run(make_model(spread=spread, kind=Qwen3Config), load_kernels())
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def exchange_experts(decoder: CompiledDecoder) -> None:
+    inner = decoder.routed[3].experts._inner
+    inner[1], inner[2] = type(inner[1]).from_buffer_copy(inner[2]), type(inner[1]).from_buffer_copy(inner[1])
+
+
+def forget_the_sum(decoder: CompiledDecoder) -> None:
+    decoder.routed[3].mixture.is_normed = False
+
+
+def take_another_router(decoder: CompiledDecoder) -> None:
+    decoder.routed[3].mixture.router = decoder.routed[2].mixture.router
+
+
+@compiled
+@pytest.mark.parametrize("spread", [0.02, 0.6])
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (exchange_experts, "layer 3"),
+        (forget_the_sum, "the choice of experts in layer 3"),
+        (take_another_router, "the choice of experts in layer 3"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_a_mixture_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice of experts that rounding alone would make, another one of equals, is no fault: nothing else is named."""
+
+    class Broken(compiled_decoder.CompiledDecoder):
+        def attach(self, *arguments: Any) -> None:
+            super().attach(*arguments)
+            break_(self)
+
+    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
+    made = run(make_model(spread=spread, kind=Qwen3MoeConfig), load_kernels(), "int8")
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
 

@@ -1,0 +1,117 @@
+/* A mixture of experts: each row of inputs passes a few of many experts, which a router chooses.
+
+   A slot is a row at one of its experts. Slots are sorted by expert, so that a step reads each expert's weights once,
+   for all of its rows. What the experts make of a row is added in the order of their numbers: a row has the same bits
+   in any batch. */
+
+#pragma once
+
+#include "products.h"
+
+typedef struct {
+    Product router;               /* [experts, E] */
+    const Product *inner, *outer; /* [experts] each: [2 I, E], gates before ups, and [E, I] */
+    int64_t count, used;          /* experts, and how many of them a row passes */
+    int64_t is_normed;            /* whether the shares of a row's experts are divided by their sum */
+} Mixture;
+
+/* Buffers for R rows, S slots and TILE_ROWS more. */
+typedef struct {
+    float *routes;        /* [R, experts] */
+    int64_t *chosen;      /* [R, used] */
+    float *shares;        /* [R, used] */
+    void *inputs, *gated; /* T [S, E] and [S, I] */
+    float *sums;          /* [S, 2 I] */
+    void *levels;         /* `Inputs` of either product */
+} Room;
+
+/* The slots of one expert. */
+typedef struct {
+    int64_t expert, first, count;
+} Visits;
+
+/* Choose the experts of one row by the softmax of its `routes`; of equal ones the first. */
+INLINE void choose_experts(const Mixture *m, int64_t row, const Room *room) {
+    float *routes = room->routes + row * m->count, most = -INFINITY, all = 0, sum = 0;
+    for (int64_t e = 0; e < m->count; e++) most = fmaxf(most, routes[e]);
+    for (int64_t e = 0; e < m->count; e += 16) {
+        __mmask16 mask = tail_mask(m->count - e);
+        __m512 share = exponential(_mm512_sub_ps(load(routes, e, mask, 0), _mm512_set1_ps(most)));
+        store(routes, e, share, mask, 0);
+    }
+    for (int64_t e = 0; e < m->count; e++) all += routes[e];
+    for (int64_t k = 0; k < m->used; k++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < m->count; e++) { /* a chosen one is negative; NaN is never better, and may be left over */
+            if (routes[e] < 0 || (best >= 0 && !(routes[e] > routes[best]))) continue;
+            best = e;
+        }
+        room->chosen[row * m->used + k] = best;
+        room->shares[row * m->used + k] = routes[best];
+        sum += routes[best];
+        routes[best] = -1;
+    }
+    for (int64_t k = 0; k < m->used; k++) room->shares[row * m->used + k] /= m->is_normed ? sum : all;
+}
+
+/* Add to `to` [rows, E] what the chosen experts make of x T [rows, E], weighted by their shares. Every thread must call
+   it, and waits at its end. */
+INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const Room *room, float *to, int half) {
+    const int64_t E = m->inner->inputs, I = m->outer->inputs, num_slots = rows * m->used, size = half ? 2 : 4;
+    const Inputs in = inputs_at(room->levels, num_slots + TILE_ROWS, groups(m->inner));
+    const Inputs between = inputs_at(room->levels, num_slots + TILE_ROWS, groups(m->outer));
+    int64_t next[m->count], given[num_slots], num_visits = 0; /* `given`: the slots' indices in `chosen` */
+    Visits visits[num_slots < m->count ? num_slots : m->count];
+    for (int64_t e = 0; e < m->count; e++) next[e] = 0;
+    for (int64_t i = 0; i < num_slots; i++) next[room->chosen[i]]++;
+    for (int64_t e = 0, first = 0; e < m->count; e++) {
+        const int64_t count = next[e];
+        next[e] = first;
+        if (count) visits[num_visits++] = (Visits){e, first, count};
+        first += count;
+    }
+    for (int64_t i = 0; i < num_slots; i++) given[next[room->chosen[i]]++] = i;
+    EACH(slot, t, num_slots) {
+        const int64_t row = given[slot] / m->used;
+        memcpy((uint8_t *)room->inputs + slot * E * size, (const uint8_t *)x + row * E * size, E * size);
+        if (takes_levels(m->inner, half)) quantize_row(room->inputs, slot, E, &in, half);
+    }
+    wait_for_all(t);
+    GUIDED(item, t, num_visits * blocks(m->inner)) {
+        float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
+        const Visits *v = visits + item / blocks(m->inner);
+        const int64_t block = item % blocks(m->inner);
+        prepare_tiles(m->inner, v->count, half);
+        int64_t outputs = multiply(m->inner + v->expert, block, room->inputs, &in, v->first, v->count, sums, half);
+        for (int64_t r = 0; r < v->count; r++)
+            memcpy(room->sums + (v->first + r) * 2 * I + block * BLOCK, sums[r], outputs * sizeof(float));
+    }
+    wait_for_all(t);
+    EACH(slot, t, num_slots) {
+        const float *gates = room->sums + slot * 2 * I, *ups = gates + I;
+        for (int64_t i = 0; i < I; i += 16) {
+            __mmask16 mask = tail_mask(I - i);
+            __m512 gated = _mm512_mul_ps(silu(load(gates, i, mask, 0)), load(ups, i, mask, 0));
+            store(room->gated, slot * I + i, gated, mask, half);
+        }
+        if (takes_levels(m->outer, half)) quantize_row(room->gated, slot, I, &between, half);
+    }
+    wait_for_all(t);
+    GUIDED(block, t, blocks(m->outer)) {
+        float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
+        for (const Visits *v = visits; v < visits + num_visits; v++) {
+            prepare_tiles(m->outer, v->count, half);
+            int64_t outputs = multiply(m->outer + v->expert, block, room->gated, &between, v->first, v->count, sums, half);
+            for (int64_t r = 0; r < v->count; r++) {
+                const int64_t index = given[v->first + r], at = index / m->used * E + block * BLOCK;
+                const __m512 share = _mm512_set1_ps(room->shares[index]);
+                for (int64_t j = 0; j < outputs; j += 16) {
+                    __mmask16 mask = tail_mask(outputs - j);
+                    __m512 sum = _mm512_fmadd_ps(share, _mm512_loadu_ps(sums[r] + j), load(to, at + j, mask, 0));
+                    store(to, at + j, sum, mask, 0);
+                }
+            }
+        }
+    }
+    wait_for_all(t);
+}

@@ -1,0 +1,44 @@
+"""Mixtures of experts in the compiled decoder, which chooses the experts by itself."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ...cpu.library import Kernels, Product
+from ...cpu.mixture import Mixture
+from .experts import PackedExperts
+from .linear import make_packed
+
+
+class Routed:
+    """One layer's mixture: a softmax over the routes to all experts, of which the largest few count."""
+
+    def __init__(self, module: Any, dtype: torch.dtype, kernels: Kernels) -> None:
+        """`module` is transformers' own, and `is_known`."""
+        self.gate, self.packed = module.gate, module.experts
+        self.experts, self.kernels = self.packed.compiled, kernels
+        self.used: int = self.gate.top_k
+        self._router = make_packed(self.gate.weight.detach().to(dtype), None, kernels)
+        is_normed = bool(getattr(self.gate, "norm_topk_prob", True))  # Mixtral's always are
+        router: Product | None = self._router.product
+        assert router is not None
+        self.mixture: Mixture = self.experts.mixture(router, self.used, is_normed)
+
+    @staticmethod
+    def is_known(module: Any, dtype: torch.dtype, kernels: Kernels) -> bool:
+        """Whether the kernels know such a router, and the experts; whether they compute the same is to be checked."""
+        gate, packed = module.gate, module.experts
+        if not isinstance(packed, PackedExperts) or packed.compiled is None or not packed.compiled.take(dtype):
+            return False
+        if [name for name, _ in (*gate.named_parameters(), *gate.named_buffers())] != ["weight"]:
+            return False
+        sizes = packed.compiled.count, packed.compiled.firsts[0].inputs
+        return gate.weight.shape == sizes and hasattr(gate, "top_k") and kernels.take(dtype, sizes[1])
+
+    @property
+    def address(self) -> int:
+        """Where the kernels find it."""
+        return ctypes.addressof(self.mixture)
