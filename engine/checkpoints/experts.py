@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 
 from .lazy import LazyWeight
-from .rounded import ReadRounded, Rounded, TakesLevels, absent
+from .rounded import Blocks, ReadRounded, Rounded, TakesLevels, absent
 
 _EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
@@ -51,9 +54,7 @@ def fold_experts(
             rows, columns = (shapes[f"{parts[0][0]}.weight"][axis] for axis in (0, 1))
             shape = len(parts), rows * len(parts[0]), columns
             left[f"{experts}.{kind}"] = LazyWeight(partial(absent, shape, dtype))
-            readers.setdefault(experts, {})[kind] = [
-                partial(_joined, [found[module] for module in own]) for own in parts
-            ]
+            readers.setdefault(experts, {})[kind] = [_Joined([found[module] for module in own]) for own in parts]
         for module in modules:
             others.pop(module, None)
             if fits:
@@ -61,5 +62,17 @@ def fold_experts(
     return left, others, readers
 
 
-def _joined(readers: Sequence[ReadRounded]) -> Rounded:
-    return Rounded.joined([read() for read in readers])
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Reads the outputs of several weights side by side."""
+
+    readers: Sequence[ReadRounded]
+
+    def __call__(self) -> Rounded:
+        return Rounded.joined([read() for read in self.readers])
+
+    def blocks(self) -> list[Blocks]:
+        """As the file has them; none unless it has all of them."""
+        readers: Sequence[Any] = self.readers
+        found: list[list[Blocks]] = [read.blocks() if hasattr(read, "blocks") else [] for read in readers]
+        return [*chain.from_iterable(found)] if all(found) else []

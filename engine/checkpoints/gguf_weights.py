@@ -7,7 +7,7 @@ in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from .gguf import BLOCKS, Gguf, GgufWeight, Tiles
 from .gguf_pairs import weights_of
 from .lazy import LazyWeight
-from .rounded import ReadRounded, Rounded
+from .rounded import Blocks, ReadRounded, Rounded
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _LEVELS_CHUNK = 1 << 21  # the same of levels alone
@@ -56,8 +56,22 @@ def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:
 def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
     """The weights of the language model whose levels can be kept, by the names of their modules."""
 
-    def read(weight: GgufWeight) -> Rounded:
-        found, tiles = rounded_of(_data(weight), weight.tensor.type, weight.shape[0]), weight.tiles
+    return {
+        name.removesuffix(".weight"): _Levels(weight)
+        for name, weight in weights_of(gguf).items()
+        if weight.tensor.type in _LEVELS and weight.keeps_levels
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """Reads the levels of a weight."""
+
+    weight: GgufWeight
+
+    def __call__(self) -> Rounded:
+        weight, tiles = self.weight, self.weight.tiles
+        found = rounded_of(_data(weight), weight.tensor.type, weight.shape[0])
         if tiles is None or not tiles.by_columns:
             return found
         groups = tiles._replace(size=tiles.size // found.size)
@@ -65,11 +79,12 @@ def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
         scales = _untiled(found.scales, groups, 1)
         return found._replace(levels=_untiled(found.levels, tiles, 1), scales=scales, zeros=zeros)
 
-    return {
-        name.removesuffix(".weight"): partial(read, weight)
-        for name, weight in weights_of(gguf).items()
-        if weight.tensor.type in _LEVELS and weight.keeps_levels
-    }
+    def blocks(self) -> list[Blocks]:
+        """As the file has it, rows in transformers' order; none where the columns have another one."""
+        weight = self.weight
+        if weight.tiles is not None and weight.tiles.by_columns:
+            return []
+        return [Blocks(weight.tensor.type, _data(weight).view(weight.shape[0], -1), weight.shape[1])]
 
 
 def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:

@@ -31,6 +31,14 @@ ReadRounded = Callable[[], "Rounded"]
 """Reads a weight that lies in a file as levels."""
 
 
+class Blocks(NamedTuple):
+    """A weight [O, I] as a GGUF file has it: `data` uint8 [O, bytes of a row], whose type ggml calls `kind`."""
+
+    kind: str
+    data: Tensor
+    inputs: int
+
+
 TakesLevels = Callable[[torch.dtype, int], bool]
 """Whether there are products of levels for activations of a dtype, and so many inputs."""
 
@@ -105,6 +113,18 @@ class Rounded(NamedTuple):
             return scales | {f"{name}.levels": self.levels.contiguous()}
         low, high = self.levels.to(torch.uint8).view(len(self.levels), -1, 2).unbind(-1)
         return scales | {f"{name}.levels": low | high << 4, f"{name}.zeros": self.zeros.contiguous()}
+
+
+def blocks_of(modules: Iterable[nn.Module]) -> list[Blocks]:
+    """The weights of several modules, in their order, as a file has them; none unless it has blocks of all."""
+    found: list[Blocks] = []
+    for module in modules:
+        read: Any = getattr(module, "rounded", None)
+        blocks: list[Blocks] = read.blocks() if hasattr(read, "blocks") else []
+        if not blocks:
+            return []
+        found += blocks
+    return found
 
 
 def rounded_readers(directory: Path, quantized: Quantized) -> dict[str, ReadRounded]:

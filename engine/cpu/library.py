@@ -100,9 +100,10 @@ class Kernels:
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER]
         library.draw.argtypes = [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT]
         library.mix_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
+        library.pack_blocks.argtypes = [_INT, _POINTER, _INT, _INT, _INT, _POINTER, _INT]
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
-        library.draw.restype = library.mix_rows.restype = None
+        library.draw.restype = library.mix_rows.restype = library.pack_blocks.restype = None
         library.use_openmp.argtypes, library.use_openmp.restype = [_POINTER] * 3, None
         library.use_openmp(*_openmp())
         self._room = torch.empty(0)

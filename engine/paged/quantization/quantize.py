@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ....schemas.errors import ConfigurationError
 from ...checkpoints.quantized import PRECISE
-from ...checkpoints.rounded import Rounded, TakesLevels
+from ...checkpoints.rounded import Rounded, TakesLevels, blocks_of
 from ...cpu.layouts import fours, grouped, nibbles
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, Kernels, Product
 from ...vision.families import language_model_of
@@ -35,6 +35,7 @@ from ..decoding.linear import (
     fused_weight,
     make_packed,
 )
+from .blocks import Packer
 from .rounding import to_int4, to_int8
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class ProductMaker:
         self._make = linear_maker(quantization, device, kernels)
         self._make_precise = linear_maker("int8" if quantization == "int4" else quantization, device, kernels)
         self._is_cpu, self.kernels, self._buffer = device.type == "cpu", kernels, _Buffer()
+        self._packer = None if kernels is None or not self._is_cpu else Packer(kernels)
         self.is_quantized = quantization is not None  # set where weights were loaded as levels, too
 
     @property
@@ -83,11 +85,16 @@ class ProductMaker:
         if len(parts) == 1 and (held := vars(parts[0]).get(HELD)) is not None:
             product: Linear = held
             return product
-        bias = fused_bias(parts)
+        bias, dtype = fused_bias(parts), parts[0].weight.dtype
+        if self._packer is not None and (blocks := blocks_of(parts)):
+            packed = self._packer.pack(blocks, bias, dtype)
+            if packed is not None:
+                self.is_quantized = True
+                return packed
         loaded = Rounded.of_modules(parts) if self._is_cpu else None
         if loaded is not None and (loaded.is_own or self.kernels is not None):
             self.is_quantized = True
-            return _place(loaded, bias, parts[0].weight.dtype, self._buffer, self.kernels)
+            return _place(loaded, bias, dtype, self._buffer, self.kernels)
         make = self._make_precise if is_head or is_precise(name) else self._make
         return make(fused_weight(parts), bias)
 

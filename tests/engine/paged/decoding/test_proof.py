@@ -18,6 +18,7 @@ from penstock.engine.paged import runner
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.decoding import compiled_decoder
 from penstock.engine.paged.decoding.compiled_decoder import CompiledDecoder
+from penstock.engine.paged.decoding.mixtures import Routed
 from penstock.engine.paged.decoding.precision import in_float32
 from penstock.engine.paged.quantization.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
@@ -105,17 +106,23 @@ def test_what_is_wrong_in_one_part_is_refused_and_named(
     assert f"from float32 in {part}, more than" in made.uncompiled
 
 
+def routed(decoder: CompiledDecoder, layer: int) -> Routed:
+    found = decoder.routed[layer]
+    assert found is not None
+    return found
+
+
 def exchange_experts(decoder: CompiledDecoder) -> None:
-    inner = decoder.routed[3].experts._inner
+    inner = routed(decoder, 3).experts._inner
     inner[1], inner[2] = type(inner[1]).from_buffer_copy(inner[2]), type(inner[1]).from_buffer_copy(inner[1])
 
 
 def forget_the_sum(decoder: CompiledDecoder) -> None:
-    decoder.routed[3].mixture.is_normed = False
+    routed(decoder, 3).mixture.is_normed = False
 
 
 def take_another_router(decoder: CompiledDecoder) -> None:
-    decoder.routed[3].mixture.router = decoder.routed[2].mixture.router
+    routed(decoder, 3).mixture.router = routed(decoder, 2).mixture.router
 
 
 @compiled

@@ -1,0 +1,90 @@
+"""Packs weights for the compiled kernels straight from the blocks of a GGUF file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence, Set
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.rounded import Blocks
+from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, Kernels, Product
+from ..decoding.linear import CompiledLinear
+
+_ARENA = 64 << 20  # bytes of memory that small weights share, so that it lies in large pages
+_SMALL = 8 << 20
+
+
+class _Form(NamedTuple):
+    """What a product of one type is: its kind, the middle of its levels, and its scales."""
+
+    kind: int
+    middle: int
+    has_zeros: bool
+    scale_type: torch.dtype
+
+
+_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+_FORMS = {
+    "Q4_0": _Form(INT4, 8, False, torch.float16),
+    "Q4_1": _Form(INT4, 0, True, torch.float16),
+    "Q5_0": _Form(INT8, 0, False, torch.float16),
+    "Q5_1": _Form(INT8, 0, True, torch.float16),
+    "Q8_0": _Form(INT8, 0, False, torch.float16),
+    "Q4_K": _Form(INT4, 0, True, torch.float32),
+    "Q5_K": _Form(INT8, 0, True, torch.float32),
+    "Q6_K": _Form(FINE, 0, False, torch.float32),
+}
+
+
+class Packer:
+    """Makes products of blocks; small ones share memory."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._arena, self._taken = torch.empty(0, dtype=torch.uint8), 0
+
+    def pack(self, parts: Sequence[Blocks], bias: Tensor | None, dtype: torch.dtype) -> CompiledLinear | None:
+        """One product of weights whose outputs are side by side, for activations of `dtype`; None for other types, and
+        where a part other than the last ends within 64 outputs."""
+        forms = {_FORMS[part.kind] for part in parts if part.kind in _FORMS}
+        is_known = all(part.kind in _FORMS for part in parts) and self._kernels.take(dtype, parts[0].inputs)
+        if not is_known or any(len(part.data) % BLOCK for part in parts[:-1]):
+            return None
+        kind, middle, has_zeros, scale_type = _common(forms)
+        scale_type = torch.float32 if dtype == torch.float32 else scale_type
+        outputs, inputs = sum(len(part.data) for part in parts), parts[0].inputs
+        blocks, groups = -(-outputs // BLOCK), inputs // GROUP
+        weight = self._memory(blocks * groups * GROUP * BLOCK // (2 if kind == INT4 else 1))
+        shape = blocks, groups * (2 if kind == FINE else 1), 1 + has_zeros, BLOCK
+        scales = self._memory(prod(shape) * scale_type.itemsize)
+        levels = (
+            weight.view(blocks, -1, 2, BLOCK) if kind == INT4 else weight.view(torch.int8).view(blocks, -1, BLOCK, 4)
+        )
+        product = Product.of((outputs, inputs), kind, levels, scales.view(scale_type).view(shape), bias, middle)
+        first = 0
+        for part in parts:
+            data = part.data.contiguous()
+            given = _TYPES[part.kind], data.data_ptr(), data.shape[1], len(data), first
+            self._kernels.library.pack_blocks(*given, ctypes.byref(product), torch.get_num_threads())
+            first += len(data)
+        return CompiledLinear(product, levels, levels.nbytes + scales.nbytes, self._kernels)
+
+    def _memory(self, size: int) -> Tensor:
+        if size > _SMALL:
+            return torch.empty(size, dtype=torch.uint8)
+        if self._taken + size > len(self._arena):
+            self._arena, self._taken = torch.empty(_ARENA, dtype=torch.uint8), 0
+        start, self._taken = self._taken, self._taken + -(-size // BLOCK) * BLOCK
+        return self._arena[start : start + size]
+
+
+def _common(forms: Set[_Form]) -> _Form:
+    """The form itself if there is one, else what all fit into."""
+    if len(forms) == 1:
+        return next(iter(forms))
+    is_fine = any(form.kind == FINE for form in forms)
+    return _Form(FINE if is_fine else INT8, 0, True, torch.float32)

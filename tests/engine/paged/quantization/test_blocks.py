@@ -1,0 +1,123 @@
+"""What the kernels pack from a file's blocks is, bit for bit, what torch's operations make of the same levels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.checkpoints.gguf import BLOCKS
+from penstock.engine.checkpoints.gguf_weights import rounded_of
+from penstock.engine.checkpoints.rounded import Blocks, Rounded
+from penstock.engine.cpu.layouts import numbers
+from penstock.engine.cpu.library import Kernels, load_kernels
+from penstock.engine.paged.quantization.blocks import Packer
+from penstock.engine.paged.quantization.quantize import ProductMaker
+
+KNOWN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+INPUTS = 512
+_SCALES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return load_kernels()
+
+
+def some(kind: str, rows: int, seed: int = 0) -> Blocks:
+    """Random blocks whose scales are numbers, the smallest of them subnormal."""
+    weights, size = BLOCKS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(256, (rows * INPUTS // weights, size), dtype=torch.uint8, generator=generator)
+    for at in _SCALES.get(kind, [208]):
+        powers = torch.randint(-22, 4, (len(data), 1), generator=generator).float().exp2()
+        scales = (torch.randn(len(data), 1, generator=generator) * powers).half()
+        data[:, at : at + 2] = scales.view(torch.uint8)
+    return Blocks(kind, data.view(rows, -1), INPUTS)
+
+
+def by_torch(parts: list[Blocks], kernels: Kernels, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """The numbers that the kernels multiply by."""
+    module = nn.Linear(INPUTS, sum(len(part.data) for part in parts), bias=bias is not None, dtype=dtype)
+    if bias is not None:
+        module.bias = nn.Parameter(bias)
+    levels = Rounded.joined([rounded_of(part.data.flatten(), part.kind, len(part.data)) for part in parts])
+    vars(module)["rounded"] = lambda: levels
+    product = ProductMaker(None, torch.device("cpu"), kernels)([module], "some.proj", False).product
+    assert product is not None
+    return numbers(product, dtype, 0, -(-product.outputs // 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [64, 100, 256])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_one_weight(kind: str, rows: int, dtype: torch.dtype, kernels: Kernels) -> None:
+    part = some(kind, rows)
+    found = Packer(kernels).pack([part], None, dtype)
+    assert found is not None and (found.product.outputs, found.product.inputs) == (rows, INPUTS)
+    assert torch.equal(numbers(found.product, dtype, 0, -(-rows // 64)), by_torch([part], kernels, dtype, None))
+    x = torch.randn((3, INPUTS), generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = x.double() @ rounded_of(part.data.flatten(), kind, rows).numbers.double().T
+    assert (found(x).double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "kinds", [["Q4_K", "Q4_K"], ["Q4_K", "Q4_K", "Q6_K"], ["Q8_0", "Q5_0"], ["Q5_K", "Q4_1", "Q4_0"]]
+)
+def test_several_side_by_side(kinds: list[str], kernels: Kernels) -> None:
+    """Of one type or of several, which then share the form that has room for all; with a bias."""
+    parts = [some(kind, 128 - 28 * (at == len(kinds) - 1), seed=at) for at, kind in enumerate(kinds)]
+    bias = torch.arange(sum(len(part.data) for part in parts)).bfloat16()
+    found = Packer(kernels).pack(parts, bias, torch.bfloat16)
+    assert found is not None
+    own = numbers(found.product, torch.bfloat16, 0, -(-len(bias) // 64))
+    assert torch.equal(own, by_torch(parts, kernels, torch.bfloat16, bias))
+    assert torch.equal(found(torch.zeros(1, INPUTS, dtype=torch.bfloat16))[0], bias)
+
+
+def test_what_the_kernels_cannot_pack_is_left_to_torch(kernels: Kernels) -> None:
+    """Types without a reader, and weights that end inside a block of 64 outputs."""
+    packer = Packer(kernels)
+    data = torch.zeros((64, INPUTS // 256 * BLOCKS["Q2_K"][1]), dtype=torch.uint8)
+    assert packer.pack([Blocks("Q2_K", data, INPUTS)], None, torch.bfloat16) is None
+    assert packer.pack([some("Q4_K", 100), some("Q4_K", 64)], None, torch.bfloat16) is None
+
+
+def test_small_weights_lie_side_by_side(kernels: Kernels) -> None:
+    """Each keeps its numbers, whatever is packed after it, and no two pay for memory of their own."""
+    packer = Packer(kernels)
+    parts = [some("Q4_K", 192, seed) for seed in range(4)]
+    made = [packer.pack([part], None, torch.bfloat16) for part in parts]
+    storages = set()
+    for part, found in zip(parts, made, strict=True):
+        assert found is not None
+        assert torch.equal(
+            numbers(found.product, torch.bfloat16, 0, 3), by_torch([part], kernels, torch.bfloat16, None)
+        )
+        storages.add(found.weight.untyped_storage().data_ptr())
+    assert len(storages) == 1
+
+
+class OnlyBlocks:
+    """Reads a weight that must not become levels in memory."""
+
+    def __init__(self, part: Blocks) -> None:
+        self.part = part
+
+    def __call__(self) -> Rounded:
+        raise AssertionError("the levels were asked for")
+
+    def blocks(self) -> list[Blocks]:
+        return [self.part]
+
+
+def test_products_of_a_file_are_made_of_its_blocks(kernels: Kernels) -> None:
+    parts = [some(kind, 64, seed) for seed, kind in enumerate(("Q4_K", "Q6_K"))]
+    modules = [nn.Linear(INPUTS, 64, bias=False, dtype=torch.bfloat16) for _ in parts]
+    for module, part in zip(modules, parts, strict=True):
+        vars(module)["rounded"] = OnlyBlocks(part)
+    maker = ProductMaker(None, torch.device("cpu"), kernels)
+    product = maker(modules, "model.layers.0.mlp.gate_proj", False).product
+    assert product is not None and maker.is_quantized
+    expected = by_torch(parts, kernels, torch.bfloat16, None)
+    assert torch.equal(numbers(product, torch.bfloat16, 0, 2), expected)
