@@ -27,6 +27,7 @@ typedef struct {
     const float *head_norm;                 /* [Hq + H, D] or NULL */
     Product qkv, output, gate, up, down;    /* the last three are all zeros where there is a mixture */
     const Mixture *mixture;                 /* or NULL */
+    const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
     void *pool;                 /* T [2 H, N, block, D], keys before values */
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
     int64_t group;
@@ -277,7 +278,10 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
         float keys[16 * stride], values[16 * stride], sums[group_size * stride]; /* values weighted by their shares */
         float most[group_size]; /* the largest score of each query */
         __m512 total[group_size], shares[group_size], fades[group_size]; /* of e^(score - most), in 16 parts */
-        for (int64_t g = 0; g < group_size; g++) most[g] = -INFINITY, total[g] = _mm512_setzero_ps();
+        for (int64_t g = 0; g < group_size; g++) {
+            most[g] = l->sinks ? l->sinks[head * group_size + g] : -INFINITY;
+            total[g] = l->sinks ? _mm512_mask_mov_ps(_mm512_setzero_ps(), 1, _mm512_set1_ps(1)) : _mm512_setzero_ps();
+        }
         for (int64_t i = 0; i < group_size * stride; i++) sums[i] = 0;
         int64_t count, key = length > l->window ? length - l->window : 0;
         for (; key < length; key += count) {

@@ -13,6 +13,8 @@ typedef struct {
     const Product *inner, *outer; /* [experts] each: [2 I, E], gates before ups, and [E, I] */
     int64_t count, used;          /* experts, and how many of them a row passes */
     int64_t is_normed;            /* whether the shares of a row's experts are divided by their sum */
+    int64_t is_clamped;           /* whether gates and ups alternate, and neither is beyond `limit`: see `gated` */
+    float alpha, limit;
 } Mixture;
 
 /* Buffers for R rows, S slots and TILE_ROWS more. */
@@ -54,6 +56,21 @@ INLINE void choose_experts(const Mixture *m, int64_t row, const Room *room) {
     for (int64_t k = 0; k < m->used; k++) room->shares[row * m->used + k] /= m->is_normed ? sum : all;
 }
 
+/* 16 numbers from the sums [2 I] of a slot: SiLU(gate) * up; of clamped ones gate * sigmoid(alpha * gate) * (up + 1). */
+INLINE __m512 gated(const Mixture *m, const float *sums, int64_t count, int64_t i, __mmask16 mask) {
+    if (!m->is_clamped) return _mm512_mul_ps(silu(load(sums, i, mask, 0)), load(sums, count + i, mask, 0));
+    float gates[16], ups[16];
+    for (int64_t j = 0; j < 16; j++) {
+        const int64_t at = i + j < count ? 2 * (i + j) : 0;
+        gates[j] = sums[at], ups[j] = sums[at + 1];
+    }
+    const __m512 most = _mm512_set1_ps(m->limit), least = _mm512_set1_ps(-m->limit), one = _mm512_set1_ps(1);
+    __m512 gate = _mm512_min_ps(most, _mm512_loadu_ps(gates)); /* NaN stays NaN */
+    __m512 up = _mm512_max_ps(least, _mm512_min_ps(most, _mm512_loadu_ps(ups)));
+    gate = _mm512_mul_ps(silu(_mm512_mul_ps(_mm512_set1_ps(m->alpha), gate)), _mm512_set1_ps(1 / m->alpha));
+    return _mm512_mul_ps(_mm512_add_ps(up, one), gate);
+}
+
 /* Add to `to` [rows, E] what the chosen experts make of x T [rows, E], weighted by their shares. Every thread must call
    it, and waits at its end. */
 INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const Room *room, float *to, int half) {
@@ -88,11 +105,9 @@ INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const 
     }
     wait_for_all(t);
     EACH(slot, t, num_slots) {
-        const float *gates = room->sums + slot * 2 * I, *ups = gates + I;
         for (int64_t i = 0; i < I; i += 16) {
             __mmask16 mask = tail_mask(I - i);
-            __m512 gated = _mm512_mul_ps(silu(load(gates, i, mask, 0)), load(ups, i, mask, 0));
-            store(room->gated, slot * I + i, gated, mask, half);
+            store(room->gated, slot * I + i, gated(m, room->sums + slot * 2 * I, I, i, mask), mask, half);
         }
         if (takes_levels(m->outer, half)) quantize_row(room->gated, slot, I, &between, half);
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,8 +20,16 @@ class Mixture(ctypes.Structure):
     _fields_: ClassVar = [
         ("router", Product),
         *((name, _POINTER) for name in ("inner", "outer")),
-        *((name, _INT) for name in ("count", "used", "is_normed")),
+        *((name, _INT) for name in ("count", "used", "is_normed", "is_clamped")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
     ]
+
+
+class Clamp(NamedTuple):
+    """How gpt-oss gates: gates and ups alternate, and neither is beyond `limit`."""
+
+    alpha: float
+    limit: float
 
 
 class Room(ctypes.Structure):
@@ -63,10 +71,21 @@ class Rooms:
 
 
 class Experts:
-    """The products of a mixture's experts: gates and ups side by side, and what follows their product."""
+    """The products of a mixture's experts: gates and ups side by side, and what follows their product.
 
-    def __init__(self, inner: Sequence[Product], outer: Sequence[Product], kernels: Kernels, rooms: Rooms) -> None:
+    Gates are SiLU's, before the ups, unless there is a `clamp`.
+    """
+
+    def __init__(
+        self,
+        inner: Sequence[Product],
+        outer: Sequence[Product],
+        clamp: Clamp | None,
+        kernels: Kernels,
+        rooms: Rooms,
+    ) -> None:
         """See `of`."""
+        self._clamp = clamp
         self.count, self.firsts = len(inner), (inner[0], outer[0])
         self._inner, self._outer = (Product * self.count)(*inner), (Product * self.count)(*outer)
         self._tensors = [product.tensors for product in (*inner, *outer)]
@@ -74,7 +93,12 @@ class Experts:
 
     @classmethod
     def of(
-        cls, inner: Sequence[Product | None], outer: Sequence[Product | None], kernels: Kernels, rooms: Rooms
+        cls,
+        inner: Sequence[Product | None],
+        outer: Sequence[Product | None],
+        clamp: Clamp | None,
+        kernels: Kernels,
+        rooms: Rooms,
     ) -> Self | None:
         """None unless the kernels take them: all of a kind, and of the sizes of gated experts."""
         firsts, seconds = ([one for one in products if one is not None] for products in (inner, outer))
@@ -84,7 +108,7 @@ class Experts:
             return None
         first, second = firsts[0], seconds[0]
         fits = first.outputs == 2 * second.inputs and first.inputs == second.outputs
-        return cls(firsts, seconds, kernels, rooms) if fits else None
+        return cls(firsts, seconds, clamp, kernels, rooms) if fits else None
 
     def take(self, dtype: torch.dtype) -> bool:
         """Whether inputs may have this dtype: numbers are multiplied by those of their own alone."""
@@ -93,7 +117,8 @@ class Experts:
     def mixture(self, router: Product, used: int, is_normed: bool) -> Mixture:
         """The caller keeps `router` alive."""
         addresses = (ctypes.addressof(products) for products in (self._inner, self._outer))
-        return Mixture(router, *addresses, self.count, used, is_normed)
+        clamp = self._clamp or Clamp(0, 0)
+        return Mixture(router, *addresses, self.count, used, is_normed, self._clamp is not None, *clamp)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, E], and for each token its experts and their shares, [T, K] each → [T, E]."""

@@ -24,7 +24,7 @@ from ..kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
 from .decoder import Decoder, Layer
 from .linear import Adaptable, Linear
-from .mixtures import Routed
+from .mixtures import Routed, router_of
 
 _MOST_KEYS = 1024
 """The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
@@ -52,7 +52,7 @@ class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
-        *((name, _POINTER) for name in ("mixture", "pool")),
+        *((name, _POINTER) for name in ("mixture", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group")),
         *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
     ]
@@ -139,18 +139,20 @@ class CompiledDecoder:
     ) -> Self | None:
         """The compiled form of `decoder`; None if the kernels do not support its shapes, weights or attention."""
         products = [linear.product for linear in decoder.linears()]
-        if None in products or any(rule.softcap is not None or rule.sinks is not None for rule in rules):
+        if None in products or any(rule.softcap is not None for rule in rules):
             return None
         shapes = {(layer.num_q_heads, layer.num_kv_heads, *_sizes(layer)[:2]) for layer in decoder.layers}
         gated = {_sizes(layer)[2:] for layer in decoder.layers if layer.mixture is None}
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
-        used = {mixture.gate.top_k for mixture in mixtures if hasattr(mixture.gate, "top_k")}
+        used = {getattr(router_of(mixture), "top_k", None) for mixture in mixtures}
         are_known = all(Routed.is_known(one, dtype, kernels) for one in mixtures)
-        if not are_known or max(map(len, (shapes, gated, used))) > 1:
+        if not are_known or max(len(shapes), len(gated), len(used)) > 1:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
         for rule, layer in zip(rules, compiled._layers, strict=True):
             layer.scaling = rule.scaling
+            if rule.sinks is not None:
+                layer.sinks = compiled._numbers(rule.sinks)
         return compiled
 
     def attach(self, pools: Sequence[Pool], groups: Sequence[LayerGroup], group_of: Sequence[int], block: int) -> None:

@@ -30,7 +30,7 @@ _BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_MIXTURE = {"gate", "experts"}
+_MIXTURES = {"gate", "experts"}, {"router", "experts"}
 
 
 class Angles(NamedTuple):
@@ -104,6 +104,7 @@ class Decoder:
             self._through = cuda_layers.through
         self._rotary: nn.Module = body.rotary_emb
         self.layers = [Layer(layer, make) for layer in body.layers]
+        self._head_dim: int = body.layers[0].self_attn.head_dim
         self.norm = Norm(body.norm)
         self.head = make([model.lm_head])
 
@@ -128,6 +129,8 @@ class Decoder:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """The rotations at `positions` [T], or [3, T] in three dimensions, rounded to `dtype`."""
         cos, sin = self._rotary(self.embedding[None, :1].to(dtype), positions.unsqueeze(-2))
+        if cos.shape[-1] < self._head_dim:  # gpt-oss's are those of one half
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = cos.shape[-1] // 2
         return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
 
@@ -160,7 +163,8 @@ def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Atte
     x = layer.output.add(attended, x)
     h = layer.mlp_norm(x)
     if layer.mixture is not None:
-        mixed: Tensor = layer.mixture(h[None])
+        found = layer.mixture(h[None])  # [1, T, E], or a tuple that starts with it
+        mixed: Tensor = found if isinstance(found, Tensor) else found[0]
         return x + mixed[0]
     return layer.down.add(layer.up.mul(h, layer.gate.silu(h)), x)
 
@@ -186,7 +190,7 @@ def _is_gated(mlp: nn.Module) -> bool:
 
 def _is_mixture(mlp: nn.Module) -> bool:
     """On a GPU, transformers' own layers around a mixture are as fast, and recorded alike."""
-    return _children(mlp) == _MIXTURE and all(weight.device.type == "cpu" for weight in mlp.parameters())
+    return _children(mlp) in _MIXTURES and all(weight.device.type == "cpu" for weight in mlp.parameters())
 
 
 def _children(module: nn.Module) -> set[str]:

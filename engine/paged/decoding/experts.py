@@ -2,7 +2,7 @@
 
 transformers keeps the weights of all experts of a layer as one tensor and multiplies slices of it, which oneDNN has to
 repack at each call. Here each expert's weights become products of their own, packed once, and quantised like others.
-The compiled kernels compute all experts of a step in one call, if they are gated by SiLU, as most are.
+The compiled kernels compute all experts of a step in one call, if they know how those are gated.
 The experts' sizes, gates and biases are read as transformers' own functions read them (`integrations/moe.py`).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...checkpoints.rounded import is_absent
 from ...cpu.library import Kernels, span
-from ...cpu.mixture import Experts, Rooms
+from ...cpu.mixture import Clamp, Experts, Rooms
 from .linear import SILU, Linear
 
 MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
@@ -57,10 +57,11 @@ class PackedExperts(nn.Module):
         super().__init__()
         self._num_experts: int = experts.num_experts
         first = "gate_up_proj" if experts.has_gate else "up_proj"
-        self._activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+        self.activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
         has_norm = getattr(experts, "has_post_expert_norm", False)
         self._norm: Callable[[Tensor], Tensor] | None = experts.post_expert_norm if has_norm else None
-        self._is_usual = experts.has_gate and not has_norm and _is_silu(experts)
+        self._clamp = _clamp_of(experts)
+        self._is_known = experts.has_gate and not has_norm and (self._clamp is not None or _is_silu(experts))
         self.compiled: Experts | None = None  # set by `compile`
         self._share = num_used / self._num_experts
         self.num_weights = 0
@@ -70,8 +71,8 @@ class PackedExperts(nn.Module):
     def compile(self, kernels: Kernels, rooms: Rooms) -> None:
         """Compute by the kernels from now on, if they know how."""
         inner, outer = ([product.product for product in products] for products in (self._inner, self._outer))
-        if self._is_usual:
-            self.compiled = Experts.of(inner, outer, kernels, rooms)
+        if self._is_known:
+            self.compiled = Experts.of(inner, outer, self._clamp, kernels, rooms)
 
     @property
     def pairs(self) -> list[tuple[Linear, Linear]]:
@@ -105,7 +106,7 @@ class PackedExperts(nn.Module):
         for expert, count in enumerate(experts.bincount(minlength=self._num_experts).tolist()):
             if count:
                 own = rows[start : start + count]
-                mixed = self._outer[expert](self._activate(self._inner[expert](own)))
+                mixed = self._outer[expert](self.activate(self._inner[expert](own)))
                 rows[start : start + count] = mixed if self._norm is None else self._norm(mixed)
                 start += count
         rows *= top_k_weights.reshape(-1, 1)[order].to(rows.dtype)
@@ -131,6 +132,13 @@ class PackedExperts(nn.Module):
         self.num_weights += weights.numel()
         setattr(experts, kind, None)
         return products
+
+
+def _clamp_of(experts: Any) -> Clamp | None:
+    """The numbers of gates like gpt-oss's; None for others."""
+    if type(experts).__name__ != "GptOssExperts":
+        return None
+    return Clamp(experts.alpha, experts.limit)
 
 
 def _is_silu(experts: Any) -> bool:

@@ -145,8 +145,7 @@ class Choice:
         for part, products in zip(right.T, self._routed.packed.pairs, strict=True):
             if len(visits := part.nonzero()[:, 0]):
                 inner, outer = (_Exact(known, dtype, self._routed.kernels) for known in known_products(products))
-                gates, ups = inner(h[visits]).chunk(2, dim=-1)
-                mixed[visits] += part[visits, None] * outer(functional.silu(gates) * ups)
+                mixed[visits] += part[visits, None] * outer(self._routed.packed.activate(inner(h[visits])))
         return mixed[None, rows]
 
 
