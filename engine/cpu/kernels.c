@@ -462,7 +462,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             wait_for_all(t);
             EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
             wait_for_all(t);
-            mix(t, l->mixture, m->input, rows, m->room, m->stream, half);
+            (half ? mix_bf16 : mix_f32)(t, l->mixture, m->input, rows, m->room, m->stream);
             continue;
         }
         const int to_levels = takes_levels(&l->gate, half) || takes_levels(&l->up, half);
@@ -568,8 +568,7 @@ typedef struct {
 static void compute_mixture(void *given) {
     Mixing *g = given;
     Thread t = this_thread(&g->team);
-    if (g->half) mix(&t, g->mixture, g->x, g->rows, g->room, g->to, 1);
-    else mix(&t, g->mixture, g->x, g->rows, g->room, g->to, 0);
+    (g->half ? mix_bf16 : mix_f32)(&t, g->mixture, g->x, g->rows, g->room, g->to);
     release_tiles();
 }
 

@@ -130,3 +130,13 @@ INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const 
     }
     wait_for_all(t);
 }
+
+static __attribute__((noinline)) void mix_bf16(Thread *t, const Mixture *m, const void *x, int64_t rows,
+                                               const Room *room, float *to) {
+    mix(t, m, x, rows, room, to, 1);
+}
+
+static __attribute__((noinline)) void mix_f32(Thread *t, const Mixture *m, const void *x, int64_t rows,
+                                              const Room *room, float *to) {
+    mix(t, m, x, rows, room, to, 0);
+}
