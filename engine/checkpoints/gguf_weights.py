@@ -24,6 +24,9 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNEVEN = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
 """What the sixteen levels of IQ4_NL and IQ4_XS stand for."""
 
+_HALVES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the numbers that the levels of MXFP4 stand for."""
+
 
 class Levels(NamedTuple):
     """Blocks of weights, level by level: (level - middle) * scale + zero.
@@ -65,11 +68,20 @@ def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
         scales = _untiled(found.scales, groups, 1)
         return found._replace(levels=_untiled(found.levels, tiles, 1), scales=scales, zeros=zeros)
 
-    return {
-        name.removesuffix(".weight"): partial(read, weight)
-        for name, weight in weights_of(gguf).items()
-        if weight.tensor.type in _LEVELS and weight.keeps_levels
-    }
+    def read_expert(weight: GgufWeight, expert: int) -> Rounded:
+        parts = [GgufWeight(one, one.shape[1:], expert=expert) for one in (weight.tensor, *weight.more)]
+        return Rounded.in_turns([read(part) for part in parts])
+
+    found: dict[str, ReadRounded] = {}
+    for name, weight in weights_of(gguf).items():
+        if weight.keeps_levels and weight.types <= {*_LEVELS}:
+            experts, _, kind = name.rpartition(".")
+            if weight.is_transposed:
+                each = range(weight.shape[0])
+                found |= {f"{experts}.{expert}.{kind}": partial(read_expert, weight, expert) for expert in each}
+            else:
+                found[name.removesuffix(".weight")] = partial(read, weight)
+    return found
 
 
 def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
@@ -103,6 +115,11 @@ def _data(weight: GgufWeight) -> Tensor:
 
 
 def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
+    if weight.is_transposed or weight.in_turns:
+        tensors = (weight.tensor, *weight.more)
+        each = [_read(GgufWeight(one, one.shape), dtype) for one in tensors]
+        whole = torch.stack(each, dim=2).flatten(1, 2) if weight.in_turns else each[0]
+        return whole.transpose(1, 2).contiguous() if weight.is_transposed else whole
     if weight.more:
         parts = [_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more)]
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
@@ -206,6 +223,12 @@ def _iq4_xs(blocks: Tensor) -> Levels:
     return Levels(levels, _half(blocks, 0).float() * scales)
 
 
+def _mxfp4(blocks: Tensor) -> Levels:
+    exponents = blocks[:, :1].int()
+    scales = torch.where(exponents < 2, 0x200000 << exponents, exponents - 1 << 23)  # halves of powers of two
+    return Levels(_HALVES[_nibbles(blocks[:, 1:]).int()], scales.view(torch.float32).bfloat16())
+
+
 def _scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The scales and zeros [N, 8] of the groups of 32 in a block of 256; six bits each, in twelve bytes."""
     first, second, third = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
@@ -245,4 +268,5 @@ _LEVELS: dict[str, Callable[[Tensor], Levels]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -80,6 +80,14 @@ class Rounded(NamedTuple):
         levels, scales = torch.cat([one.levels for one in parts]), torch.cat([one.scales for one in parts])
         return cls(levels, scales, torch.cat(zeros) if zeros else None, *parts[0][3:])
 
+    @classmethod
+    def in_turns(cls, parts: Sequence[Rounded]) -> Self:
+        """The outputs of several weights, one of each and again."""
+        joined = cls.joined(parts)
+        order = torch.arange(len(joined.levels)).view(len(parts), -1).T.flatten()
+        zeros = None if joined.zeros is None else joined.zeros[order]
+        return joined._replace(levels=joined.levels[order], scales=joined.scales[order], zeros=zeros)
+
     @property
     def is_own(self) -> bool:
         """Whether this is one of our own forms."""

@@ -17,8 +17,12 @@ _WIDTHS = {"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q
 
 def gguf_widths(gguf: Gguf) -> dict[str, float]:
     """Bytes of a number, by the names of the weights that keep their levels."""
-    kinds = {name: weight.tensor.type for name, weight in weights_of(gguf).items() if weight.keeps_levels}
-    return {name: _WIDTHS.get(kind, WIDTHS["int8"]) for name, kind in kinds.items() if BLOCKS[kind][0] > 1}
+    types = {name: weight.types for name, weight in weights_of(gguf).items() if weight.keeps_levels}
+    return {
+        name: max(_WIDTHS.get(kind, WIDTHS["int8"]) for kind in kinds)
+        for name, kinds in types.items()
+        if all(BLOCKS[kind][0] > 1 for kind in kinds)
+    }
 
 
 def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:
