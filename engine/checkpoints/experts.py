@@ -62,7 +62,7 @@ def fold_experts(
                 del left[f"{module}.weight"]
     for experts in {match[1] for name in shapes if (match := _WHOLE.fullmatch(name))}:
         names = [name for kind in (_INNER, _OUTER) if (name := f"{experts}.{kind}") in shapes]
-        each = {name: _modules(name, shapes[name][0]) for name in names}
+        each = {name: module_names(name, shapes[name][0]) for name in names}
         fits = all(takes(dtype, shapes[name][1]) and {*modules} <= found.keys() for name, modules in each.items())
         for name, modules in each.items():
             for module in modules:
@@ -74,7 +74,7 @@ def fold_experts(
     return left, others, readers
 
 
-def _modules(name: str, count: int) -> list[str]:
+def module_names(name: str, count: int) -> list[str]:
     """What the levels of each expert are called, of a tensor of that name."""
     experts, _, kind = name.rpartition(".")
     return [f"{experts}.{expert}.{kind}" for expert in range(count)]

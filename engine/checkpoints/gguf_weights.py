@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .experts import module_names
 from .gguf import BLOCKS, Gguf, GgufWeight, Tiles
 from .gguf_pairs import weights_of
 from .lazy import LazyWeight
+from .mxfp4 import DOUBLED, half_powers_of_2
 from .rounded import ReadRounded, Rounded
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
@@ -23,9 +25,6 @@ _LEVELS_CHUNK = 1 << 21  # the same of levels alone
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNEVEN = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
 """What the sixteen levels of IQ4_NL and IQ4_XS stand for."""
-
-_HALVES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the numbers that the levels of MXFP4 stand for."""
 
 
 class Levels(NamedTuple):
@@ -75,10 +74,9 @@ def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
     found: dict[str, ReadRounded] = {}
     for name, weight in weights_of(gguf).items():
         if weight.keeps_levels and weight.types <= {*_LEVELS}:
-            experts, _, kind = name.rpartition(".")
             if weight.is_transposed:
-                each = range(weight.shape[0])
-                found |= {f"{experts}.{expert}.{kind}": partial(read_expert, weight, expert) for expert in each}
+                modules = enumerate(module_names(name, weight.shape[0]))
+                found |= {module: partial(read_expert, weight, expert) for expert, module in modules}
             else:
                 found[name.removesuffix(".weight")] = partial(read, weight)
     return found
@@ -224,9 +222,7 @@ def _iq4_xs(blocks: Tensor) -> Levels:
 
 
 def _mxfp4(blocks: Tensor) -> Levels:
-    exponents = blocks[:, :1].int()
-    scales = torch.where(exponents < 2, 0x200000 << exponents, exponents - 1 << 23)  # halves of powers of two
-    return Levels(_HALVES[_nibbles(blocks[:, 1:]).int()], scales.view(torch.float32).bfloat16())
+    return Levels(DOUBLED[_nibbles(blocks[:, 1:]).int()], half_powers_of_2(blocks[:, :1]))
 
 
 def _scales(blocks: Tensor) -> tuple[Tensor, Tensor]:

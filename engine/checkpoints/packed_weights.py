@@ -1,4 +1,4 @@
-"""Reads packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors and FP8.
+"""Reads packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4.
 
 They are expanded, or levels and scales as any other weight's (`rounded`).
 """
@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from .experts import module_names
 from .lazy import LazyWeight
+from .mxfp4 import DOUBLED, half_powers_of_2
 from .packed import PackedWeight, Packing
 from .quantized import GROUP_SIZE
 from .rounded import ReadRounded, Rounded
@@ -31,7 +33,11 @@ def lazy_packed_weights(
     get = partial(_get, files)
 
     def read(weight: PackedWeight | str) -> Tensor:
-        return get(weight) if isinstance(weight, str) else expand(weight, packing, get).to(dtype)
+        if isinstance(weight, str):
+            return get(weight)
+        if weight.of_experts:
+            return expand_experts(get(weight.parts["blocks"]), get(weight.parts["scales"]), dtype)
+        return expand(weight, packing, get).to(dtype)
 
     return {name: LazyWeight(partial(read, weight)) for name, weight in weights.items()}
 
@@ -39,12 +45,17 @@ def lazy_packed_weights(
 def packed_level_readers(
     files: Mapping[str, Path], weights: Mapping[str, PackedWeight | str], packing: Packing
 ) -> dict[str, ReadRounded]:
-    """The weights whose levels can be kept, by the names of their modules."""
-    return {
-        name.removesuffix(".weight"): partial(levels_of, weight, packing, partial(_get, files))
-        for name, weight in weights.items()
-        if not isinstance(weight, str) and weight.keeps_levels(packing)
-    }
+    """The weights whose levels can be kept, by the names of their modules, or of experts (`experts.module_names`)."""
+    found: dict[str, ReadRounded] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, str) or not weight.keeps_levels(packing):
+            continue
+        if weight.of_experts:
+            modules = enumerate(module_names(name, weight.shape[0]))
+            found |= {module: partial(_levels_of_expert, weight, expert, files) for expert, module in modules}
+        else:
+            found[name.removesuffix(".weight")] = partial(levels_of, weight, packing, partial(_get, files))
+    return found
 
 
 def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
@@ -89,9 +100,31 @@ def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
     return Rounded(levels.to(torch.int8), factors, offsets if has_zeros else None, 4, middle)
 
 
-def _get(files: Mapping[str, Path], name: str) -> Tensor:
+def _levels_of_expert(weight: PackedWeight, expert: int, files: Mapping[str, Path]) -> Rounded:
+    blocks, scales = (_get(files, weight.parts[part], expert) for part in ("blocks", "scales"))
+    return Rounded(DOUBLED[_pairs(blocks).int()], half_powers_of_2(scales))
+
+
+def expand_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks [E, O, G, 16] → [E, 32 G, O]; -0 is such, as in transformers."""
+    experts, outputs, groups = scales.shape
+    numbers = DOUBLED.float().copysign(7.5 - torch.arange(16))
+    result = torch.empty(experts, groups * GROUP_SIZE, outputs, dtype=dtype)
+    for expert in range(experts):
+        expanded = numbers[_pairs(blocks[expert]).int()].view(outputs, groups, GROUP_SIZE)
+        result[expert] = (expanded * half_powers_of_2(scales[expert])[..., None]).flatten(1).T
+    return result
+
+
+def _pairs(blocks: Tensor) -> Tensor:
+    """[O, G, 16] → [O, 32 G], of each byte the low half first."""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+
+
+def _get(files: Mapping[str, Path], name: str, expert: int | None = None) -> Tensor:
+    """A tensor, or what it has of an expert."""
     with safe_open(files[name], framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
     return tensor
 
 

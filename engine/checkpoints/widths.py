@@ -27,6 +27,9 @@ def gguf_widths(gguf: Gguf) -> dict[str, float]:
 
 def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:
     """The same of safetensors with packed weights."""
-    width = _WIDTHS["Q4_K" if packing.bits <= 4 else "Q5_K"]
+    if packing.method == "mxfp4":
+        width = _WIDTHS.get("MXFP4", WIDTHS["int8"])
+    else:
+        width = _WIDTHS["Q4_K" if packing.bits <= 4 else "Q5_K"]
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
     return {name: width for name, weight in packed.items() if weight.keeps_levels(packing)}
