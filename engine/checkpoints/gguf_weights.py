@@ -18,17 +18,17 @@ from .gguf import BLOCKS, Gguf, GgufWeight, Tiles
 from .gguf_pairs import weights_of
 from .lazy import LazyWeight
 from .mxfp4 import DOUBLED, half_powers_of_2
-from .rounded import ReadRounded, Rounded
+from .rounded import ReadRounded, Rounded, looked_up
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _LEVELS_CHUNK = 1 << 21  # the same of levels alone
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_UNEVEN = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the sixteen levels of IQ4_NL and IQ4_XS stand for."""
 
 
 class Levels(NamedTuple):
-    """Blocks of weights, level by level: (level - middle) * scale + zero.
+    """Blocks of weights, level by level: (level - middle) * scale + zero, or that of the number in a table.
 
     Levels are [N, G, S], of 4 bits or up to 8; scales and zeros [N, G], as the file has them or in float32.
     """
@@ -38,11 +38,13 @@ class Levels(NamedTuple):
     zeros: Tensor | None = None
     bits: int = 8
     middle: int = 0
+    table: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> Tensor:
         """What the levels stand for, float32 [N, G * S], by the arithmetic of the package `gguf`."""
-        numbers = (self.levels.float() - self.middle) * self.scales.float()[..., None]
+        whole = looked_up(self.levels, self.table) if self.table else self.levels
+        numbers = (whole.float() - self.middle) * self.scales.float()[..., None]
         return (numbers if self.zeros is None else numbers + self.zeros.float()[..., None]).flatten(1)
 
 
@@ -96,7 +98,7 @@ def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
         if found.zeros is not None:
             zeros.append(found.zeros.reshape(scales[-1].shape))
     offsets = torch.cat(zeros) if zeros else None
-    return Rounded(levels, torch.cat(scales), offsets, found.bits, found.middle, found.levels.shape[-1])
+    return Rounded(levels, torch.cat(scales), offsets, found.bits, found.middle, found.levels.shape[-1], found.table)
 
 
 def _data(weight: GgufWeight) -> Tensor:
@@ -210,19 +212,19 @@ def _pairs_of_bits(packed: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Levels:
-    return Levels(_UNEVEN[_nibbles(blocks[:, 2:]).int()], _half(blocks, 0))
+    return Levels(_nibbles(blocks[:, 2:]), _half(blocks, 0), bits=4, table=_UNEVEN)
 
 
 def _iq4_xs(blocks: Tensor) -> Levels:
     upper = blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3  # [N, 2, 4]
     lower = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1)  # [N, 4, 2]
     scales = (lower.flatten(1) | upper.flatten(1) << 4).to(torch.int8) - 32
-    levels = _UNEVEN[_nibbles(blocks[:, 8:].reshape(-1, 16)).int()].view(-1, 8, 32)
-    return Levels(levels, _half(blocks, 0).float() * scales)
+    levels = _nibbles(blocks[:, 8:].reshape(-1, 16)).view(-1, 8, 32)
+    return Levels(levels, _half(blocks, 0).float() * scales, bits=4, table=_UNEVEN)
 
 
 def _mxfp4(blocks: Tensor) -> Levels:
-    return Levels(DOUBLED[_nibbles(blocks[:, 1:]).int()], half_powers_of_2(blocks[:, :1]))
+    return Levels(_nibbles(blocks[:, 1:]), half_powers_of_2(blocks[:, :1]), bits=4, table=DOUBLED)
 
 
 def _scales(blocks: Tensor) -> tuple[Tensor, Tensor]:

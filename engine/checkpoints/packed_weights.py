@@ -102,13 +102,13 @@ def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
 
 def _levels_of_expert(weight: PackedWeight, expert: int, files: Mapping[str, Path]) -> Rounded:
     blocks, scales = (_get(files, weight.parts[part], expert) for part in ("blocks", "scales"))
-    return Rounded(DOUBLED[_pairs(blocks).int()], half_powers_of_2(scales))
+    return Rounded(_pairs(blocks).to(torch.int8), half_powers_of_2(scales), bits=4, table=DOUBLED)
 
 
 def expand_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks [E, O, G, 16] → [E, 32 G, O]; -0 is such, as in transformers."""
     experts, outputs, groups = scales.shape
-    numbers = DOUBLED.float().copysign(7.5 - torch.arange(16))
+    numbers = torch.tensor(DOUBLED, dtype=torch.float32).copysign(7.5 - torch.arange(16))
     result = torch.empty(experts, groups * GROUP_SIZE, outputs, dtype=dtype)
     for expert in range(experts):
         expanded = numbers[_pairs(blocks[expert]).int()].view(outputs, groups, GROUP_SIZE)

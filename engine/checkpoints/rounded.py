@@ -40,6 +40,7 @@ class Rounded(NamedTuple):
 
     `levels` int8 [O, I], 0 to 15 if they have 4 bits; `scales` and `zeros` [O, ⌈I / size⌉]. Our own are bfloat16, with
     zeros and the middle 8 for 4 bits, without for 8. Q6_K has groups of 16 and 8 bits; I is then a multiple of 32.
+    With a `table` levels have 4 bits, and stand for the numbers in it.
     """
 
     levels: Tensor
@@ -48,6 +49,7 @@ class Rounded(NamedTuple):
     bits: int = 8
     middle: int = 0
     size: int = GROUP_SIZE
+    table: tuple[int, ...] = ()
 
     @classmethod
     def int4(cls, levels: Tensor, scales: Tensor, zeros: Tensor) -> Self:
@@ -91,20 +93,27 @@ class Rounded(NamedTuple):
     @property
     def is_own(self) -> bool:
         """Whether this is one of our own forms."""
-        return self.scales.dtype == torch.bfloat16 and self.middle == (0 if self.zeros is None else 8)
+        return (
+            self.scales.dtype == torch.bfloat16 and self.middle == (0 if self.zeros is None else 8) and not self.table
+        )
 
     def widened(self, size: int) -> Rounded:
         """The same numbers in the form that any with such groups can have; `size` divides that of this one's."""
         zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
         scales, zeros = (one.float().repeat_interleave(self.size // size, dim=1) for one in (self.scales, zeros))
-        return Rounded(self.levels - self.middle, scales, zeros, size=size)
+        return Rounded(self._whole, scales, zeros, size=size)
 
     @property
     def numbers(self) -> Tensor:
         """What the levels stand for, float32 [O, I]."""
         inputs = self.levels.shape[1]
-        numbers = (self.levels.float() - self.middle) * _spread(self.scales, inputs, self.size)
+        numbers = self._whole.float() * _spread(self.scales, inputs, self.size)
         return numbers if self.zeros is None else numbers + _spread(self.zeros, inputs, self.size)
+
+    @property
+    def _whole(self) -> Tensor:
+        """The levels as what scales are multiplied by, int8."""
+        return looked_up(self.levels, self.table) if self.table else self.levels - self.middle
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """The tensors of a checkpoint."""
@@ -113,6 +122,11 @@ class Rounded(NamedTuple):
             return scales | {f"{name}.levels": self.levels.contiguous()}
         low, high = self.levels.to(torch.uint8).view(len(self.levels), -1, 2).unbind(-1)
         return scales | {f"{name}.levels": low | high << 4, f"{name}.zeros": self.zeros.contiguous()}
+
+
+def looked_up(levels: Tensor, table: Sequence[int]) -> Tensor:
+    """The numbers of a table, int8, that levels stand for."""
+    return torch.tensor(table, dtype=torch.int8)[levels.int()]
 
 
 def rounded_readers(directory: Path, quantized: Quantized) -> dict[str, ReadRounded]:

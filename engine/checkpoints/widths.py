@@ -11,7 +11,10 @@ from .packed import PackedWeight, Packing
 WIDTHS = {"int8": 1.1, "int4": 0.6}
 """Bytes of a number in our own forms, scales included."""
 
-_WIDTHS = {"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3}
+_WIDTHS = {
+    **{"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3},
+    **{"IQ4_NL": 0.6, "IQ4_XS": 0.65, "MXFP4": 0.6},
+}
 """The same in GGUF's; others are like int8."""
 
 
@@ -27,9 +30,6 @@ def gguf_widths(gguf: Gguf) -> dict[str, float]:
 
 def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:
     """The same of safetensors with packed weights."""
-    if packing.method == "mxfp4":
-        width = _WIDTHS.get("MXFP4", WIDTHS["int8"])
-    else:
-        width = _WIDTHS["Q4_K" if packing.bits <= 4 else "Q5_K"]
+    width = _WIDTHS["MXFP4" if packing.method == "mxfp4" else "Q4_K" if packing.bits <= 4 else "Q5_K"]
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
     return {name: width for name, weight in packed.items() if weight.keeps_levels(packing)}

@@ -20,7 +20,7 @@ from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints import packed_weights
 from penstock.engine.checkpoints.lazy import LazyWeight
 from penstock.engine.cpu import layouts
-from penstock.engine.cpu.library import BLOCK, Product
+from penstock.engine.cpu.library import BLOCK, UNEVEN, Product
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters, packed_files, read_model_info
 from penstock.engine.paged.decoding.experts import PackedExperts
@@ -125,22 +125,14 @@ def test_levels_of_experts_are_kept_in_bfloat16(models: tuple[Path, Path], monke
         params = GenerationParams(temperature=0, max_tokens=8, ignore_eos=True)
         alone = [engine.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
         assert [output.token_ids for output in engine.generate(PROMPTS * 4, params)] == alone * 4
-        taken = sum(layer.active_bytes / layer._share for layer in layers)
-    numbers = sum(weight.numel() for name, weight in expected.items() if ".experts." in name and weight.ndim == 3)
-    assert taken < 1.1 * numbers
-
-
-@needs_kernels
-def test_the_memory_of_levels_is_known_before_they_are_read(models: tuple[Path, Path]) -> None:
-    packed, plain = (EngineConfig(model=str(model), dtype="bfloat16", device="cpu") for model in models)
-    numbers = count_parameters(models[1])
-    experts = sum(
-        tensor.numel() * 2 for name, tensor in load_file(models[0] / "model.safetensors").items() if "_blocks" in name
-    )
-    saved = weights_of_model(plain, "cpu").kept - weights_of_model(packed, "cpu").kept
-    assert 0.85 * experts < saved < experts and numbers > experts
-    without = footprint(packed.model_copy(update={"compile_kernels": False})).weights
-    assert without == footprint(plain).weights
+        found = [product for layer in layers for product in (*layer._inner, *layer._outer)]
+        numbers = sum(layer.num_weights for layer in layers)
+        assert sum(product.nbytes for product in found) * 8 == 4.5 * numbers  # bits
+        assert {product.product and product.product.kind for product in found} == {UNEVEN}
+    without = weights_of_model(config.model_copy(update={"compile_kernels": False}), "cpu").kept
+    saved = 2 * numbers - sum(product.nbytes for product in found)
+    assert weights_of_model(config, "cpu").kept == pytest.approx(without - saved, rel=0.05)
+    assert without == footprint(config.model_copy(update={"model": str(plain)})).weights
 
 
 def test_experts_are_expanded_layer_by_layer_without_kernels(
