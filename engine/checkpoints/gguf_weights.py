@@ -116,10 +116,7 @@ def _data(weight: GgufWeight) -> Tensor:
 
 def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
     if weight.is_transposed or weight.in_turns:
-        tensors = (weight.tensor, *weight.more)
-        each = [_read(GgufWeight(one, one.shape), dtype) for one in tensors]
-        whole = torch.stack(each, dim=2).flatten(1, 2) if weight.in_turns else each[0]
-        return whole.transpose(1, 2).contiguous() if weight.is_transposed else whole
+        return _read_experts(weight, dtype)
     if weight.more:
         parts = [_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more)]
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
@@ -129,6 +126,18 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
     if weight.is_decay:
         return (-expanded).log()
     return expanded + weight.offset if weight.offset else expanded
+
+
+def _read_experts(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
+    """All experts of a layer, in memory of one more."""
+    found = torch.empty(weight.shape, dtype=dtype)
+    for expert in range(len(found)):
+        parts = [GgufWeight(one, one.shape[1:], expert=expert) for one in (weight.tensor, *weight.more)]
+        outputs = torch.stack([_read(part, dtype) for part in parts], dim=1).flatten(
+            0, 1
+        )  # one of each tensor in turns
+        found[expert] = outputs.T if weight.is_transposed else outputs
+    return found
 
 
 def _by_halves(rows: Tensor, heads: int) -> Tensor:
