@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_cases import PROMPTS, AutoModelForCausalLM
+from huggingface_hub.utils._paths import filter_repo_objects
 from pydantic import ByteSize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,7 +23,7 @@ from penstock.engine.checkpoints.lazy import LazyWeight
 from penstock.engine.cpu import layouts
 from penstock.engine.cpu.library import BLOCK, UNEVEN, Product
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
-from penstock.engine.models import count_parameters, packed_files, read_model_info
+from penstock.engine.models import count_parameters, packed_files, read_model_info, resolve_model
 from penstock.engine.paged.decoding.experts import PackedExperts
 from penstock.engine.sizing import footprint, weights_of_model
 from penstock.schemas.errors import ModelLoadError
@@ -192,6 +193,20 @@ def test_blocks_without_a_word_in_the_configuration_are_refused(models: tuple[Pa
     assert read_model_info(packed, "m").architecture == "GptOssForCausalLM"
     with pytest.raises(ModelLoadError, match=r"_proj_blocks is packed, and .*config\.json has no quantization_config"):
         count_parameters(packed)
+
+
+def test_the_same_weights_in_other_forms_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As gpt-oss has them on the hub."""
+    files = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "metal/model.bin"]
+    asked: list[str] = []
+
+    def download(source: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("openai/gpt-oss-20b") == tmp_path
+    assert asked == files[:2]
 
 
 def numbers_of(product: Product | None) -> Tensor:
