@@ -22,6 +22,7 @@ from .vision.families import family_of
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
+_OTHER_FORMS = ["original/*", "metal/*"]  # folders in which some keep the same weights once more
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -206,9 +207,8 @@ def _download(source: str) -> Path:
     )
 
     try:
-        return Path(
-            snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-        )
+        wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(source, allow_patterns=wanted, ignore_patterns=_OTHER_FORMS))
     except HFValidationError as error:
         raise ModelLoadError(f"{source!r} is neither a directory nor a Hugging Face id: {error}") from error
     except GatedRepoError as error:

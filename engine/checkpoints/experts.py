@@ -22,6 +22,8 @@ _PLACES = {
 }
 """By the name of an expert's product: that of the tensor, and the place in it."""
 
+_WHOLE = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")  # all experts of a layer, [E, I, O]
+
 Readers = dict[str, dict[str, list[ReadRounded]]]
 """By the name of a layer's experts and the name of one of their tensors: what reads each expert's levels."""
 
@@ -59,7 +61,24 @@ def fold_experts(
             others.pop(module, None)
             if fits:
                 del left[f"{module}.weight"]
+    for experts in {match[1] for name in shapes if (match := _WHOLE.fullmatch(name))}:
+        names = [name for kind in (_INNER, _OUTER) if (name := f"{experts}.{kind}") in shapes]
+        each = {name: module_names(name, shapes[name][0]) for name in names}
+        fits = all(takes(dtype, shapes[name][1]) and {*modules} <= found.keys() for name, modules in each.items())
+        for name, modules in each.items():
+            for module in modules:
+                others.pop(module, None)
+            if fits:
+                left[name] = LazyWeight(partial(absent, shapes[name], dtype))
+                kind = name.rpartition(".")[2]
+                readers.setdefault(experts, {})[kind] = [found[module] for module in modules]
     return left, others, readers
+
+
+def module_names(name: str, count: int) -> list[str]:
+    """What the levels of each expert are called, of a tensor of that name."""
+    experts, _, kind = name.rpartition(".")
+    return [f"{experts}.{expert}.{kind}" for expert in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ BLOCKS = {
     "Q6_K": (256, 210),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 """The types that can be read: the weights of a block, and its bytes. A block never spans two rows."""
 
@@ -82,7 +83,8 @@ class GgufWeight(NamedTuple):
 
     `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
-    With `is_decay` the file has -exp of the numbers.
+    With `is_decay` the file has -exp of the numbers. A weight of all experts of a layer is `is_transposed`, outputs
+    last; `in_turns`: its outputs are those of both tensors, one of each.
     """
 
     tensor: GgufTensor
@@ -95,12 +97,19 @@ class GgufWeight(NamedTuple):
     sees: bool = False
     tiles: Tiles | None = None
     is_decay: bool = False
+    is_transposed: bool = False
+    in_turns: bool = False
+
+    @property
+    def types(self) -> set[str]:
+        """Those of all its tensors."""
+        return {tensor.type for tensor in (self.tensor, *self.more)}
 
     @property
     def keeps_levels(self) -> bool:
         """Whether it can be used in the form that it has in the file, if its type has levels."""
         in_groups = self.tiles is None or not self.tiles.by_columns or not self.tiles.size % _GROUP
-        is_product = len(self.shape) == 2 and not self.tensor.name.endswith(_ROUTER)
+        is_product = (len(self.shape) == 2 or self.is_transposed) and not self.tensor.name.endswith(_ROUTER)
         return is_product and in_groups and not self.sees
 
 

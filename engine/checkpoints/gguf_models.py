@@ -13,6 +13,16 @@ from typing import Any
 
 from ...schemas.errors import ModelLoadError
 from .gguf import Gguf, GgufTensor, GgufWeight
+from .gguf_experts import (
+    EXPERTS,
+    GPT_OSS,
+    MIXTRAL,
+    experts_config,
+    local_experts_config,
+    shared_experts_config,
+    shared_size,
+    whole_experts,
+)
 from .gguf_hybrids import DELTA_NETS, hybrid_config, untiled
 from .gguf_keys import HEADS, KV_HEADS, Keys
 from .gguf_tokens import end_ids
@@ -38,30 +48,15 @@ _AROUND = {  # of layers with norms on both sides of a part
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_EXPERTS = {  # `{}` is an expert's number
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_MIXTRAL = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor whose numbers divide the frequencies of rotations, in files of the architecture llama."""
 
 _FACTORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)(\.weight|\.bias|)")
 _NUMBER = re.compile(r"blk\.(\d+)\.")
 _OUTSIDE = re.compile(r"(\w+)(\.weight|\.bias)")
-_ALONE = ("A_log", "dt_bias")  # what transformers' names have no suffix behind
+_ALONE = ("A_log", "dt_bias", "sinks")  # what transformers' names have no suffix behind
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # Gemma's largest scale their attention differently; see llama.cpp
 
 Extra = Callable[[Keys], dict[str, Any]]
@@ -86,7 +81,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{gguf.path} has no token_embd.weight: it is not a language model; choose one that is")
-    kinds = {tensor.type for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
+    kinds = {one.type for one in gguf.tensors.values() if len(one.shape) > 1 and not one.name.endswith(".bias")}
     norm = "attention.layer_norm_rms_epsilon" if architecture.epsilon == "rms_norm_eps" else _LAYER_NORM
     ends = end_ids(gguf)
     return {
@@ -153,6 +148,10 @@ def _weights(
             f"{gguf.metadata['general.architecture']}; use the model's safetensors files instead"
         )
     place = f"model.layers.{match[1]}." if match else ""
+    if architecture.names is GPT_OSS and stem.endswith("_exps"):
+        if (experts := whole_experts(gguf, tensor, stem)) is not None:
+            yield f"{place}{name}{'_bias' if suffix == '.bias' else ''}", experts
+        return
     if "{}" in name:
         for expert in range(tensor.shape[0]):
             yield f"{place}{name.format(expert)}{suffix}", GgufWeight(tensor, tensor.shape[1:], expert=expert)
@@ -186,6 +185,8 @@ def _rope(keys: Keys) -> dict[str, Any]:
         lists = {f"{name}_factor": keys.gguf.floats(f"rope_factors_{name}.weight") for name in ("long", "short")}
         return rope | lists | {"rope_type": "longrope", "original_max_position_embeddings": original}
     if kind == "yarn" and factor:
+        more = {name: keys.find(f"rope.scaling.{key}") for name, key in _YARN.items()}
+        rope |= {name: value for name, value in more.items() if value is not None}
         return rope | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if kind == "linear" and factor:
         return rope | {"rope_type": "linear", "factor": factor}
@@ -250,34 +251,24 @@ def _mistral3(keys: Keys) -> dict[str, Any]:
     return {}
 
 
-def _experts(keys: Keys) -> dict[str, Any]:
-    return {
-        "num_experts": keys.need("expert_count"),
-        "num_experts_per_tok": keys.need("expert_used_count"),
-        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
-    }
-
-
 def _hybrid(keys: Keys) -> dict[str, Any]:
     rope = _rope(keys) | {"mrope_interleaved": True}
     return hybrid_config(keys) | {"rope_parameters": rope | ({"mrope_section": keys.sections} if keys.sections else {})}
 
 
 def _hybrid_with_experts(keys: Keys) -> dict[str, Any]:
-    return _hybrid(keys) | _experts(keys) | {"shared_expert_intermediate_size": _shared_size(keys)}
+    return _hybrid(keys) | experts_config(keys) | {"shared_expert_intermediate_size": shared_size(keys)}
 
 
-def _shared_size(keys: Keys) -> int:
-    shared = keys.gguf.tensors.get("blk.0.ffn_gate_shexp.weight")
-    return shared.shape[0] if shared else int(keys.find("expert_shared_feed_forward_length", 0))
-
-
-def _shared_experts(keys: Keys) -> dict[str, Any]:
-    # Experts of this family are not normalised, in llama.cpp neither; queries, keys and values have biases.
-    return _experts(keys) | {
-        "shared_expert_intermediate_size": _shared_size(keys),
-        "norm_topk_prob": False,
-        "qkv_bias": True,
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    rope = _rope(keys)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # which no key says
+    return local_experts_config(keys) | {
+        "intermediate_size": keys.need("expert_feed_forward_length"),
+        "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": _layer_types(keys, 2),
+        "rope_parameters": rope,
     }
 
 
@@ -285,8 +276,8 @@ _LAYER_NORM = "attention.layer_norm_epsilon"
 _QWEN3_MOE = _Architecture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    _EXPERTS,
-    extra=lambda keys: _experts(keys) | {"norm_topk_prob": True},
+    EXPERTS,
+    extra=lambda keys: experts_config(keys) | {"norm_topk_prob": True},
 )
 _ARCHITECTURES: dict[str, _Architecture] = {
     "llama": _Architecture(
@@ -298,17 +289,14 @@ _ARCHITECTURES: dict[str, _Architecture] = {
     "llama with experts": _Architecture(
         "mixtral",
         "MixtralForCausalLM",
-        _MIXTRAL,
+        MIXTRAL,
         interleaved=True,
-        extra=lambda keys: {
-            "num_local_experts": keys.need("expert_count"),
-            "num_experts_per_tok": keys.need("expert_used_count"),
-        },
+        extra=local_experts_config,
     ),
     "mistral3": _Architecture("llama", "LlamaForCausalLM", interleaved=True, extra=_mistral3),
     "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen2vl": _Architecture("qwen2", "Qwen2ForCausalLM"),  # text has the same position in all three dimensions
-    "qwen2moe": _Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERTS, extra=_shared_experts),
+    "qwen2moe": _Architecture("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS, extra=shared_experts_config),
     "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3vl": _Architecture("qwen3", "Qwen3ForCausalLM"),  # as above
     "qwen3moe": _QWEN3_MOE,
@@ -317,10 +305,11 @@ _ARCHITECTURES: dict[str, _Architecture] = {
     "qwen35moe": _Architecture(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
-        DELTA_NETS | _EXPERTS,
+        DELTA_NETS | EXPERTS,
         norm_offset=1,
         extra=_hybrid_with_experts,
     ),
+    "gpt-oss": _Architecture("gpt_oss", "GptOssForCausalLM", GPT_OSS, extra=_gpt_oss),
     "gemma": _Architecture("gemma", "GemmaForCausalLM", norm_offset=1),
     "gemma2": _Architecture("gemma2", "Gemma2ForCausalLM", _AROUND, norm_offset=1, extra=_gemma2),
     "gemma3": _Architecture("gemma3_text", "Gemma3ForCausalLM", _AROUND, norm_offset=1, extra=_gemma3),

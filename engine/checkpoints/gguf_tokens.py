@@ -22,8 +22,10 @@ _ENDS = frozenset(  # texts of tokens that end an answer, as llama.cpp knows the
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "</s>"),
         *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>"),
+        *("<|return|>", "<|call|>"),
     }
 )
+_HARMONY, _END_OF_MESSAGE = {"<|return|>", "<|call|>"}, "<|end|>"  # of gpt-oss, whose answers are several messages
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
@@ -59,9 +61,13 @@ def end_ids(gguf: Gguf) -> tuple[int, ...]:
     """The tokens that end an answer: those that the metadata names, and those known by their texts."""
     named = [gguf.metadata.get(f"{_KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     kinds = gguf.metadata.get(f"{_KEY}token_type") or []
-    texts = enumerate(zip(gguf.strings(f"{_KEY}tokens"), kinds, strict=False))
-    known = [index for index, (text, kind) in texts if kind in (_CONTROL, _USER_DEFINED) and text in _ENDS]
-    return tuple(dict.fromkeys([index for index in named if isinstance(index, int)] + known))
+    texts = gguf.strings(f"{_KEY}tokens")
+    pairs = enumerate(zip(texts, kinds, strict=False))
+    known = [index for index, (text, kind) in pairs if kind in (_CONTROL, _USER_DEFINED) and text in _ENDS]
+    ends = dict.fromkeys([index for index in named if isinstance(index, int)] + known)
+    if {texts[index] for index in known} >= _HARMONY and _END_OF_MESSAGE in texts:
+        ends.pop(texts.index(_END_OF_MESSAGE), None)
+    return tuple(ends)
 
 
 def load_gguf_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:

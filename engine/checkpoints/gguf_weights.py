@@ -13,20 +13,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .experts import module_names
 from .gguf import BLOCKS, Gguf, GgufWeight, Tiles
 from .gguf_pairs import weights_of
 from .lazy import LazyWeight
-from .rounded import Blocks, ReadRounded, Rounded
+from .mxfp4 import DOUBLED, half_powers_of_2
+from .rounded import Blocks, ReadRounded, Rounded, looked_up
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _LEVELS_CHUNK = 1 << 21  # the same of levels alone
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_UNEVEN = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the sixteen levels of IQ4_NL and IQ4_XS stand for."""
 
 
 class Levels(NamedTuple):
-    """Blocks of weights, level by level: (level - middle) * scale + zero.
+    """Blocks of weights, level by level: (level - middle) * scale + zero, or that of the number in a table.
 
     Levels are [N, G, S], of 4 bits or up to 8; scales and zeros [N, G], as the file has them or in float32.
     """
@@ -36,11 +38,13 @@ class Levels(NamedTuple):
     zeros: Tensor | None = None
     bits: int = 8
     middle: int = 0
+    table: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> Tensor:
         """What the levels stand for, float32 [N, G * S], by the arithmetic of the package `gguf`."""
-        numbers = (self.levels.float() - self.middle) * self.scales.float()[..., None]
+        whole = looked_up(self.levels, self.table) if self.table else self.levels
+        numbers = (whole.float() - self.middle) * self.scales.float()[..., None]
         return (numbers if self.zeros is None else numbers + self.zeros.float()[..., None]).flatten(1)
 
 
@@ -55,12 +59,15 @@ def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:
 
 def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
     """The weights of the language model whose levels can be kept, by the names of their modules."""
-
-    return {
-        name.removesuffix(".weight"): _Levels(weight)
-        for name, weight in weights_of(gguf).items()
-        if weight.tensor.type in _LEVELS and weight.keeps_levels
-    }
+    found: dict[str, ReadRounded] = {}
+    for name, weight in weights_of(gguf).items():
+        if weight.keeps_levels and weight.types <= {*_LEVELS}:
+            if weight.is_transposed:
+                modules = enumerate(module_names(name, weight.shape[0]))
+                found |= {module: _Turns(weight, expert) for expert, module in modules}
+            else:
+                found[name.removesuffix(".weight")] = _Levels(weight)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,29 @@ class _Levels:
         return [Blocks(weight.tensor.type, _data(weight).view(weight.shape[0], -1), weight.shape[1])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Reads the levels of one expert: an output of each of its tensors, and again."""
+
+    weight: GgufWeight
+    expert: int
+
+    def __call__(self) -> Rounded:
+        return Rounded.in_turns([read() for read in self._parts])
+
+    def blocks(self) -> list[Blocks]:
+        """As `_Levels` has them; none unless all are of one type."""
+        if len(self.weight.types) > 1:
+            return []
+        parts = [block for read in self._parts for block in read.blocks()]
+        return [parts[0]._replace(data=torch.stack([part.data for part in parts], dim=1).flatten(0, 1))]
+
+    @property
+    def _parts(self) -> list[_Levels]:
+        tensors = self.weight.tensor, *self.weight.more
+        return [_Levels(GgufWeight(one, one.shape[1:], expert=self.expert)) for one in tensors]
+
+
 def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
     """The levels and scales of a weight that lies in `data` in so many rows; `kind` is a quantised type."""
     weights, size = BLOCKS[kind]
@@ -101,7 +131,7 @@ def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
         if found.zeros is not None:
             zeros.append(found.zeros.reshape(scales[-1].shape))
     offsets = torch.cat(zeros) if zeros else None
-    return Rounded(levels, torch.cat(scales), offsets, found.bits, found.middle, found.levels.shape[-1])
+    return Rounded(levels, torch.cat(scales), offsets, found.bits, found.middle, found.levels.shape[-1], found.table)
 
 
 def _data(weight: GgufWeight) -> Tensor:
@@ -118,6 +148,8 @@ def _data(weight: GgufWeight) -> Tensor:
 
 
 def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
+    if weight.is_transposed or weight.in_turns:
+        return _read_experts(weight, dtype)
     if weight.more:
         parts = [_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more)]
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
@@ -127,6 +159,18 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
     if weight.is_decay:
         return (-expanded).log()
     return expanded + weight.offset if weight.offset else expanded
+
+
+def _read_experts(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
+    """All experts of a layer, in memory of one more."""
+    found = torch.empty(weight.shape, dtype=dtype)
+    for expert in range(len(found)):
+        parts = [GgufWeight(one, one.shape[1:], expert=expert) for one in (weight.tensor, *weight.more)]
+        outputs = torch.stack([_read(part, dtype) for part in parts], dim=1).flatten(
+            0, 1
+        )  # one of each tensor in turns
+        found[expert] = outputs.T if weight.is_transposed else outputs
+    return found
 
 
 def _by_halves(rows: Tensor, heads: int) -> Tensor:
@@ -210,15 +254,19 @@ def _pairs_of_bits(packed: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Levels:
-    return Levels(_UNEVEN[_nibbles(blocks[:, 2:]).int()], _half(blocks, 0))
+    return Levels(_nibbles(blocks[:, 2:]), _half(blocks, 0), bits=4, table=IQ4)
 
 
 def _iq4_xs(blocks: Tensor) -> Levels:
     upper = blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3  # [N, 2, 4]
     lower = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1)  # [N, 4, 2]
     scales = (lower.flatten(1) | upper.flatten(1) << 4).to(torch.int8) - 32
-    levels = _UNEVEN[_nibbles(blocks[:, 8:].reshape(-1, 16)).int()].view(-1, 8, 32)
-    return Levels(levels, _half(blocks, 0).float() * scales)
+    levels = _nibbles(blocks[:, 8:].reshape(-1, 16)).view(-1, 8, 32)
+    return Levels(levels, _half(blocks, 0).float() * scales, bits=4, table=IQ4)
+
+
+def _mxfp4(blocks: Tensor) -> Levels:
+    return Levels(_nibbles(blocks[:, 1:]), half_powers_of_2(blocks[:, :1]), bits=4, table=DOUBLED)
 
 
 def _scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,4 +308,5 @@ _LEVELS: dict[str, Callable[[Tensor], Levels]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -1,7 +1,8 @@
-"""Safetensors with packed weights: GPTQ, AWQ, compressed-tensors and FP8. Says which tensors make up each weight.
+"""Safetensors with packed weights: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4. Says what makes up each weight.
 
 Knows the names and shapes of tensors alone, and needs no torch; `packed_weights` expands them. Sources: the packages
-GPTQModel, AutoAWQ and compressed-tensors, and the model card of DeepSeek-V3 for FP8 in blocks.
+GPTQModel, AutoAWQ and compressed-tensors, the model card of DeepSeek-V3 for FP8 in blocks, and transformers'
+`integrations/mxfp4.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any, NamedTuple
 from ...schemas.errors import ModelLoadError
 from .quantized import GROUP_SIZE
 
-_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
-_PASSED_ON = ("mxfp4", "penstock")  # transformers expands the first itself, and `rounded` reads our own
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
+_PASSED_ON = ("penstock",)  # `rounded` reads our own
 _BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (4, 8)}
 _LAYOUTS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # any of them makes a weight a packed one
 _OPTIONAL = ("weight", "qzeros", "scales", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
+_BLOCKS, _SCALES = "_blocks", "_scales"  # end the names of MXFP4's parts
+_BLOCK_BYTES = 16
+_ALWAYS_PACKED = (".qweight", ".weight_packed", f"_proj{_BLOCKS}")
 _UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale", "input_zero_point")
 
 
@@ -39,13 +43,19 @@ class Packing(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """The names of the tensors by their last part, and the weight's shape [O, I]."""
+    """The names of the tensors by their last part, and the weight's shape: [O, I], or [E, I, O] of all experts."""
 
     parts: dict[str, str]
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+
+    @property
+    def of_experts(self) -> bool:
+        return len(self.shape) == 3
 
     def keeps_levels(self, packing: Packing) -> bool:
         """Whether it can be used as the levels that it is packed from: whole groups of neighbours, of whole numbers."""
+        if self.of_experts:
+            return True
         inputs = self.shape[1]
         size = packing.group_size or inputs
         in_groups = not size % GROUP_SIZE and not inputs % size and packing.block is None
@@ -65,6 +75,8 @@ def packing_of(config: Mapping[str, Any], path: Path) -> Packing | None:
         raise _unsupported(path, f"is quantised by {method!r}", f"one of {', '.join(_METHODS)}")
     if method == "compressed-tensors":
         return _compressed(settings, path)
+    if method == "mxfp4":
+        return Packing(method, 4, GROUP_SIZE)
     if method == "fp8":
         block = settings.get("weight_block_size")
         return Packing(method, 8, block=(int(block[0]), int(block[1])) if block else None)
@@ -101,11 +113,13 @@ def find_weights(shapes: Mapping[str, list[int]], packing: Packing | None, path:
     Raises `ModelLoadError` naming a part that is missing.
     """
     if packing is None:
-        if packed := next((name for name in shapes if name.endswith((".qweight", ".weight_packed"))), None):
+        if packed := next((name for name in shapes if name.endswith(_ALWAYS_PACKED)), None):
             raise ModelLoadError(
                 f"{packed} is packed, and {path}/config.json has no quantization_config to say how; download it again"
             )
         return {name: name for name in shapes}
+    if packing.method == "mxfp4":
+        return _experts(shapes, path)
     modules: dict[str, dict[str, str]] = {}
     found: dict[str, PackedWeight | str] = {}
     for name in shapes:
@@ -121,6 +135,27 @@ def find_weights(shapes: Mapping[str, list[int]], packing: Packing | None, path:
             found.update({name: name for name in parts.values()})
             continue
         found[f"{module}.weight"] = PackedWeight(parts, _shape(module, parts, shapes, packing, path))
+    return found
+
+
+def _experts(shapes: Mapping[str, list[int]], path: Path) -> dict[str, PackedWeight | str]:
+    """Those of MXFP4: blocks [E, O, G, 16] with scales [E, O, G]."""
+    found: dict[str, PackedWeight | str] = {}
+    for name in shapes:
+        stem = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        blocks, scales = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
+        if stem == name:
+            found[name] = name
+            continue
+        if missing := [part for part in (blocks, scales) if part not in shapes]:
+            raise ModelLoadError(f"the weight files of {path} lack {', '.join(missing)}; download them again")
+        if len(shapes[blocks]) != 4 or shapes[blocks] != [*shapes[scales], _BLOCK_BYTES]:
+            raise ModelLoadError(
+                f"{path}: {blocks} has the shape {shapes[blocks]}, which does not go with {shapes[scales]} scales of "
+                f"blocks of {_BLOCK_BYTES} bytes; download it again"
+            )
+        experts, outputs, groups = shapes[scales]
+        found[stem] = PackedWeight({"blocks": blocks, "scales": scales}, (experts, groups * GROUP_SIZE, outputs))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Reads packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors and FP8.
+"""Reads packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4.
 
 They are expanded, or levels and scales as any other weight's (`rounded`).
 """
@@ -6,6 +6,7 @@ They are expanded, or levels and scales as any other weight's (`rounded`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from .experts import module_names
 from .lazy import LazyWeight
+from .mxfp4 import DOUBLED, half_powers_of_2
 from .packed import PackedWeight, Packing
 from .quantized import GROUP_SIZE
-from .rounded import ReadRounded, Rounded
+from .rounded import Blocks, ReadRounded, Rounded
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word AWQ puts the weight of each of eight columns
 
@@ -31,7 +34,11 @@ def lazy_packed_weights(
     get = partial(_get, files)
 
     def read(weight: PackedWeight | str) -> Tensor:
-        return get(weight) if isinstance(weight, str) else expand(weight, packing, get).to(dtype)
+        if isinstance(weight, str):
+            return get(weight)
+        if weight.of_experts:
+            return expand_experts(get(weight.parts["blocks"]), get(weight.parts["scales"]), dtype)
+        return expand(weight, packing, get).to(dtype)
 
     return {name: LazyWeight(partial(read, weight)) for name, weight in weights.items()}
 
@@ -39,12 +46,17 @@ def lazy_packed_weights(
 def packed_level_readers(
     files: Mapping[str, Path], weights: Mapping[str, PackedWeight | str], packing: Packing
 ) -> dict[str, ReadRounded]:
-    """The weights whose levels can be kept, by the names of their modules."""
-    return {
-        name.removesuffix(".weight"): partial(levels_of, weight, packing, partial(_get, files))
-        for name, weight in weights.items()
-        if not isinstance(weight, str) and weight.keeps_levels(packing)
-    }
+    """The weights whose levels can be kept, by the names of their modules, or of experts (`experts.module_names`)."""
+    found: dict[str, ReadRounded] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, str) or not weight.keeps_levels(packing):
+            continue
+        if weight.of_experts:
+            modules = enumerate(module_names(name, weight.shape[0]))
+            found |= {module: _ExpertLevels(weight, expert, files) for expert, module in modules}
+        else:
+            found[name.removesuffix(".weight")] = partial(levels_of, weight, packing, partial(_get, files))
+    return found
 
 
 def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
@@ -89,9 +101,49 @@ def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
     return Rounded(levels.to(torch.int8), factors, offsets if has_zeros else None, 4, middle)
 
 
-def _get(files: Mapping[str, Path], name: str) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _ExpertLevels:
+    """Reads the levels of one expert in MXFP4."""
+
+    weight: PackedWeight
+    expert: int
+    files: Mapping[str, Path]
+
+    def __call__(self) -> Rounded:
+        blocks, scales = self._parts()
+        return Rounded(_pairs(blocks).to(torch.int8), half_powers_of_2(scales), bits=4, table=DOUBLED)
+
+    def blocks(self) -> list[Blocks]:
+        """Like GGUF's, with each scale before its levels, but neighbours share a byte."""
+        blocks, scales = self._parts()
+        data = torch.cat((scales[..., None], blocks), dim=-1).flatten(1)
+        return [Blocks("MXFP4_PAIRS", data, scales.shape[1] * GROUP_SIZE)]
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        blocks, scales = (_get(self.files, self.weight.parts[part], self.expert) for part in ("blocks", "scales"))
+        return blocks, scales
+
+
+def expand_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks [E, O, G, 16] → [E, 32 G, O]; -0 is such, as in transformers."""
+    experts, outputs, groups = scales.shape
+    numbers = torch.tensor(DOUBLED, dtype=torch.float32).copysign(7.5 - torch.arange(16))
+    result = torch.empty(experts, groups * GROUP_SIZE, outputs, dtype=dtype)
+    for expert in range(experts):
+        expanded = numbers[_pairs(blocks[expert]).int()].view(outputs, groups, GROUP_SIZE)
+        result[expert] = (expanded * half_powers_of_2(scales[expert])[..., None]).flatten(1).T
+    return result
+
+
+def _pairs(blocks: Tensor) -> Tensor:
+    """[O, G, 16] → [O, 32 G], of each byte the low half first."""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+
+
+def _get(files: Mapping[str, Path], name: str, expert: int | None = None) -> Tensor:
+    """A tensor, or what it has of an expert."""
     with safe_open(files[name], framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
     return tensor
 
 

@@ -32,7 +32,10 @@ ReadRounded = Callable[[], "Rounded"]
 
 
 class Blocks(NamedTuple):
-    """A weight [O, I] as a GGUF file has it: `data` uint8 [O, bytes of a row], whose type ggml calls `kind`."""
+    """A weight [O, I] in blocks as a file has it: `data` uint8 [O, bytes of a row], whose type ggml calls `kind`.
+
+    MXFP4_PAIRS is MXFP4 with neighbours in one byte.
+    """
 
     kind: str
     data: Tensor
@@ -48,6 +51,7 @@ class Rounded(NamedTuple):
 
     `levels` int8 [O, I], 0 to 15 if they have 4 bits; `scales` and `zeros` [O, ⌈I / size⌉]. Our own are bfloat16, with
     zeros and the middle 8 for 4 bits, without for 8. Q6_K has groups of 16 and 8 bits; I is then a multiple of 32.
+    With a `table` levels have 4 bits, and stand for the numbers in it.
     """
 
     levels: Tensor
@@ -56,6 +60,7 @@ class Rounded(NamedTuple):
     bits: int = 8
     middle: int = 0
     size: int = GROUP_SIZE
+    table: tuple[int, ...] = ()
 
     @classmethod
     def int4(cls, levels: Tensor, scales: Tensor, zeros: Tensor) -> Self:
@@ -88,23 +93,38 @@ class Rounded(NamedTuple):
         levels, scales = torch.cat([one.levels for one in parts]), torch.cat([one.scales for one in parts])
         return cls(levels, scales, torch.cat(zeros) if zeros else None, *parts[0][3:])
 
+    @classmethod
+    def in_turns(cls, parts: Sequence[Rounded]) -> Self:
+        """The outputs of several weights, one of each and again."""
+        joined = cls.joined(parts)
+        order = torch.arange(len(joined.levels)).view(len(parts), -1).T.flatten()
+        zeros = None if joined.zeros is None else joined.zeros[order]
+        return joined._replace(levels=joined.levels[order], scales=joined.scales[order], zeros=zeros)
+
     @property
     def is_own(self) -> bool:
         """Whether this is one of our own forms."""
-        return self.scales.dtype == torch.bfloat16 and self.middle == (0 if self.zeros is None else 8)
+        return (
+            self.scales.dtype == torch.bfloat16 and self.middle == (0 if self.zeros is None else 8) and not self.table
+        )
 
     def widened(self, size: int) -> Rounded:
         """The same numbers in the form that any with such groups can have; `size` divides that of this one's."""
         zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
         scales, zeros = (one.float().repeat_interleave(self.size // size, dim=1) for one in (self.scales, zeros))
-        return Rounded(self.levels - self.middle, scales, zeros, size=size)
+        return Rounded(self._whole, scales, zeros, size=size)
 
     @property
     def numbers(self) -> Tensor:
         """What the levels stand for, float32 [O, I]."""
         inputs = self.levels.shape[1]
-        numbers = (self.levels.float() - self.middle) * _spread(self.scales, inputs, self.size)
+        numbers = self._whole.float() * _spread(self.scales, inputs, self.size)
         return numbers if self.zeros is None else numbers + _spread(self.zeros, inputs, self.size)
+
+    @property
+    def _whole(self) -> Tensor:
+        """The levels as what scales are multiplied by, int8."""
+        return looked_up(self.levels, self.table) if self.table else self.levels - self.middle
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """The tensors of a checkpoint."""
@@ -125,6 +145,11 @@ def blocks_of(modules: Iterable[nn.Module]) -> list[Blocks]:
             return []
         found += blocks
     return found
+
+
+def looked_up(levels: Tensor, table: Sequence[int]) -> Tensor:
+    """The numbers of a table, int8, that levels stand for."""
+    return torch.tensor(table, dtype=torch.int8)[levels.int()]
 
 
 def rounded_readers(directory: Path, quantized: Quantized) -> dict[str, ReadRounded]:

@@ -11,18 +11,25 @@ from .packed import PackedWeight, Packing
 WIDTHS = {"int8": 1.1, "int4": 0.6}
 """Bytes of a number in our own forms, scales included."""
 
-_WIDTHS = {"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3}
+_WIDTHS = {
+    **{"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3},
+    **{"IQ4_NL": 0.6, "IQ4_XS": 0.65, "MXFP4": 0.6},
+}
 """The same in GGUF's; others are like int8."""
 
 
 def gguf_widths(gguf: Gguf) -> dict[str, float]:
     """Bytes of a number, by the names of the weights that keep their levels."""
-    kinds = {name: weight.tensor.type for name, weight in weights_of(gguf).items() if weight.keeps_levels}
-    return {name: _WIDTHS.get(kind, WIDTHS["int8"]) for name, kind in kinds.items() if BLOCKS[kind][0] > 1}
+    types = {name: weight.types for name, weight in weights_of(gguf).items() if weight.keeps_levels}
+    return {
+        name: max(_WIDTHS.get(kind, WIDTHS["int8"]) for kind in kinds)
+        for name, kinds in types.items()
+        if all(BLOCKS[kind][0] > 1 for kind in kinds)
+    }
 
 
 def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:
     """The same of safetensors with packed weights."""
-    width = _WIDTHS["Q4_K" if packing.bits <= 4 else "Q5_K"]
+    width = _WIDTHS["MXFP4" if packing.method == "mxfp4" else "Q4_K" if packing.bits <= 4 else "Q5_K"]
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
     return {name: width for name, weight in packed.items() if weight.keeps_levels(packing)}

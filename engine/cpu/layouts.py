@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .library import BLOCK, GROUP, INT4, PLAIN, Product, span
+from .library import BLOCK, GROUP, INT4, PLAIN, UNEVEN, Product, span
 
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
@@ -33,7 +33,7 @@ def fours(levels: Tensor) -> Tensor:
 
 
 def nibbles(levels: Tensor) -> Tensor:
-    """Levels 0 to 15, [O, I] → [O / 64, I / 4, 2, 64], two to a byte: INT4."""
+    """Levels 0 to 15, [O, I] → [O / 64, I / 4, 2, 64], two to a byte: INT4 and UNEVEN."""
     low, high = fours(levels.to(torch.uint8)).view(-1, -(-levels.shape[1] // GROUP) * GROUP // 4, 2, 2, 64).unbind(3)
     return low | high << 4
 
@@ -56,8 +56,10 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
         return pairs.transpose(1, 2).flatten(2).flatten(0, 1)[:, : product.inputs]
     assert scales is not None
     levels, groups = weight[start:stop], scales[start:stop].float().permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
-    if product.kind == INT4:
-        levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8) - product.middle
+    if product.kind in (INT4, UNEVEN):
+        levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8)
+        table = torch.tensor(list(product.table), dtype=torch.int8)
+        levels = table[levels.int()] if product.kind == UNEVEN else levels - product.middle
     rows = levels.view(len(levels), -1, BLOCK, 4).transpose(1, 2).reshape(*groups.shape[1:], -1).float()
     exact = rows.mul_(groups[0, :, :, None])
     return (exact.add_(groups[1, :, :, None]) if product.has_zeros else exact).flatten(1)[:, : product.inputs]

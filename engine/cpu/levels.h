@@ -63,7 +63,10 @@ INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs
     }
 }
 
-INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (kind == INT4 ? 2 : 1); }
+/* Whether a byte holds two levels. */
+INLINE int is_packed(int kind) { return kind == INT4 || kind == UNEVEN; }
+
+INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (is_packed(kind) ? 2 : 1); }
 
 /* Parts of a group that have a scale each. */
 INLINE int num_parts(int kind) { return kind == FINE ? 2 : 1; }
@@ -75,14 +78,22 @@ INLINE __m512 load_scales(const Product *p, int64_t group, int64_t j) {
     return load(p->scales, i, 0xffff, p->scale_type == BF16);
 }
 
+/* The signed bytes, plus BIAS, that the levels of UNEVEN stand for, in each quarter. */
+INLINE __m512i spread_table(const Product *p, int kind) {
+    if (kind != UNEVEN) return _mm512_setzero_si512();
+    __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p->table));
+    return BIAS ? _mm512_xor_si512(table, _mm512_set1_epi8((char)0x80)) : table;
+}
+
 /* Four inputs of 64 outputs, or those of the vector j: INT4 as stored, others as bytes plus BIAS. */
-INLINE __m512i load_four(const uint8_t *from, int kind, int j) {
-    if (kind != INT4) {
+INLINE __m512i load_four(const uint8_t *from, int kind, int j, __m512i table) {
+    if (!is_packed(kind)) {
         __m512i all = _mm512_loadu_si512(from + 64 * j);
         return BIAS ? _mm512_xor_si512(all, _mm512_set1_epi8((char)0x80)) : all;
     }
     __m512i both = _mm512_loadu_si512(from + 64 * (j / 2));
-    return _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+    __m512i levels = _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+    return kind == UNEVEN ? _mm512_shuffle_epi8(table, levels) : levels;
 }
 
 /* Add to each sum the products of its four bytes: those of weights plus BIAS, and signed ones. Where SHORT_SUMS, a sum
@@ -135,7 +146,7 @@ INLINE __m512i with_dot(__m512i sum, __m512i weight, __m512i input, int kind) {
 /* What the sums of a group, or its part, must have added: the weights were BIAS, or INT4's `middle`, too large. */
 INLINE __m512i offset_of(const Product *p, const Inputs *x, int64_t at, int part, int kind) {
     if (kind == FINE) return _mm512_set1_epi32(-BIAS * x->halves[2 * at + part]);
-    if (kind == INT8) return _mm512_set1_epi32(BIAS / 8 * x->offsets[at]);
+    if (kind != INT4) return _mm512_set1_epi32(BIAS / 8 * x->offsets[at]);
     return p->middle ? _mm512_set1_epi32(x->offsets[at]) : _mm512_setzero_si512();
 }
 
@@ -146,6 +157,7 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
     const int wide = WIDE(rows);
     const int64_t G = groups(p), bytes = group_bytes(kind);
     const uint8_t *weight = (const uint8_t *)p->weight + (block * G + from) * bytes;
+    const __m512i table = spread_table(p, kind);
     for (int64_t g = from; g < end; g++, next += share) {
         for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
 #pragma GCC unroll 2
@@ -167,7 +179,7 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
                 for (int q = 0; q < QUADS / num_parts(kind); q++, fours += bytes / QUADS) {
                     __m512i quad[4];
 #pragma GCC unroll 4
-                    for (int j = 0; j < wide; j++) quad[j] = load_four(fours, kind, first + j);
+                    for (int j = 0; j < wide; j++) quad[j] = load_four(fours, kind, first + j, table);
                     const int64_t input = GROUP * part / num_parts(kind) + 4 * q;
 #pragma GCC unroll 6
                     for (int r = 0; r < rows; r++) {
@@ -232,6 +244,7 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
 LEVEL_ROWS(int8_rows, INT8)
 LEVEL_ROWS(int4_rows, INT4)
 LEVEL_ROWS(fine_rows, FINE)
+LEVEL_ROWS(uneven_rows, UNEVEN)
 
 #if defined __AMX_INT8__ && defined __linux__
 /* The group's sums of whole numbers, 16 rows times 16 outputs, into `dots[n]`. */
@@ -288,7 +301,7 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
     for (int r = 0; r < TILE_ROWS; r++) _mm512_storeu_ps(to[r] + output, sums[r]);
 }
 
-/* Multiply a multiple of 16 rows from `first` on. INT4 becomes signed bytes, a chunk at a time. */
+/* Multiply a multiple of 16 rows from `first` on. INT4 and UNEVEN become signed bytes, a chunk at a time. */
 #define LEVEL_TILES(name, kind)                                                                                       \
     static __attribute__((noinline)) void name(const Product *p, int64_t block, const Inputs *x, int64_t first,       \
                                                int64_t rows, float (*to)[BLOCK]) {                                    \
@@ -300,13 +313,15 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
             const uint8_t *chunk = (const uint8_t *)p->weight + (block * G + a) * bytes;                              \
             const char *next = (const char *)chunk + (b - a) * bytes;                                                 \
             const int8_t *weight = (const int8_t *)chunk;                                                             \
-            if (kind == INT4) {                                                                                       \
+            if (is_packed(kind)) {                                                                                    \
+                const __m512i table = spread_table(p, kind), less = _mm512_set1_epi8(kind == INT4 ? p->middle : 0);       \
                 weight = unpacked;                                                                                    \
                 for (int64_t q = 0; q < (b - a) * QUADS; q++) {                                                       \
                     for (int j = 0; j < 4; j++) {                                                                     \
-                        __m512i four = load_four(chunk + q * (QUAD / 2), INT4, j);                                    \
-                        _mm512_store_si512(unpacked + q * QUAD + 64 * j,                                              \
-                                           _mm512_sub_epi8(four, _mm512_set1_epi8(p->middle)));                       \
+                        __m512i four = load_four(chunk + q * (QUAD / 2), kind, j, table);                             \
+                        if (kind == INT4) four = _mm512_sub_epi8(four, less);                                         \
+                        else if (BIAS) four = _mm512_xor_si512(four, _mm512_set1_epi8((char)0x80));                   \
+                        _mm512_store_si512(unpacked + q * QUAD + 64 * j, four);                                       \
                     }                                                                                                 \
                 }                                                                                                     \
             }                                                                                                         \
@@ -317,9 +332,11 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
     }
 LEVEL_TILES(int8_tiles, INT8)
 LEVEL_TILES(int4_tiles, INT4)
+LEVEL_TILES(uneven_tiles, UNEVEN)
 #else
 #define int8_tiles int8_rows
 #define int4_tiles int4_rows
+#define uneven_tiles uneven_rows
 #endif
 
 enum { LEAST_TILE = 9 }; /* rows from which a tile of 16, some unused, is faster than the other instructions */
@@ -336,10 +353,12 @@ INLINE void multiply_levels(const Product *p, int64_t block, const Inputs *x, in
         fine_rows(p, block, x, first, rows, to);
         return;
     }
+    typedef void Multiply(const Product *, int64_t, const Inputs *, int64_t, int64_t, float (*)[BLOCK]);
+    Multiply *tiles = p->kind == INT8 ? int8_tiles : p->kind == INT4 ? int4_tiles : uneven_tiles;
+    Multiply *others = p->kind == INT8 ? int8_rows : p->kind == INT4 ? int4_rows : uneven_rows;
     const int64_t tiled = tiled_rows(rows);
-    if (tiled) (p->kind == INT8 ? int8_tiles : int4_tiles)(p, block, x, first, tiled, to);
-    if (tiled < rows)
-        (p->kind == INT8 ? int8_rows : int4_rows)(p, block, x, first + tiled, rows - tiled, to + tiled);
+    if (tiled) tiles(p, block, x, first, tiled, to);
+    if (tiled < rows) others(p, block, x, first + tiled, rows - tiled, to + tiled);
 }
 
 /* The same for inputs in float32, in float32; see `tile` in kernels.c. */
@@ -349,6 +368,7 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < 4; j++) _mm512_storeu_ps(to[r] + 16 * j, _mm512_setzero_ps());
     const int64_t size = GROUP / num_parts(kind); /* inputs that share a scale */
+    const __m512i table = spread_table(p, kind);
     for (int64_t g = 0; g * size < p->inputs; g++, weight += bytes / num_parts(kind)) {
         const int64_t end = p->inputs - g * size < size ? p->inputs - g * size : size;
         const int64_t own = block * G * num_parts(kind) + g;
@@ -358,7 +378,7 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
         for (int64_t i = 0; i < end; i++) {
             const int32_t zero = kind == INT4 ? p->middle : 128;
             for (int j = 0; j < 4; j++) {
-                __m512i quad = load_four(weight + i / 4 * (bytes / QUADS), kind, j);
+                __m512i quad = load_four(weight + i / 4 * (bytes / QUADS), kind, j, table);
                 if (kind != INT4 && !BIAS) quad = _mm512_xor_si512(quad, _mm512_set1_epi8((char)0x80));
                 __m512i level = _mm512_and_si512(_mm512_srli_epi32(quad, 8 * (i % 4)), _mm512_set1_epi32(255));
                 __m512 one = _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(zero)));
@@ -399,3 +419,9 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
 LEVEL_FLOATS(int8_floats, INT8)
 LEVEL_FLOATS(int4_floats, INT4)
 LEVEL_FLOATS(fine_floats, FINE)
+LEVEL_FLOATS(uneven_floats, UNEVEN)
+
+INLINE void multiply_floats(const Product *p, int64_t block, const float *x, int64_t rows, float (*to)[BLOCK]) {
+    if (p->kind == FINE) fine_floats(p, block, x, rows, to);
+    else (p->kind == INT8 ? int8_floats : p->kind == INT4 ? int4_floats : uneven_floats)(p, block, x, rows, to);
+}

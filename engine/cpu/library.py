@@ -27,7 +27,7 @@ BLOCK = 64
 GROUP = 32
 """Inputs of a quantised weight that share a scale, as in the source."""
 
-PLAIN, INT8, INT4, FINE = range(4)
+PLAIN, INT8, INT4, FINE, UNEVEN = range(5)
 _SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
@@ -51,6 +51,7 @@ class Product(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("weight", "scales", "bias")),
         *((name, _INT) for name in ("inputs", "outputs", "kind", "scale_type", "has_zeros", "middle")),
+        ("table", ctypes.c_int8 * 16),
     ]
     tensors: tuple[Tensor | None, ...]
 
@@ -63,12 +64,16 @@ class Product(ctypes.Structure):
         scales: Tensor | None,
         bias: Tensor | None,
         middle: int = 0,
+        table: Sequence[int] = (),
     ) -> Self:
-        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64], 2 G for FINE."""
+        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64], 2 G for FINE.
+
+        `table` are the 16 numbers of UNEVEN.
+        """
         bias = None if bias is None else bias.float()
         others = (None if tensor is None else tensor.data_ptr() for tensor in (scales, bias))
         about = (0, 0) if scales is None else (_SCALE_TYPES.index(scales.dtype), scales.shape[2] == 2)
-        product = cls(span(weight)[0], *others, shape[1], shape[0], kind, *about, middle)
+        product = cls(span(weight)[0], *others, shape[1], shape[0], kind, *about, middle, (ctypes.c_int8 * 16)(*table))
         product.tensors = weight, scales, bias
         return product
 
@@ -100,7 +105,7 @@ class Kernels:
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER]
         library.draw.argtypes = [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT]
         library.mix_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
-        library.pack_blocks.argtypes = [_INT, _POINTER, _INT, _INT, _INT, _POINTER, _INT]
+        library.pack_blocks.argtypes = [_INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT]
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
         library.draw.restype = library.mix_rows.restype = library.pack_blocks.restype = None

@@ -52,6 +52,7 @@ EACH_INT(ints_madd, _mm256_madd_epi16)
 EACH_INT(ints_maddubs, _mm256_maddubs_epi16)
 EACH_INT(shorts_add, _mm256_add_epi16)
 EACH_INT(bytes_signed_as, _mm256_sign_epi8)
+EACH_INT(bytes_shuffle, _mm256_shuffle_epi8)
 EACH_SHIFT(ints_left, _mm256_slli_epi32)
 EACH_SHIFT(ints_right, _mm256_srli_epi32)
 EACH_SHIFT(shorts_right, _mm256_srli_epi16)
@@ -74,6 +75,7 @@ EACH_SHIFT(shorts_right, _mm256_srli_epi16)
 #define _mm512_add_epi16 shorts_add
 #define _mm512_madd_epi16 ints_madd
 #define _mm512_maddubs_epi16 ints_maddubs
+#define _mm512_shuffle_epi8 bytes_shuffle
 #define _mm512_slli_epi32 ints_left
 #define _mm512_srli_epi32 ints_right
 #define _mm512_srli_epi16 shorts_right
@@ -86,6 +88,7 @@ EACH_SHIFT(shorts_right, _mm256_srli_epi16)
 #define _mm512_set1_epi32(number) ints_of(_mm256_set1_epi32(number))
 #define _mm512_set1_epi16(number) ints_of(_mm256_set1_epi16(number))
 #define _mm512_set1_epi8(number) ints_of(_mm256_set1_epi8(number))
+#define _mm512_broadcast_i32x4(quarter) ints_of(_mm256_broadcastsi128_si256(quarter))
 #define _mm512_castps_si512 ints_from_bits
 #define _mm512_castsi512_ps floats_from_bits
 #define _mm512_cvtepi32_ps floats_from_ints

@@ -48,6 +48,7 @@ typedef uint16_t __mmask16;
 #define _mm512_and_si512 ints_and
 #define _mm512_xor_si512 ints_xor
 #define _mm512_max_epu32 ints_max_unsigned
+#define _mm512_shuffle_epi8 bytes_shuffle
 
 INLINE Floats floats_add(Floats v, Floats w) { return FOUR(Floats, OF_TWO, vaddq_f32, v, w); }
 INLINE Floats floats_sub(Floats v, Floats w) { return FOUR(Floats, OF_TWO, vsubq_f32, v, w); }
@@ -63,6 +64,12 @@ INLINE Ints ints_add(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vaddq_s32, v, w
 INLINE Ints ints_sub(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vsubq_s32, v, w); }
 INLINE Ints ints_and(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vandq_s32, v, w); }
 INLINE Ints ints_xor(Ints v, Ints w) { return FOUR(Ints, OF_TWO, veorq_s32, v, w); }
+
+/* Of each 16 bytes of `v`, those whose numbers, below 16, are in `w`. */
+INLINE int32x4_t shuffle(int32x4_t v, int32x4_t w) {
+    return vreinterpretq_s32_s8(vqtbl1q_s8(vreinterpretq_s8_s32(v), vreinterpretq_u8_s32(w)));
+}
+INLINE Ints bytes_shuffle(Ints v, Ints w) { return FOUR(Ints, OF_TWO, shuffle, v, w); }
 
 INLINE int32x4_t larger_unsigned(int32x4_t v, int32x4_t w) {
     return vreinterpretq_s32_u32(vmaxq_u32(vreinterpretq_u32_s32(v), vreinterpretq_u32_s32(w)));
@@ -91,6 +98,7 @@ INLINE Ints ints_right(Ints v, int count) {
 #define _mm512_set1_ps floats_of
 #define _mm512_set1_epi32(number) ints_of(vdupq_n_s32(number))
 #define _mm512_set1_epi8(number) ints_of(vreinterpretq_s32_s8(vdupq_n_s8(number)))
+#define _mm512_broadcast_i32x4(quarter) ints_of(vreinterpretq_s32_s8(quarter))
 #define _mm512_castps_si512 ints_from_bits
 #define _mm512_castsi512_ps floats_from_bits
 #define _mm512_cvtepi32_ps floats_from_ints
@@ -103,6 +111,7 @@ INLINE Ints ints_right(Ints v, int count) {
 #define _mm512_loadu_si512 ints_at
 #define _mm512_storeu_ps floats_to
 #define _mm256_loadu_si256(from) shorts_at((const uint16_t *)(from))
+#define _mm_loadu_si128(from) vld1q_s8((const int8_t *)(from))
 #define _mm_storeu_si128(to, v) vst1q_s8((int8_t *)(to), v)
 #define _mm_prefetch(from, hint) __builtin_prefetch(from, 0, hint)
 #define _MM_HINT_T0 3

@@ -9,7 +9,8 @@
 
 #include <string.h>
 
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 }; /* ggml's numbers */
+/* ggml's numbers, and MXFP4 with neighbours in a byte, as safetensors have it. */
+enum { Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K, IQ4_NL = 20, MXFP4 = 39, MXFP4_PAIRS };
 
 /* A weight, or some rows of one: `rows` of them at `data`, `row_bytes` apart, become the outputs from `first` on, a
    multiple of 64, of a product with `outputs`; what is behind the last row, up to a whole block, gets zeros. */
@@ -19,6 +20,7 @@ typedef struct {
     const uint8_t *data;
     int64_t row_bytes, rows, first;
     const Product *to;
+    const int8_t *table; /* of the type, if it has one */
 } Packing;
 
 /* 32 weights of a row: levels, and for each half the scale and the zero. */
@@ -47,6 +49,18 @@ INLINE uint16_t half_of(float number) {
     return sign | (uint16_t)(fabsf(number) * 16777216.0f);
 }
 
+/* The bfloat16 number that this one is. */
+INLINE uint16_t top_of(float number) {
+    union { float number; uint32_t bits; } given = {number};
+    return given.bits >> 16;
+}
+
+/* 2 to the power of exponent - 128. */
+INLINE float power_of_2(uint8_t exponent) {
+    union { uint32_t bits; float number; } found = {exponent < 2 ? 0x200000u << exponent : (exponent - 1u) << 23};
+    return found.number;
+}
+
 INLINE void set_both(Group *to, float scale, float zero) {
     to->scales[0] = to->scales[1] = scale, to->zeros[0] = to->zeros[1] = zero;
 }
@@ -67,8 +81,9 @@ INLINE void six_bits(const uint8_t *from, int j, int *scale, int *least) {
     else *scale = (from[4 + j] & 15) | (from[j - 4] >> 2 & 48), *least = from[4 + j] >> 4 | (from[j] >> 2 & 48);
 }
 
-/* Group g of a row of blocks of this type, as levels of 8 bits if `is_wide`, from which their middle is subtracted. */
-INLINE void read_group(const uint8_t *row, int64_t g, int is_wide, Group *to, int64_t type) {
+/* Group g of a row of blocks of this type. If `is_wide`, levels become signed bytes: their middle is subtracted, or
+   they are looked up in the `table`. */
+INLINE void read_group(const uint8_t *row, int64_t g, int is_wide, const int8_t *table, Group *to, int64_t type) {
     const uint8_t *block;
     const int j = g % 8;
     int middle = 0;
@@ -108,17 +123,27 @@ INLINE void read_group(const uint8_t *row, int64_t g, int is_wide, Group *to, in
             to->levels[i] = (low[i] >> j % 4 / 2 * 4 & 15) | (high[i] >> j % 4 * 2 & 3) << 4;
         to->scales[0] = half_at(block + 208) * own[0], to->scales[1] = half_at(block + 208) * own[1];
         to->zeros[0] = to->zeros[1] = 0, middle = 32;
+        break;
     }
+    case IQ4_NL: block = row + g * 18, nibbles(block + 2, to->levels), set_both(to, half_at(block), 0); break;
+    case MXFP4: block = row + g * 17, nibbles(block + 1, to->levels), set_both(to, power_of_2(*block), 0); break;
+    case MXFP4_PAIRS:
+        block = row + g * 17, set_both(to, power_of_2(*block), 0);
+        for (int i = 0; i < GROUP; i++) to->levels[i] = block[1 + i / 2] >> i % 2 * 4 & 15;
+        break;
     }
+    if (is_wide && (type == IQ4_NL || type >= MXFP4))
+        for (int i = 0; i < GROUP; i++) to->levels[i] = table[to->levels[i]];
     if (is_wide && middle)
         for (int i = 0; i < GROUP; i++) to->levels[i] -= middle;
 }
 
-typedef void ReadGroup(const uint8_t *row, int64_t g, int is_wide, Group *to);
+typedef void ReadGroup(const uint8_t *row, int64_t g, int is_wide, const int8_t *table, Group *to);
 
 #define READ(type)                                                                                                    \
-    static __attribute__((noinline)) void read_##type(const uint8_t *row, int64_t g, int is_wide, Group *to) {        \
-        read_group(row, g, is_wide, to, type);                                                                        \
+    static __attribute__((noinline)) void read_##type(const uint8_t *row, int64_t g, int is_wide,                     \
+                                                      const int8_t *table, Group *to) {                               \
+        read_group(row, g, is_wide, table, to, type);                                                                 \
     }
 READ(Q4_0)
 READ(Q4_1)
@@ -128,30 +153,36 @@ READ(Q8_0)
 READ(Q4_K)
 READ(Q5_K)
 READ(Q6_K)
+READ(IQ4_NL)
+READ(MXFP4)
+READ(MXFP4_PAIRS)
 
 static ReadGroup *const readers[] = {
     [Q4_0] = read_Q4_0, [Q4_1] = read_Q4_1, [Q5_0] = read_Q5_0, [Q5_1] = read_Q5_1,
     [Q8_0] = read_Q8_0, [Q4_K] = read_Q4_K, [Q5_K] = read_Q5_K, [Q6_K] = read_Q6_K,
+    [IQ4_NL] = read_IQ4_NL, [MXFP4] = read_MXFP4, [MXFP4_PAIRS] = read_MXFP4_PAIRS,
 };
+
+INLINE int bits_of(const Product *p) { return p->kind == INT4 || p->kind == UNEVEN ? 4 : 8; }
 
 /* One group of 64 outputs, those of `block`. */
 static void pack_group(const Packing *s, int64_t block, int64_t g) {
     const Product *p = s->to;
     const int64_t start = block * BLOCK, own = (s->first / BLOCK + block) * groups(p) + g;
     const int64_t count = s->rows - start < BLOCK ? s->rows - start : BLOCK;
-    const int num_parts = p->kind == FINE ? 2 : 1, num_factors = p->has_zeros ? 2 : 1;
+    const int num_parts = p->kind == FINE ? 2 : 1, num_factors = p->has_zeros ? 2 : 1, is_wide = bits_of(p) == 8;
     uint32_t words[BLOCK][GROUP / 4] = {{0}};
     float factors[2][2][BLOCK] = {{{0}}}; /* of each part the scales, then the zeros */
     for (int64_t o = 0; o < count; o++) {
         Group group;
-        readers[s->type](s->data + (start + o) * s->row_bytes, g, p->kind != INT4, &group);
+        readers[s->type](s->data + (start + o) * s->row_bytes, g, is_wide, s->table, &group);
         memcpy(words[o], group.levels, GROUP);
         for (int part = 0; part < 2; part++)
             factors[part][0][o] = group.scales[part], factors[part][1][o] = group.zeros[part];
     }
-    uint32_t *to = (uint32_t *)p->weight + own * GROUP * BLOCK / (p->kind == INT4 ? 8 : 4);
+    uint32_t *to = (uint32_t *)p->weight + own * GROUP * BLOCK / (is_wide ? 4 : 8);
     for (int q = 0; q < GROUP / 4; q++) {
-        if (p->kind != INT4)
+        if (is_wide)
             for (int o = 0; o < BLOCK; o++) *to++ = words[o][q];
         else
             for (int both = 0; both < BLOCK; both += 32)
@@ -162,7 +193,9 @@ static void pack_group(const Packing *s, int64_t block, int64_t g) {
             const int64_t at = ((own * num_parts + part) * num_factors + i) * BLOCK;
             if (p->scale_type == F32) memcpy((float *)p->scales + at, factors[part][i], sizeof factors[part][i]);
             else
-                for (int64_t o = 0; o < BLOCK; o++) ((uint16_t *)p->scales)[at + o] = half_of(factors[part][i][o]);
+                for (int64_t o = 0; o < BLOCK; o++)
+                    ((uint16_t *)p->scales)[at + o] = p->scale_type == F16 ? half_of(factors[part][i][o])
+                                                                           : top_of(factors[part][i][o]);
         }
 }
 
@@ -173,9 +206,10 @@ static void pack(void *given) {
         for (int64_t g = 0; g < groups(s->to); g++) pack_group(s, block, g);
 }
 
-/* Write the outputs from `first` on of `to`, whose memory is the caller's. INT4 takes types of 4 bits alone. */
+/* Write the outputs from `first` on of `to`, whose memory is the caller's. INT4 takes types of 4 bits without a
+   `table` alone, and UNEVEN those with it. */
 void pack_blocks(int64_t type, const uint8_t *data, int64_t row_bytes, int64_t rows, int64_t first, const Product *to,
-                 int64_t threads) {
-    Packing given = {{0}, type, data, row_bytes, rows, first, to};
+                 const int8_t *table, int64_t threads) {
+    Packing given = {{0}, type, data, row_bytes, rows, first, to, table};
     run_threads(pack, &given, threads);
 }

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-enum { PLAIN, INT8, INT4, FINE };
+enum { PLAIN, INT8, INT4, FINE, UNEVEN };
 enum { BF16, F16, F32 }; /* the types of scales */
 enum { GROUP = 32, MOST_ROWS = 256 };
 enum { TILE = 6 };       /* rows whose sums fit into registers */
@@ -17,12 +17,14 @@ enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
    signed bytes. INT4 has levels 0 to 15 two to a byte, of which `middle`, 0 or 8, is subtracted: 32 outputs in 64
    bytes, the first 16 in the low halves.
    FINE is INT8 with a scale for each 16 inputs, twice as many.
+   UNEVEN has the layout of INT4; its levels stand for the signed bytes in `table`.
    scales: [O / 64, G, 1 or 2, 64] of the type `scale_type`. The weight is level * scale, plus the second of two
    scales if `has_zeros`. */
 typedef struct {
     const void *weight, *scales;
     const float *bias; /* [O] or NULL */
     int64_t inputs, outputs, kind, scale_type, has_zeros, middle;
+    int8_t table[16];
 } Product;
 
 INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }

@@ -140,8 +140,7 @@ INLINE int64_t multiply(const Product *p, int64_t block, const void *x, const In
                         int64_t rows, float (*to)[BLOCK], int half) {
     const void *from = (const uint8_t *)x + first * p->inputs * (half ? 2 : 4);
     if (takes_levels(p, half)) multiply_levels(p, block, levels, first, rows, to);
-    else if (p->kind == FINE) fine_floats(p, block, from, rows, to);
-    else if (p->kind != PLAIN) (p->kind == INT8 ? int8_floats : int4_floats)(p, block, from, rows, to);
+    else if (p->kind != PLAIN) multiply_floats(p, block, from, rows, to);
     else if (half && has_tiles) plain_tiles(p, block, from, rows, to);
     else (half ? plain_bf16 : plain_f32)(p, block, from, rows, to);
     int64_t count = p->outputs - block * BLOCK;

@@ -69,6 +69,23 @@ CASES = [
         {"num_local_experts": 4, "num_experts_per_tok": 2},
         {"expert_count": 4, "expert_used_count": 2},
     ),
+    Case(
+        "gpt-oss",
+        "gpt_oss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 16},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32},
+                **{"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.125, "truncate": False},
+            },
+        },
+        {
+            **{"expert_count": 4, "expert_used_count": 3, "expert_feed_forward_length": 128},
+            **{"attention.sliding_window": 16, "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0},
+            **{"rope.scaling.original_context_length": 32, "rope.scaling.yarn_beta_fast": 4.0},
+            **{"rope.scaling.yarn_beta_slow": 0.5, "rope.scaling.yarn_attn_factor": 1.125},
+        },
+    ),
     Case("qwen2", "qwen2", {"tie_word_embeddings": True}, {}),
     Case("qwen2moe", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 96}, _EXPERT_KEYS),
     Case("qwen3", "qwen3", {"head_dim": 32}, {}),

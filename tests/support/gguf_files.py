@@ -39,7 +39,7 @@ def write_gguf(
     add_tokenizer(writer, directory)
     expanded: dict[str, Array] = {}
     for name, (values, kept) in _tensors(directory, architecture, config).items():
-        chosen = kind(kept[0], values)
+        chosen = None if name.endswith(".bias") else kind(kept[0], values)
         if chosen is None:
             writer.add_tensor(name, values)
         else:
@@ -55,7 +55,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return expanded
+    return _whole_experts(expanded)
 
 
 def _add_settings(writer: Any, architecture: str, config: Mapping[str, Any], more: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ def _tensors(directory: Path, architecture: str, config: Mapping[str, Any]) -> d
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     found: dict[str, tuple[Array, list[str]]] = {}
     experts: dict[str, list[tuple[str, Array]]] = {}
-    for name, values in load_file(directory / "model.safetensors").items():
+    for name, values in _apart(load_file(directory / "model.safetensors"), architecture).items():
         if match := _EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[2]}", []).append((name, values))
             continue
@@ -125,6 +125,46 @@ def _tensors(directory: Path, architecture: str, config: Mapping[str, Any]) -> d
     for name, parts in experts.items():
         parts.sort(key=lambda part: int(re.findall(r"\d+", part[0])[1]))
         found[_name(names, name)] = (np.stack([values for _, values in parts]), [part for part, _ in parts])
+    return found
+
+
+def _apart(weights: Mapping[str, Array], architecture: str) -> dict[str, Array]:
+    """gpt-oss: of all experts of a layer the gates and the ups, which come in turns, outputs by inputs."""
+    if architecture != "gpt-oss":
+        return dict(weights)
+    found: dict[str, Array] = {}
+    for name, values in weights.items():
+        layer, experts, part = name.partition(".experts.")
+        kind, end = part.removesuffix("_bias"), ".bias" if part.endswith("_bias") else ".weight"
+        if not experts:
+            found[f"{name}.weight" if name.endswith("sinks") else name] = values
+            continue
+        rows = values if end == ".bias" else np.ascontiguousarray(values.swapaxes(1, 2))
+        if kind == "gate_up_proj":
+            for place, own in enumerate(("gate_proj", "up_proj")):
+                found[f"{layer}{experts}{own}{end}"] = np.ascontiguousarray(rows[:, place::2])
+        else:
+            found[f"{layer}{experts}{kind}{end}"] = rows
+    return found
+
+
+def _whole_experts(weights: Mapping[str, Array]) -> dict[str, Array]:
+    """What `_apart` does undone."""
+    found: dict[str, Array] = {}
+    for name, values in weights.items():
+        layer, experts, part = name.partition(".experts.")
+        kind, _, end = part.partition(".")
+        if name.endswith("sinks.weight"):
+            found[name.removesuffix(".weight")] = values
+        elif not experts or part[0].isdigit():
+            found[name] = values
+        elif kind != "up_proj":
+            if kind == "gate_proj":
+                ups = weights[name.replace("gate_proj", "up_proj")]
+                values = np.stack((values, ups), axis=2).reshape(len(values), -1, *values.shape[2:])
+                kind = "gate_up_proj"
+            values = np.ascontiguousarray(values.swapaxes(-1, -2)) if end == "weight" else values
+            found[f"{layer}{experts}{kind}{'_bias' if end == 'bias' else ''}"] = values
     return found
 
 

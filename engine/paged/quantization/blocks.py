@@ -1,4 +1,4 @@
-"""Packs weights for the compiled kernels straight from the blocks of a GGUF file."""
+"""Packs weights for the compiled kernels straight from the blocks of a GGUF file, or of MXFP4."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...checkpoints.gguf_weights import IQ4
+from ...checkpoints.mxfp4 import DOUBLED
 from ...checkpoints.rounded import Blocks
-from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, Kernels, Product
+from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
 from ..decoding.linear import CompiledLinear
 
 _ARENA = 64 << 20  # bytes of memory that small weights share, so that it lies in large pages
@@ -25,9 +27,11 @@ class _Form(NamedTuple):
     middle: int
     has_zeros: bool
     scale_type: torch.dtype
+    table: tuple[int, ...] = ()
 
 
 _TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+_TYPES |= {"IQ4_NL": 20, "MXFP4": 39, "MXFP4_PAIRS": 40}  # as in the source
 _FORMS = {
     "Q4_0": _Form(INT4, 8, False, torch.float16),
     "Q4_1": _Form(INT4, 0, True, torch.float16),
@@ -37,6 +41,9 @@ _FORMS = {
     "Q4_K": _Form(INT4, 0, True, torch.float32),
     "Q5_K": _Form(INT8, 0, True, torch.float32),
     "Q6_K": _Form(FINE, 0, False, torch.float32),
+    "IQ4_NL": _Form(UNEVEN, 0, False, torch.float16, IQ4),
+    "MXFP4": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
+    "MXFP4_PAIRS": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
 }
 
 
@@ -54,22 +61,23 @@ class Packer:
         is_known = all(part.kind in _FORMS for part in parts) and self._kernels.take(dtype, parts[0].inputs)
         if not is_known or any(len(part.data) % BLOCK for part in parts[:-1]):
             return None
-        kind, middle, has_zeros, scale_type = _common(forms)
+        kind, middle, has_zeros, scale_type, table = _common(forms)
         scale_type = torch.float32 if dtype == torch.float32 else scale_type
         outputs, inputs = sum(len(part.data) for part in parts), parts[0].inputs
         blocks, groups = -(-outputs // BLOCK), inputs // GROUP
-        weight = self._memory(blocks * groups * GROUP * BLOCK // (2 if kind == INT4 else 1))
+        has_nibbles = kind in (INT4, UNEVEN)
+        weight = self._memory(blocks * groups * GROUP * BLOCK // (2 if has_nibbles else 1))
         shape = blocks, groups * (2 if kind == FINE else 1), 1 + has_zeros, BLOCK
         scales = self._memory(prod(shape) * scale_type.itemsize)
-        levels = (
-            weight.view(blocks, -1, 2, BLOCK) if kind == INT4 else weight.view(torch.int8).view(blocks, -1, BLOCK, 4)
-        )
-        product = Product.of((outputs, inputs), kind, levels, scales.view(scale_type).view(shape), bias, middle)
+        whole = weight if has_nibbles else weight.view(torch.int8)
+        levels = whole.view(blocks, -1, 2 if has_nibbles else BLOCK, BLOCK if has_nibbles else 4)
+        product = Product.of((outputs, inputs), kind, levels, scales.view(scale_type).view(shape), bias, middle, table)
         first = 0
         for part in parts:
             data = part.data.contiguous()
             given = _TYPES[part.kind], data.data_ptr(), data.shape[1], len(data), first
-            self._kernels.library.pack_blocks(*given, ctypes.byref(product), torch.get_num_threads())
+            own = (ctypes.c_int8 * 16)(*_FORMS[part.kind].table)
+            self._kernels.library.pack_blocks(*given, ctypes.byref(product), own, torch.get_num_threads())
             first += len(data)
         return CompiledLinear(product, levels, levels.nbytes + scales.nbytes, self._kernels)
 

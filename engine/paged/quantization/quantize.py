@@ -23,7 +23,7 @@ from ....schemas.errors import ConfigurationError
 from ...checkpoints.quantized import PRECISE
 from ...checkpoints.rounded import Rounded, TakesLevels, blocks_of
 from ...cpu.layouts import fours, grouped, nibbles
-from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, Kernels, Product
+from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
 from ...vision.families import language_model_of
 from ..decoding.linear import (
     HELD,
@@ -185,14 +185,13 @@ class _Compiled(CompiledLinear):
     """
 
     def __init__(self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels) -> None:
-        levels, scales, zeros, bits, middle, size = rounded
+        levels, scales, zeros, bits, middle, size, table = rounded
         pack = nibbles if bits == 4 else lambda part: fours(part - middle)
         packed = torch.cat([pack(part) for part in torch.split(levels, _PART)])
         factors = grouped(torch.stack((scales,) if zeros is None else (scales, zeros), dim=-1))
-        kind, middle = (INT4, middle) if bits == 4 else (INT8 if size == GROUP else FINE, 0)
-        product = Product.of(
-            levels.shape, kind, packed, factors.float() if dtype == torch.float32 else factors, bias, middle
-        )
+        kind = UNEVEN if table else INT4 if bits == 4 else INT8 if size == GROUP else FINE
+        factors = factors.float() if dtype == torch.float32 else factors
+        product = Product.of(levels.shape, kind, packed, factors, bias, middle if kind == INT4 else 0, table)
         super().__init__(product, packed, packed.nbytes + factors.nbytes, kernels)
 
 

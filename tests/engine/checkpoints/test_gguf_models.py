@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 LENGTH = 24
+GPT_OSS = next(case for case in CASES if case.architecture == "gpt-oss")
 AutoConfig: Any = transformers.AutoConfig
 AutoModelForCausalLM: Any = transformers.AutoModelForCausalLM
 
@@ -65,6 +67,36 @@ def test_a_model_in_gguf_says_what_transformers_says(
     write_gguf(directory, path, case.architecture, metadata=case.metadata)
     assert generate(path, PROMPTS) == reference(directory)
     assert count_parameters(path) == count_parameters(directory)
+
+
+def test_experts_in_mxfp4_have_the_numbers_of_the_file(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    """As published: gpt-oss with experts in MXFP4 and attention in other types, on both backends."""
+    directory, path = make_model(GPT_OSS), tmp_path / "model.gguf"
+    weights = write_gguf(
+        directory,
+        path,
+        "gpt-oss",
+        lambda name, _: "MXFP4" if ".experts." in name else "Q8_0" if "_proj" in name or "embed" in name else None,
+        metadata=GPT_OSS.metadata,
+    )
+    expected = reference(directory, weights)
+    assert generate(path, PROMPTS) == expected
+    assert generate(path, PROMPTS, backend="hf") == expected
+
+
+def test_experts_without_their_other_half_are_refused(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    directory, path = make_model(GPT_OSS), tmp_path / "model.gguf"
+    write_gguf(directory, path, "gpt-oss", metadata=GPT_OSS.metadata)
+    found = read_gguf(path)
+    gate, up, down = (found.tensors[f"blk.0.ffn_{kind}_exps.weight"] for kind in ("gate", "up", "down"))
+    for tensors, fault in (
+        ({up.name: up._replace(name="blk.0.attn_k.weight")}, f"{gate.name} .*, and {up.name} is missing; convert"),
+        ({gate.name: gate._replace(shape=(4, 64, 64))}, f"{gate.name} has the shape .* {up.name} has the shape"),
+        ({down.name: down._replace(shape=(256, 64))}, f"{down.name} has the shape .256, 64., which is not that of all"),
+    ):
+        changed = {one.name: one for one in (found.tensors | tensors).values()}
+        with pytest.raises(ModelLoadError, match=fault):
+            weights_of(replace(found, tensors=changed))
 
 
 def test_layers_that_guess_further_tokens_are_left_out(make_model: Callable[[Case], Path], tmp_path: Path) -> None:

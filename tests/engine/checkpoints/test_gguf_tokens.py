@@ -103,6 +103,20 @@ def test_the_tokens_that_end_an_answer(tmp_path: Path) -> None:
     assert end_ids(found) == (1, 260, 2, 259 + len(WORDS))
 
 
+@pytest.mark.parametrize("named", [{}, {"eot_token_id": 261}])
+def test_an_answer_of_several_messages_does_not_end_with_the_first(named: dict[str, int], tmp_path: Path) -> None:
+    """gpt-oss: <|end|> is the end of a thought, <|return|> or <|call|> that of the answer."""
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), *("<|endoftext|>", "<|start|>", "<|return|>", "<|call|>")]
+    writer: Any = gguf.GGUFWriter(tmp_path / "a.gguf", "gpt-oss")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*tokens, "<|message|>", "<|end|>"])
+    writer.add_token_types([1] * 256 + [3] * 6)
+    for key, value in {"eos_token_id": 258, **named}.items():
+        getattr(writer, f"add_{key}")(value)
+    finish(writer)
+    assert end_ids(read_gguf(tmp_path / "a.gguf")) == (258, 256, 259)
+
+
 def test_several_chat_templates(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     found = read_gguf(sentencepiece(tmp_path / "a.gguf", chat_template=templates))

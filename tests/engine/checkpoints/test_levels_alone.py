@@ -25,14 +25,16 @@ from penstock.engine.sizing import footprint, weights_of_model
 pytestmark = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "kv_cache_memory": ByteSize(16 << 20)}
 WITH_EXPERTS = [case for case in CASES if "num_experts_per_tok" in case.settings]
+GPT_OSS = next(case for case in CASES if case.architecture == "gpt-oss")
 UNLIKE = [*WITH_EXPERTS, *(case for case in CASES if case.architecture in ("gemma3", "phi3", "qwen35")), CASES[1]]
-KINDS = {"q_proj": "Q4_0", "v_proj": "Q5_1", "down_proj": "Q4_1", "w2": "Q4_1"}
+KINDS = {"q_proj": "Q4_0", "v_proj": "Q5_1", "down_proj": "Q4_1", "w2": "Q4_1", "experts": "MXFP4"}
 
 
 def kind(name: str, values: Any) -> str | None:
     """Of each weight: matrices in several types, and what chooses experts as it is."""
-    is_router = name.endswith((".gate.weight", "shared_expert_gate.weight", "conv1d.weight"))
-    return KINDS.get(name.split(".")[-2], "Q8_0") if values.ndim > 1 and not is_router else None
+    is_router = name.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight", "conv1d.weight"))
+    *_, parent, own, _ = (".." + name).split(".")
+    return KINDS.get(own, KINDS.get(parent, "Q8_0")) if values.ndim > 1 and not is_router else None
 
 
 def log_probabilities(directory: Path, weights: dict[str, Any]) -> torch.Tensor:
@@ -89,18 +91,20 @@ def test_each_expert_has_the_numbers_of_the_file(
         assert len(layers) == 2
         for index, layer in enumerate(layers):
             for expert in range(4):
-                gate, up, down = (_of_expert(weights, index, expert, place) for place in range(3))
-                assert np.array_equal(_numbers(layer._inner[expert].product), np.concatenate((gate, up)))
-                assert np.array_equal(_numbers(layer._outer[expert].product), down)
+                inner, outer = _of_expert(weights, index, expert)
+                assert np.array_equal(_numbers(layer._inner[expert].product), inner)
+                assert np.array_equal(_numbers(layer._outer[expert].product), outer)
         assert engine.generate(PROMPTS[0], GenerationParams(max_tokens=4, ignore_eos=True)).token_ids
     sizes = weights_of_model(config, "cpu")
     assert sizes.kept <= sizes.read < 2 * sum(values.size for values in weights.values())
     assert footprint(config.model_copy(update={"compile_kernels": False})).weights > 1.4 * footprint(config).weights
 
 
-def test_experts_that_lack_levels_in_part_have_numbers(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [WITH_EXPERTS[-1], GPT_OSS], ids=lambda case: case.model_type)
+def test_experts_that_lack_levels_in_part_have_numbers(
+    case: Case, make_model: Callable[[Case], Path], tmp_path: Path
+) -> None:
     """A layer's experts compute with levels only where all of them have such."""
-    case = WITH_EXPERTS[-1]
     directory, path = make_model(case), tmp_path / "model.gguf"
 
     def some(name: str, values: Any) -> str | None:
@@ -124,14 +128,21 @@ def test_progress_is_told_of_what_is_packed(make_model: Callable[[Case], Path], 
     assert told == [(done, len(told)) for done in range(1, len(told) + 1)] and len(told) > 10
 
 
-def _of_expert(weights: dict[str, Any], layer: int, expert: int, place: int) -> Any:
-    """Gate, up or down."""
+def _of_expert(weights: dict[str, Any], layer: int, expert: int) -> tuple[Any, Any]:
+    """Gate and up, and down."""
+    own = f"model.layers.{layer}.mlp.experts"
+    if f"{own}.down_proj" in weights:  # all experts of a layer, inputs by outputs
+        return weights[f"{own}.gate_up_proj"][expert].T, weights[f"{own}.down_proj"][expert].T
     names = [(f".mlp.experts.{expert}.{own}_proj.", f".experts.{expert}.w{number}.") for own, number in _NAMES]
-    return next(
-        values
-        for name, values in weights.items()
-        if name.startswith(f"model.layers.{layer}.") and any(part in name for part in names[place])
+    gate, up, down = (
+        next(
+            values
+            for name, values in weights.items()
+            if name.startswith(f"model.layers.{layer}.") and any(part in name for part in parts)
+        )
+        for parts in names
     )
+    return np.concatenate((gate, up)), down
 
 
 _NAMES = (("gate", 1), ("up", 3), ("down", 2))

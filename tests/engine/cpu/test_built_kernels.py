@@ -17,7 +17,7 @@ import torch
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.cpu import machine, variants
 from penstock.engine.cpu.layouts import fours, grouped, nibbles, paired
-from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, Kernels, NoKernels, Product, load_kernels
+from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, UNEVEN, Kernels, NoKernels, Product, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
 from penstock.engine.cpu.variants import SOURCES, VARIANTS, file_name, find
 
@@ -55,14 +55,16 @@ def products(dtype: torch.dtype) -> list[tuple[Product, int]]:
     four = torch.randint(0, 16, (100, 130), generator=random).to(torch.int8)
     scales = torch.rand((100, 10, 2), generator=random)
     plain = torch.randn((100, 130), generator=random).to(dtype)
+    table = torch.randint(-127, 128, (16,), generator=random).tolist()
     given: list[tuple[int, torch.Tensor, torch.Tensor | None, int]] = [
         (PLAIN, paired(plain), None, 0),
         (INT8, fours(eight), grouped(scales[:, :5, :1].half()), 0),
         (INT4, nibbles(four), grouped(scales[:, :5].bfloat16()), 8),
         (FINE, fours(eight), grouped(scales), 0),
+        (UNEVEN, nibbles(four), grouped(scales[:, :5, :1].bfloat16()), 0),
     ]
     return [
-        (Product.of((100, 130), kind, weight, factors, None, middle), weight.nbytes)
+        (Product.of((100, 130), kind, weight, factors, None, middle, table), weight.nbytes)
         for kind, weight, factors, middle in given
     ]
 

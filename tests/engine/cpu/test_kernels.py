@@ -132,6 +132,35 @@ def test_products(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 200), st.integers(1, 100), st.integers(1, 40), st.integers(0, 9))
+@example(100, 2304, 1, 0)  # more than one chunk of inputs
+@example(128, 320, 300, 0)  # more than one item of rows
+def test_levels_of_a_table_have_the_bits_of_what_they_stand_for(
+    processor: str, scales: torch.dtype, dtype: torch.dtype, outputs: int, pairs: int, rows: int, seed: int
+) -> None:
+    """In half the memory, at any number of rows."""
+    random = torch.Generator().manual_seed(seed)
+    table = tuple(torch.randint(-127, 128, (16,), generator=random).tolist())
+    levels = torch.randint(0, 16, (outputs, 2 * pairs), generator=random).to(torch.int8)
+    factors = torch.rand((outputs, -(-pairs // 16)), generator=random).to(scales)
+    given = Rounded(levels, factors, bits=4, table=table)
+    whole = Rounded(torch.tensor(table)[levels.int()].to(torch.int8), factors)
+    part = nn.Linear(2 * pairs, outputs, bias=False, dtype=dtype)
+    products = []
+    for rounded in (given, whole):
+        vars(part)["rounded"] = lambda rounded=rounded: rounded
+        products.append(ProductMaker(None, torch.device("cpu"), kernels())([part], "part", False))
+    x = torch.randn((rows, 2 * pairs), generator=random).to(dtype)
+    packed, unpacked = products
+    assert torch.equal(packed(x), unpacked(x))
+    assert packed.weight.nbytes * 2 == unpacked.weight.nbytes
+    assert packed.product is not None
+    assert torch.equal(numbers(packed.product, dtype, 0, -(-outputs // 64))[:outputs], whole.numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_no_number_stays_in_its_row(method: str | None, dtype: torch.dtype, value: float) -> None:

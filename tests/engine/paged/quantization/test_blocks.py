@@ -14,9 +14,10 @@ from penstock.engine.cpu.library import Kernels, load_kernels
 from penstock.engine.paged.quantization.blocks import Packer
 from penstock.engine.paged.quantization.quantize import ProductMaker
 
-KNOWN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+KNOWN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"]
 INPUTS = 512
 _SCALES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+_SCALES |= {"IQ4_NL": [0], "Q6_K": [208]}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,10 @@ def some(kind: str, rows: int, seed: int = 0) -> Blocks:
     weights, size = BLOCKS[kind]
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(256, (rows * INPUTS // weights, size), dtype=torch.uint8, generator=generator)
-    for at in _SCALES.get(kind, [208]):
+    if kind == "MXFP4":
+        data[:, 0] = torch.randint(110, 140, (len(data),), generator=generator)
+        data[0, 0], data[1, 0] = 0, 1
+    for at in _SCALES.get(kind, []):
         powers = torch.randint(-22, 4, (len(data), 1), generator=generator).float().exp2()
         scales = (torch.randn(len(data), 1, generator=generator) * powers).half()
         data[:, at : at + 2] = scales.view(torch.uint8)
@@ -73,6 +77,21 @@ def test_several_side_by_side(kinds: list[str], kernels: Kernels) -> None:
     own = numbers(found.product, torch.bfloat16, 0, -(-len(bias) // 64))
     assert torch.equal(own, by_torch(parts, kernels, torch.bfloat16, bias))
     assert torch.equal(found(torch.zeros(1, INPUTS, dtype=torch.bfloat16))[0], bias)
+
+
+def test_neighbours_in_one_byte(kernels: Kernels) -> None:
+    """MXFP4 as safetensors have it: the same product as of GGUF's order."""
+    part = some("MXFP4", 64)
+    blocks = part.data.view(64, -1, 17)
+    levels = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), dim=-1).view(64, -1, 16, 2)
+    pairs = torch.cat((blocks[..., :1], levels[..., 0] | levels[..., 1] << 4), dim=-1).flatten(1)
+    packer = Packer(kernels)
+    one = packer.pack([part], None, torch.bfloat16)
+    other = packer.pack([Blocks("MXFP4_PAIRS", pairs, INPUTS)], None, torch.bfloat16)
+    assert one is not None and other is not None
+    assert torch.equal(one.weight, other.weight)
+    own, others = (numbers(each.product, torch.bfloat16, 0, 1) for each in (one, other))
+    assert torch.equal(own, others)
 
 
 def test_what_the_kernels_cannot_pack_is_left_to_torch(kernels: Kernels) -> None:

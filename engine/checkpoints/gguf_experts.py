@@ -1,0 +1,97 @@
+"""Mixtures of experts in GGUF: what config.json would say of them, and their tensors' names. Needs no torch.
+
+Of gpt-oss transformers has all experts of a layer as one tensor, inputs by outputs, with gates and ups in turns; the
+file has outputs by inputs, and gates and ups apart. Source: llama.cpp's `conversion/gpt_oss.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...schemas.errors import ModelLoadError
+from .gguf import Gguf, GgufTensor, GgufWeight
+from .gguf_keys import Keys
+
+EXPERTS = {  # `{}` is an expert's number
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+GPT_OSS = {
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_GATE, _UP = "ffn_gate_exps", "ffn_up_exps"
+
+
+def experts_config(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+    }
+
+
+def shared_size(keys: Keys) -> int:
+    shared = keys.gguf.tensors.get("blk.0.ffn_gate_shexp.weight")
+    return shared.shape[0] if shared else int(keys.find("expert_shared_feed_forward_length", 0))
+
+
+def shared_experts_config(keys: Keys) -> dict[str, Any]:
+    # Experts of this family are not normalised, in llama.cpp neither; queries, keys and values have biases.
+    return experts_config(keys) | {
+        "shared_expert_intermediate_size": shared_size(keys),
+        "norm_topk_prob": False,
+        "qkv_bias": True,
+    }
+
+
+def local_experts_config(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_local_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+    }
+
+
+def whole_experts(gguf: Gguf, tensor: GgufTensor, stem: str) -> GgufWeight | None:
+    """All experts of a layer, or their biases; None for the ups, which belong to the gates.
+
+    Raises `ModelLoadError` for one without the other, and for a tensor of another rank.
+    """
+    is_bias = tensor.name.endswith(".bias")
+    if len(tensor.shape) != (2 if is_bias else 3):
+        raise ModelLoadError(
+            f"{gguf.path}: {tensor.name} has the shape {list(tensor.shape)}, which is not that of all experts; convert "
+            "the model again"
+        )
+    more: tuple[GgufTensor, ...] = ()
+    if stem in (_GATE, _UP):
+        name = tensor.name.replace(stem, _UP if stem == _GATE else _GATE)
+        other = gguf.tensors.get(name)
+        if other is None or other.shape != tensor.shape:
+            found = "is missing" if other is None else f"has the shape {list(other.shape)}"
+            raise ModelLoadError(
+                f"{gguf.path}: {tensor.name} has the shape {list(tensor.shape)}, and {name} {found}; convert the model "
+                "again"
+            )
+        if stem == _UP:
+            return None
+        more = (other,)
+    outputs = tensor.shape[1] * (1 + len(more))
+    shape = (tensor.shape[0], *tensor.shape[2:], outputs)
+    return GgufWeight(tensor, shape, more=more, is_transposed=not is_bias, in_turns=bool(more))
