@@ -119,7 +119,8 @@ class Vision:
     def layout(self, request: EngineRequest) -> ImageLayout | None:
         if not request.images:
             return None
-        return ImageLayout.of(request, self.processor.image_token, self.processor.merge)
+        processor = self.processor
+        return ImageLayout.of(request, processor.image_token, processor.merge, processor.mutual > 0)
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
@@ -150,7 +151,8 @@ class Vision:
         own, config._attn_implementation = config._attn_implementation, "sdpa"
         try:
             tokens = torch.tensor([whole], device=self._device)
-            types = {"mm_token_type_ids": (tokens == self.processor.image_token).int()} if self.processor.merge else {}
+            named = "mm_token_type_ids" if self.processor.merge else "token_type_ids" if self.processor.mutual else ""
+            types = {named: (tokens == self.processor.image_token).int()} if named else {}
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)
                 features = self._encode_at_once(inputs)

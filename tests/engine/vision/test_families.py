@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -82,6 +83,14 @@ def test_rows_end_in_breaks(kind: str, merge: int, wanted: str) -> None:
     assert written(kind, PIXTRAL | {"spatial_merge_size": merge}, {"image_sizes": [(64, 96)]}) == wanted
 
 
+@pytest.mark.parametrize("crops", [0, 1, 3])
+def test_gemma_is_written_as_by_transformers(crops: int) -> None:
+    made = {"num_crops": [crops]}
+    own = SimpleNamespace(full_image_sequence="\n\n<start_of_image>****<end_of_image>\n\n")
+    theirs: Any = Gemma3Processor.replace_image_token
+    assert written("gemma3", {"mm_tokens_per_image": 4}, made) == theirs(own, made, 0)
+
+
 def test_internvl_is_written_as_by_transformers() -> None:
     made = {"num_patches": [3]}
     own = SimpleNamespace(
@@ -134,11 +143,11 @@ def test_marks_tell_images_and_their_parts_apart() -> None:
     assert marks([PromptImage("a" * 64, 10, 20, (1, 4, 4), (None, 99))], 16, 32) != marks([one], 16, 32)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
-def test_images_that_see_both_ways_are_not_supported(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gemma3n", "paligemma"])
+def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
     config = {"model_type": kind, "vision_config": {}, "text_config": {}}
     assert family_of(config) is None
-    assert "lets the tokens of an image see each other" in why_blind(config)
+    assert "lets see each other in both directions is not supported" in why_blind(config)
 
 
 def test_other_models_take_text_alone(tmp_path: Path) -> None:
