@@ -142,7 +142,8 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
                 "sliding_window": 20,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             },
-            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "image_size": 80},
+            "vision_config": _SIGLIP
+            | {"model_type": "siglip_vision_model", "image_size": 80, "vision_use_head": False},
             "mm_tokens_per_image": 25,
             "tie_word_embeddings": False,
         },
