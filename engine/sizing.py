@@ -218,6 +218,7 @@ class _Files(NamedTuple):
         inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE and not is_of_tower(name)]
         gguf, family = read_gguf(path) if is_gguf(path) else None, family_of(whole)
         packed = None if gguf else packed_files(path)
+        widths = gguf_widths(gguf) if gguf else packed_widths(packed.weights, packed.packing) if packed else {}
         return cls(
             settings=settings,
             context=info.context_length,
@@ -227,7 +228,7 @@ class _Files(NamedTuple):
             precise=head + sum(inputs),
             method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
-            widths=gguf_widths(gguf) if gguf else packed_widths(packed.weights, packed.packing) if packed else {},
+            widths={name: width for name, width in widths.items() if not is_of_tower(name)},
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
             mutual=family.mutual(whole) if family else 0,

@@ -68,6 +68,21 @@ def why_blind(config: Config) -> str:
     return "takes text alone"
 
 
+def completed(config: Config) -> dict[str, Any]:
+    """A config.json with what its text_config leaves to transformers' class, as those of LLaVA and Gemma 3 do."""
+    text = config.get("text_config")
+    known = _TEXTS.get(text.get("model_type", "")) if isinstance(text, dict) else None
+    if known is None:
+        return dict(config)
+    own = {"dtype": config.get("dtype", config.get("torch_dtype"))} if "torch_dtype" not in text else {}
+    whole = own | known | text
+    if period := whole.get("sliding_window_pattern"):
+        kinds = ("sliding_attention", "full_attention")
+        layers = [kinds[not (layer + 1) % period] for layer in range(whole["num_hidden_layers"])]
+        whole["layer_types"] = text.get("layer_types", layers)
+    return {**config, "text_config": whole}
+
+
 def language_model_of(body: Any) -> Any:
     """The language model inside transformers' model without its output head; None in a model of text."""
     return getattr(body, "language_model", None) or getattr(body, "text_model", None)
@@ -199,6 +214,28 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
+}
+_TEXTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
 }
 _TOWERS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector"}  # modules' names
 _BIDIRECTIONAL = {"gemma3n", "gemma4", "paligemma", "shieldgemma2", "t5gemma2"}

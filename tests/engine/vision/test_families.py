@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
@@ -23,7 +24,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
-from penstock.engine.vision.families import FAMILIES, family_of, image_token, why_blind
+from penstock.engine.vision.families import FAMILIES, completed, family_of, image_token, why_blind
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight
@@ -148,6 +149,21 @@ def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
     config = {"model_type": kind, "vision_config": {}, "text_config": {}}
     assert family_of(config) is None
     assert "lets see each other in both directions is not supported" in why_blind(config)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_hidden_layers": 34, "sliding_window": 1024, "hidden_size": 2560}])
+@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("llava", "llama")])
+def test_what_a_config_leaves_out_is_as_in_transformers(kind: str, text: str, given: dict[str, Any]) -> None:
+    config = {"model_type": kind, "torch_dtype": "bfloat16", "text_config": {"model_type": text, **given}}
+    found = completed(config)["text_config"]
+    theirs = AutoConfig.for_model(kind, text_config={"model_type": text, **given}).text_config.to_dict()
+    assert found.pop("dtype") == "bfloat16"
+    found.pop("sliding_window_pattern", None)
+    assert len(found) > 6 and {name: theirs[name] for name in found if name in theirs} == found
+    whole = completed({"model_type": kind, "text_config": {"model_type": text, "vocab_size": 9, "dtype": "float32"}})
+    assert (whole["text_config"]["vocab_size"], whole["text_config"]["dtype"]) == (9, "float32")
+    other = {"model_type": "new_vl", "text_config": {"model_type": "new"}}
+    assert completed(other) == other
 
 
 def test_other_models_take_text_alone(tmp_path: Path) -> None:
