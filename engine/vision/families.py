@@ -71,8 +71,7 @@ def why_blind(config: Config) -> str:
 def completed(config: Config) -> dict[str, Any]:
     """A config.json with what its text_config leaves to transformers' class, as those of LLaVA and Gemma 3 do."""
     text = config.get("text_config")
-    known = _TEXTS.get(text.get("model_type", "")) if isinstance(text, dict) else None
-    if known is None:
+    if not isinstance(text, dict) or (known := _TEXTS.get(text.get("model_type", ""))) is None:
         return dict(config)
     own = {"dtype": config.get("dtype", config.get("torch_dtype"))} if "torch_dtype" not in text else {}
     whole = own | known | text

@@ -153,7 +153,9 @@ def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"num_hidden_layers": 34, "sliding_window": 1024, "hidden_size": 2560}])
 @pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("llava", "llama")])
-def test_what_a_config_leaves_out_is_as_in_transformers(kind: str, text: str, given: dict[str, Any]) -> None:
+def test_what_a_config_leaves_out_is_as_in_transformers(
+    kind: str, text: str, given: dict[str, Any], tmp_path: Path
+) -> None:
     config = {"model_type": kind, "torch_dtype": "bfloat16", "text_config": {"model_type": text, **given}}
     found = completed(config)["text_config"]
     theirs = AutoConfig.for_model(kind, text_config={"model_type": text, **given}).text_config.to_dict()
@@ -162,6 +164,9 @@ def test_what_a_config_leaves_out_is_as_in_transformers(kind: str, text: str, gi
     assert len(found) > 6 and {name: theirs[name] for name in found if name in theirs} == found
     whole = completed({"model_type": kind, "text_config": {"model_type": text, "vocab_size": 9, "dtype": "float32"}})
     assert (whole["text_config"]["vocab_size"], whole["text_config"]["dtype"]) == (9, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"image_token_index": 3}))
+    info = read_model_info(tmp_path, "m")
+    assert (info.vocabulary_size, info.context_length) == (found["vocab_size"], found["max_position_embeddings"])
     other = {"model_type": "new_vl", "text_config": {"model_type": "new"}}
     assert completed(other) == other
 

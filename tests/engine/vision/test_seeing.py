@@ -187,7 +187,7 @@ def test_features_that_no_longer_fit_are_made_again(config_of: ConfigOf, truth: 
     assert backend.runner.vision is not None
     backend.runner.vision._cache_bytes = 1
     assert run(backend, [request, replace(request, cache_salt="somebody else")]) == [wanted, wanted]
-    assert backend.runner.vision.num_encoded > 3
+    assert backend.runner.vision.num_encoded > 2, "some pass the tower again"
     backend.close()
 
 
