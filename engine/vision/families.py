@@ -62,7 +62,7 @@ def why_blind(config: Config) -> str:
     """Why a model without a family takes no images, as the end of a sentence."""
     kind = config.get("model_type", "")
     if kind in _BIDIRECTIONAL:
-        return f"takes text alone: what {kind} lets see each other in both directions is not supported"
+        return f"takes text alone: {kind} lets tokens see each other in both directions in a way that is not supported"
     if "vision_config" in config:
         return f"takes text alone: images are not supported for {kind}, but for {', '.join(sorted(FAMILIES))}"
     return "takes text alone"

@@ -148,7 +148,7 @@ def test_marks_tell_images_and_their_parts_apart() -> None:
 def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
     config = {"model_type": kind, "vision_config": {}, "text_config": {}}
     assert family_of(config) is None
-    assert "lets see each other in both directions is not supported" in why_blind(config)
+    assert "lets tokens see each other in both directions in a way that is not" in why_blind(config)
 
 
 @pytest.mark.parametrize("given", [{}, {"num_hidden_layers": 34, "sliding_window": 1024, "hidden_size": 2560}])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ByteSize
@@ -62,6 +62,7 @@ def config(model: Path, **more: Any) -> EngineConfig:
     return EngineConfig(model=str(model), **own)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=5), st.integers(0, 4), st.data())
 def test_those_see_each_other_that_do_in_transformers(
     parts: list[tuple[int, int]], behind: int, data: st.DataObject
