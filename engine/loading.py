@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from .checkpoints.packed_weights import lazy_packed_weights, packed_level_reader
 from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
-from .vision.families import language_model_of
+from .vision.families import is_of_tower, language_model_of
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -110,11 +111,6 @@ def _load(
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with counting_weights(progress):
             return auto.from_pretrained(path, dtype=name, **options)
-    if sees and packed:
-        raise ModelLoadError(
-            f"{path} sees images and has packed weights of another program; name the model that it was made from, with "
-            "--quantization int4, or what `penstock quantize` makes of that"
-        )
     config = load_config(path)
     dtype: Any = (config.dtype or torch.bfloat16) if name == "auto" else getattr(torch, name)
     if hasattr(config, "quantization_config"):
@@ -126,7 +122,8 @@ def _load(
     elif packed:
         weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
         if keep_levels is not None and dtype == torch.bfloat16:
-            found = packed_level_readers(packed.files, packed.weights, packed.packing)
+            levels = packed_level_readers(packed.files, packed.weights, packed.packing)
+            found = {name: read for name, read in levels.items() if not is_of_tower(name)}
     else:
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)
@@ -141,8 +138,24 @@ def _load(
     if gguf and (factors := rope_factors(gguf)):
         body = loaded[0].model
         (language_model_of(body) or body).rotary_emb.inv_freq /= torch.tensor(factors)
+    if sees and packed:
+        found, experts = (_by_module(loaded[0], each) for each in (found, experts))
     attach(loaded[0], found, experts)
     return loaded
+
+
+def _by_module(model: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of one that sees has of its language model, by the names of modules: older checkpoints call
+    what is around the layers otherwise, which transformers knows of weights alone."""
+    names = {module: name for name, module in model.named_modules()}
+    text, head = names[language_model_of(model.model)], names[model.get_output_embeddings()]
+    return {
+        f"{text}.{match[0]}" if (match := _IN_LAYER.search(name)) else head if name.endswith(_HEAD) else name: one
+        for name, one in found.items()
+    }
+
+
+_IN_LAYER, _HEAD = re.compile(r"\blayers\.\d+\..+"), "lm_head"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from .checkpoints.gguf import read_gguf
 from .checkpoints.gguf_pairs import config_of, find_projector, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
 from .checkpoints.quantized import Quantized
-from .vision.families import family_of
+from .vision.families import completed, family_of
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
@@ -109,7 +109,7 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     config = read_json(path / "config.json")
     packing_of(config, path)  # refuses what cannot be read
-    return config
+    return completed(config)
 
 
 def read_model_info(path: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:

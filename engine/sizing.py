@@ -21,7 +21,7 @@ from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, human, memory_of_machine
 from .discovery import files_for, find_backend
 from .models import packed_files, read_config, read_model_info, read_quantized, read_shapes
-from .vision.families import is_of_tower
+from .vision.families import family_of, is_of_tower
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +203,7 @@ class _Files(NamedTuple):
     widths: Mapping[str, float]  # bytes of a number of the weights whose levels are kept, by their names
     sizes: Mapping[str, int]  # numbers of each weight
     stored: int  # bytes of all tensors of a GGUF file; 0 of another
+    mutual: int  # tokens of an image that one step computes, however few it computes of text
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -215,8 +216,9 @@ class _Files(NamedTuple):
         sizes, quantized = {own: prod(shape) for own, shape in read_shapes(path).items()}, read_quantized(path)
         head = sum(size for name, size in sizes.items() if name.endswith(_HEADS))
         inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE and not is_of_tower(name)]
-        gguf = read_gguf(path) if is_gguf(path) else None
+        gguf, family = read_gguf(path) if is_gguf(path) else None, family_of(whole)
         packed = None if gguf else packed_files(path)
+        widths = gguf_widths(gguf) if gguf else packed_widths(packed.weights, packed.packing) if packed else {}
         return cls(
             settings=settings,
             context=info.context_length,
@@ -226,9 +228,10 @@ class _Files(NamedTuple):
             precise=head + sum(inputs),
             method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
-            widths=gguf_widths(gguf) if gguf else packed_widths(packed.weights, packed.packing) if packed else {},
+            widths={name: width for name, width in widths.items() if not is_of_tower(name)},
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
+            mutual=family.mutual(whole) if family else 0,
         )
 
     def weights(self, config: EngineConfig, device: str) -> Weights:
@@ -284,7 +287,7 @@ class _Files(NamedTuple):
         kinds, window = given.get("layer_types") or (), given.get("sliding_window")
         slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
         stateful = self._stateful_layers()
-        seen = (layers - slides - stateful) * tokens + slides * min(tokens, (window or 0) + step)
+        seen = (layers - slides - stateful) * tokens + slides * min(tokens, (window or 0) + max(step, self.mutual))
         return int(2 * pairs * head * self.number * seen)
 
     def states(self) -> int:

@@ -36,7 +36,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     text = gguf_models.config_of(gguf)
     if gguf.projector is None:
         return text
-    kind, vision, token = _check(gguf, gguf.projector, text)
+    kind, vision, tokens = _check(gguf, gguf.projector, text)
     architecture = gguf.metadata["general.architecture"]
     text |= {"model_type": kind.texts[architecture]}
     if architecture in _IN_THREE_DIMENSIONS:
@@ -49,8 +49,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "dtype": text["dtype"],
         "tie_word_embeddings": text["tie_word_embeddings"],
         "text_config": text,
-        "image_token_id": token,
-        "image_token_index": token,
+        **tokens,
     }
 
 
@@ -120,8 +119,9 @@ def _beside(path: Path) -> tuple[list[Path], list[ModelLoadError]]:
     return fitting, faults
 
 
-def _check(gguf: Gguf, projector: Gguf, text: dict[str, Any]) -> tuple[Projector, Vision, int]:
-    """The kind of a projector, and the id of the image token. Raises `ModelLoadError` if it does not fit `text`."""
+def _check(gguf: Gguf, projector: Gguf, text: dict[str, Any]) -> tuple[Projector, Vision, dict[str, int]]:
+    """The kind of a projector, and the ids of tokens for images by config.json's names for them. Raises
+    `ModelLoadError` if it does not fit `text`."""
     kind, vision = _kind(projector), Vision(projector)
     architecture = gguf.metadata["general.architecture"]
     if architecture not in kind.texts:
@@ -132,17 +132,26 @@ def _check(gguf: Gguf, projector: Gguf, text: dict[str, Any]) -> tuple[Projector
     kind.config(vision)
     kind.processor(vision)
     _vision_weights(projector, kind)
-    if (size := vision.size(kind.output, 0)) != text["hidden_size"]:
+    if (size := vision.size(kind.output, kind.output_axis)) != text["hidden_size"]:
         raise ModelLoadError(
             f"{projector.path} makes tokens of {size} numbers, and those of {gguf.path} have {text['hidden_size']}; "
             "name the projector that was made with this model"
         )
-    if kind.mark not in (tokens := gguf.strings(_TOKENS)):
-        raise ModelLoadError(
-            f"the tokenizer of {gguf.path} has no token {kind.mark}, which stands for an image; use a file that was "
-            "converted from the model's Hugging Face version"
-        )
-    return kind, vision, tokens.index(kind.mark)
+    return kind, vision, _token_ids(gguf, kind)
+
+
+def _token_ids(gguf: Gguf, kind: Projector) -> dict[str, int]:
+    tokens, mark = gguf.strings(_TOKENS), kind.mark
+    if mark not in tokens and kind.spare is not None:
+        mark = next((token for token in reversed(tokens) if token.startswith(kind.spare)), mark)
+    for text in (mark, *kind.tokens.values()):
+        if text not in tokens:
+            raise ModelLoadError(
+                f"the tokenizer of {gguf.path} has no token {text}, which stands for an image; use a file that was "
+                "converted from the model's Hugging Face version"
+            )
+    texts = {"image_token_id": mark, "image_token_index": mark, **kind.tokens}
+    return {name: tokens.index(text) for name, text in texts.items()}
 
 
 def _kind(projector: Gguf) -> Projector:
@@ -206,4 +215,4 @@ def _joined(parts: list[GgufTensor], kind: Projector, heads: int) -> GgufWeight:
         return GgufWeight(first, shape, heads)
     while (count := kind.dimensions.get(name)) is not None and len(shape) != count:
         shape = shape[1:] if len(shape) > count else (1, *shape)
-    return GgufWeight(first, shape)
+    return GgufWeight(first, shape, offset=kind.offsets.get(name, 0))

@@ -128,6 +128,21 @@ def _pixtral_processor(vision: Vision) -> dict[str, Any]:
     }
 
 
+def _gemma3(vision: Vision) -> dict[str, Any]:
+    tower = vision.tower
+    side = tower["image_size"] // tower["patch_size"] // vision.find("projector.scale_factor", 4)
+    own = {"model_type": "siglip_vision_model", "vision_use_head": False, "hidden_act": "gelu_pytorch_tanh"}
+    return {"mm_tokens_per_image": side**2, "vision_config": tower | own}
+
+
+def _gemma3_processor(vision: Vision) -> dict[str, Any]:
+    side = vision.need("image_size")
+    return vision.colours | {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": side, "width": side},
+    }
+
+
 _LLAVA = "model.vision_tower"
 _JOINT = "model.multi_modal_projector"
 _PIXTRAL = Projector(
@@ -207,6 +222,33 @@ PROJECTORS: dict[str, Projector] = {
             f"{_LLAVA}.post_layernorm.weight": "v.pre_ln.weight",
             f"{_LLAVA}.post_layernorm.bias": "v.pre_ln.bias",
         },
+    ),
+    "gemma3": Projector(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        {"gemma3": "gemma3_text"},
+        "model.language_model",
+        "<image_soft_token>",
+        {
+            "v.position_embd.weight": f"{_LLAVA}.embeddings.position_embedding.weight",
+            "mm.input_projection.weight": f"{_JOINT}.mm_input_projection_weight",
+            "mm.soft_emb_norm.weight": f"{_JOINT}.mm_soft_emb_norm.weight",
+            **both(
+                {
+                    "v.patch_embd": f"{_LLAVA}.embeddings.patch_embedding",
+                    "v.post_ln": f"{_LLAVA}.post_layernorm",
+                }
+            ),
+        },
+        f"{_LLAVA}.encoder.layers",
+        _CLIP_LAYER,
+        "mm.input_projection.weight",
+        _gemma3,
+        _gemma3_processor,
+        output_axis=1,
+        spare="<unused",  # converters leave the image token out, which lies behind the rest of the vocabulary
+        offsets={"mm.soft_emb_norm.weight": -1},  # converters add it
+        tokens={"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
     ),
     **QWEN,
     "internvl": Projector(

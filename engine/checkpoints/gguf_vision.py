@@ -86,9 +86,10 @@ class Projector(NamedTuple):
     `names` and `layer` map tensors to transformers' weights; several that map to the same one are parts of it.
     `optional` ones may be missing, `ignored` ones need not be read, of `permuted` ones the rows of each head are
     interleaved; `dimensions` has how many some have, the first of which are 1. `unused` are weights that transformers
-    wants and does not use, each with a tensor of its shape. `output` has as many rows as tokens have numbers. `mark` is
-    the text of an image token. `config` has what config.json has besides, `processor` is preprocessor_config.json.
-    `names_of` are more names, which depend on the file.
+    wants and does not use, each with a tensor of its shape. `output` has as many rows as tokens have numbers, or along
+    its `output_axis`. `mark` is the text of an image token; a token whose text begins like `spare` may stand in for it.
+    `config` has what config.json has besides, `processor` is preprocessor_config.json. `names_of` are more names, which
+    depend on the file. `offsets` are to be added to tensors; `tokens` are texts by what config.json calls their ids.
     """
 
     model_type: str
@@ -108,6 +109,10 @@ class Projector(NamedTuple):
     dimensions: Mapping[str, int] = MappingProxyType({})
     unused: Names = MappingProxyType({})
     names_of: Callable[[Vision], Names] = lambda vision: {}
+    output_axis: int = 0
+    spare: str | None = None
+    offsets: Mapping[str, int] = MappingProxyType({})
+    tokens: Names = MappingProxyType({})
 
 
 def short(value: float) -> float:

@@ -44,12 +44,14 @@ class DecodeBucket(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Tokens `start`…`stop` of the packed row; the first of them is key `num_cached` of the blocks at `rows`."""
+    """Tokens `start`…`stop` of the packed row; the first of them is key `num_cached` of the blocks at `rows`. Each sees
+    the keys before its number in `ends`, if there are any, else up to its own."""
 
     start: int
     stop: int
     num_cached: int
     rows: Tensor
+    ends: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,9 @@ class MatmulAttention:
             stop = start + len(segment.tokens)
             skipped = 0 if group.window is None else max(0, segment.start + 1 - group.window) // self.block_size
             rows = self._rows(tables[row : row + 1, skipped : widths[row]], group)
-            prefills.append(Prefill(start, stop, segment.start - skipped * self.block_size, rows))
+            first = skipped * self.block_size
+            seen = None if segment.ends is None else segment.ends - first
+            prefills.append(Prefill(start, stop, segment.start - first, rows, seen))
             start = stop
         return MatmulStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))
 
@@ -135,19 +139,24 @@ def _decode(bucket: DecodeBucket, pool: SlicedPool, query: Tensor, rules: Rules)
 
 def _prefill(prefill: Prefill, window: int | None, pool: SlicedPool, query: Tensor, rules: Rules) -> Tensor:
     heads, group, _, size = query.shape
-    start, stop, cached, _ = prefill
+    start, stop, cached, _, ends = prefill
     keys, values = pool.gather(prefill.rows, heads)  # [H, L, D]
     parts = []
     for first in range(start, stop, _TILE):
         last = min(first + _TILE, stop)
-        count, end = last - first, cached + last - start  # the tile's last query attends to the keys before `end`
-        begin = 0 if window is None else max(0, end - count - window + 1)
+        count, position = last - first, cached + first - start  # the key of the tile's first query
+        tile = None if ends is None else ends[first - start : last - start]
+        end = position + count if tile is None else int(tile.max())
+        begin = 0 if window is None else max(0, position - window + 1)
         rows = query[:, :, first:last].reshape(heads, group * count, size)
         scores = _scores(rows, keys[:, begin:end], rules)  # [H, G · count, end - begin]
         seen = scores.view(heads, group, count, end - begin)
-        seen[..., -count:].add_(_later(count, scores))
-        if window is not None and (outside := end - begin - window) > 0:
-            seen[..., :outside].add_(_earlier(count, outside, scores))
+        if tile is not None:
+            seen.masked_fill_(_unseen(tile, position, begin, window, scores.device), -torch.inf)
+        else:
+            seen[..., -count:].add_(_later(count, scores))
+            if window is not None and (outside := end - begin - window) > 0:
+                seen[..., :outside].add_(_earlier(count, outside, scores))
         mixed = torch.bmm(_softmax(scores, rules, heads), values[:, begin:end])
         parts.append(mixed.view(heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -176,6 +185,16 @@ def _later(count: int, like: Tensor) -> Tensor:
 def _earlier(count: int, outside: int, like: Tensor) -> Tensor:
     """A mask [count, outside]: minus infinity where key c has left query i's window; the last query sees none."""
     return _masks(count, outside, like.dtype, like.device, 0)
+
+
+def _unseen(ends: Ints, position: int, begin: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the keys from `begin` on the queries from `position` on do not see, [count, keys]: those from their
+    `ends` on, and those that have left their windows."""
+    keys = np.arange(begin, ends.max())
+    unseen = keys >= ends[:, None]
+    if window is not None:
+        unseen |= keys <= np.arange(position, position + len(ends))[:, None] - window
+    return upload(torch.from_numpy(unseen), device)
 
 
 @lru_cache(maxsize=32)

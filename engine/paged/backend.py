@@ -95,7 +95,8 @@ class PagedBackend:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")
         chunked = config.enable_chunked_prefill is not False
         chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
-        longest = min(chunk, info.context_length) if chunked else info.context_length
+        whole = self.runner.vision.processor.mutual if self.runner.vision is not None else 0
+        longest = min(max(chunk, whole), info.context_length) if chunked else info.context_length
         self.slots, memory = make_room(config, self.runner)
         groups = plan_blocks(
             memory,

@@ -26,7 +26,7 @@ class Segment(NamedTuple):
     for each group; blocks that a window has passed may be anything. `samples` asks for the logits of the last token,
     `scores` for those of all tokens. `state` has its slots, if the model keeps running states. The model rotates a
     token by its index and `shift`, or by `positions` [3, n], and takes features of `images` instead of some tokens'
-    embeddings.
+    embeddings. Each token sees the keys before its number in `ends` [n], or, without these, up to its own.
     """
 
     tokens: Sequence[int]
@@ -39,6 +39,7 @@ class Segment(NamedTuple):
     shift: int = 0
     images: Sequence[Placed] = ()
     positions: Ints | None = None
+    ends: Ints | None = None
 
     @property
     def end(self) -> int:

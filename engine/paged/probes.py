@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ...schemas.params import GenerationParams
 from ..request import EngineRequest
-from ..vision.layout import ImageLayout
 from ..vision.tower import Vision
 from .packing import Segment
 
@@ -43,10 +42,12 @@ def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
 
 def image_probe(vision: Vision, head: nn.Module, ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:
     """What transformers' own code makes of a picture between some text, and how to compute the same."""
-    probe, processor = vision.probe(ids, head), vision.processor
+    probe = vision.probe(ids, head)
     request = EngineRequest("", tuple(probe.ids), GenerationParams(), seed=0, images=(probe.image,))
-    place = ImageLayout.of(request, processor.image_token, processor.merge).place(0, len(probe.ids))
+    layout = vision.layout(request)
+    assert layout is not None
+    place = layout.place(0, len(probe.ids))
     num_blocks = 1 - (-len(probe.ids) // block_size)
     tables = [list(range(1, num_blocks))] * num_groups
-    seen = Segment(probe.ids, 0, tables, True, False, None, None, place.shift, place.images, place.positions)
+    seen = Segment(probe.ids, 0, tables, True, False, None, None, *place)
     return ImageProbe([probes(ids, num_groups)[0], seen], num_blocks, probe.logits)

@@ -47,6 +47,14 @@ class Row:
     def num_tokens(self) -> int:
         return self.num_known + self.choice.pending
 
+    def whole(self, count: int, matched: int = 0, is_first: bool = False) -> int:
+        """The most of the `count` tokens behind those that are computed and `matched` ones, between which and the next
+        a step may end; if that are none and the row `is_first`, as many as it may end after."""
+        layout, start = self.choice.layout, self.num_computed + matched
+        if layout is None:
+            return count
+        return layout.pause(start, start + count) - start or (layout.least(start) - start if is_first else 0)
+
     def extend_keys(self, block_size: int) -> None:
         """Extend the chain of keys to the last full block of known tokens."""
         keys, prompt, tokens = self.tables.keys, self.choice.prompt, self.choice.tokens

@@ -158,7 +158,7 @@ class Scheduler:
             matched = 0 if row.running else self._match(row) if self.num_preemptions == preemptions else None
             if matched is None or not (lacking := self._gate.lacking(row, matched * self._blocks.block_size)):
                 continue
-            if not (count := self._count(lacking, left, not shares)):
+            if not (count := self._count(row, matched * self._blocks.block_size, lacking, left, not shares)):
                 break
             if self._admit(row, matched, count, shares, blocked):
                 shares[row] = count
@@ -228,11 +228,11 @@ class Scheduler:
         running = ((row.state, row.num_computed) for row in self._running)
         self._slots.check_integrity(running, (row.state for row in self._waiting))
 
-    def _count(self, lacking: int, left: int, first: bool) -> int:
-        """How many of its `lacking` tokens a prompt gets at first, with `left` tokens of the step's budget."""
-        if self._share is not None:
-            return min(lacking, left, self._share)
-        return lacking if first or lacking <= left else 0
+    def _count(self, row: Row, matched: int, lacking: int, left: int, first: bool) -> int:
+        """How many of its `lacking` tokens a prompt gets at first, with `left` tokens of the step's budget; the first
+        one exceeds that for an image of which no part can be computed."""
+        count = lacking if self._share is None else min(lacking, left, self._share)
+        return row.whole(count if first or count <= left else 0, matched, first)
 
     def _entrants(self, blocked: list[Row]) -> Iterator[Row]:
         """Yield waiting rows to admit, in line order; the caller adds those that do not fit to `blocked`."""
@@ -276,8 +276,8 @@ class Scheduler:
         if self._share is None:
             return
         for row in sorted(shares, key=_order):
-            more = min(self._gate.lacking(row) - shares[row], left)
-            if self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
+            more = row.whole(min(self._gate.lacking(row), shares[row] + max(left, 0))) - shares[row]
+            if more > 0 and self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
                 shares[row] += more
                 left -= more
 

@@ -20,8 +20,7 @@ def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:
     segment = Segment(tokens, row.num_computed, row.tables.blocks, samples, not choice.is_scored, choice.adapter, state)
     if choice.layout is None:
         return segment
-    shift, images, positions = choice.layout.place(segment.start, segment.end)
-    return segment._replace(shift=shift, images=images, positions=positions)
+    return segment._replace(**choice.layout.place(segment.start, segment.end)._asdict())
 
 
 def split_scores(

@@ -1,13 +1,14 @@
 """The families of models that see images, and how each writes an image among its tokens.
 
-Only models whose image tokens are causal like all others are here: those that let the tokens of an image see each other
-in both directions (Gemma 3, PaliGemma) would need another attention. Knows no torch and no transformers. Source of each
-rule: `replace_image_token` in transformers' `processing_*.py`; the tests compare them.
+Tokens of text are causal in all of them: models that let a whole prompt see itself in both directions (PaliGemma) would
+need another scheduler. Knows no torch and no transformers. Source of each rule: `replace_image_token` in transformers'
+`processing_*.py`; the tests compare them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
@@ -16,13 +17,24 @@ Config = Mapping[str, Any]
 Grid = tuple[int, ...]
 
 
+def image_token(config: Config) -> int:
+    """The id of the token that stands for a part of an image. Raises `ModelLoadError`."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    if not isinstance(found, int):
+        raise ModelLoadError("config.json does not give image_token_id; the model's files are incomplete")
+    return found
+
+
 class Family(NamedTuple):
     """How a family's processor describes an image: `grid` are numbers, of which `write` makes the text that stands for
     it, where `mark` is the text of one image token. `options` are for the image processor; `merge` is the side of the
     square of patches that make one token of a model with positions in three dimensions, 0 for plain positions.
     `is_rigid`: transformers' code for it converts features to the dtype of the weights, whatever runs in float32.
     `tiles` is the axis of the tower's inputs along which an image lies in tiles that do not see each other, None where
-    the tower sees an image as a whole; then `blocks` names its blocks, and what computes further features of them."""
+    the tower sees an image as a whole; then `blocks` names its blocks, and what computes further features of them.
+    `place` is the id of the token by which a prompt's text says where an image stands. `mutual` is how many tokens of
+    an image, in a row, see each other in both directions; 0 if they are causal like all others. `defaults` are settings
+    of the image processor for those that its file leaves open."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -31,6 +43,9 @@ class Family(NamedTuple):
     is_rigid: bool = False
     tiles: int | None = None
     blocks: tuple[str, ...] = ()
+    place: Callable[[Config], int] = image_token
+    mutual: Callable[[Config], int] = lambda _: 0
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
 
 def family_of(config: Config) -> Family | None:
@@ -47,18 +62,24 @@ def why_blind(config: Config) -> str:
     """Why a model without a family takes no images, as the end of a sentence."""
     kind = config.get("model_type", "")
     if kind in _BIDIRECTIONAL:
-        return f"takes text alone: {kind} lets the tokens of an image see each other, which is not supported"
+        return f"takes text alone: {kind} lets tokens see each other in both directions in a way that is not supported"
     if "vision_config" in config:
         return f"takes text alone: images are not supported for {kind}, but for {', '.join(sorted(FAMILIES))}"
     return "takes text alone"
 
 
-def image_token(config: Config) -> int:
-    """The id of the token that stands for a part of an image. Raises `ModelLoadError`."""
-    found = config.get("image_token_id", config.get("image_token_index"))
-    if not isinstance(found, int):
-        raise ModelLoadError("config.json does not give image_token_id; the model's files are incomplete")
-    return found
+def completed(config: Config) -> dict[str, Any]:
+    """A config.json with what its text_config leaves to transformers' class, as those of LLaVA and Gemma 3 do."""
+    text = config.get("text_config")
+    if not isinstance(text, dict) or (known := _TEXTS.get(text.get("model_type", ""))) is None:
+        return dict(config)
+    own = {"dtype": config.get("dtype", config.get("torch_dtype"))} if "torch_dtype" not in text else {}
+    whole = own | known | text
+    if period := whole.get("sliding_window_pattern"):
+        kinds = ("sliding_attention", "full_attention")
+        layers = [kinds[not (layer + 1) % period] for layer in range(whole["num_hidden_layers"])]
+        whole["layer_types"] = text.get("layer_types", layers)
+    return {**config, "text_config": whole}
 
 
 def language_model_of(body: Any) -> Any:
@@ -147,6 +168,22 @@ def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
     return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
 
 
+def _crops(_: Config, made: Mapping[str, Any]) -> Grid:
+    return (int(made["num_crops"][0]),)
+
+
+def _write_gemma(config: Config, grid: Grid, mark: str) -> str:
+    one = f"\n\n<start_of_image>{mark * _gemma_tokens(config)}<end_of_image>\n\n"
+    if not grid[0]:
+        return one
+    crops = " ".join([one] * grid[0])
+    return f"Here is the original image {one} and here are some crops to help you see better {crops}"
+
+
+def _gemma_tokens(config: Config) -> int:
+    return int(config.get("mm_tokens_per_image", 256))
+
+
 _QWEN = Family(_patches, _write_patches, merge=_merge, blocks=("visual.blocks", "visual.deepstack_merger_list"))
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
@@ -156,6 +193,18 @@ _PIXTRAL = Family(
     blocks=("vision_tower.transformer.layers",),
 )
 FAMILIES: dict[str, Family] = {
+    "gemma3": Family(
+        _crops,
+        _write_gemma,
+        blocks=("vision_tower.encoder.layers",),
+        place=lambda config: int(config.get("boi_token_index", 255_999)),
+        mutual=_gemma_tokens,
+        defaults={  # those of its processor; crops are off
+            "pan_and_scan_min_crop_size": 256,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
+    ),
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "idefics3": _TILES,
     "smolvlm": _TILES,
@@ -165,5 +214,27 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
 }
+_TEXTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+}
 _TOWERS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector"}  # modules' names
-_BIDIRECTIONAL = {"gemma3", "gemma3n", "gemma4", "paligemma", "shieldgemma2", "t5gemma2"}
+_BIDIRECTIONAL = {"gemma3n", "gemma4", "paligemma", "shieldgemma2", "t5gemma2"}

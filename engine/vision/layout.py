@@ -3,10 +3,15 @@
 Models with positions in three dimensions (time, row, column) count text like any other model, in all three at once; an
 image lies at the next position in time, its rows and columns count on from there, and text goes on behind the farther
 of both. Source: `get_rope_index` in transformers' `modeling_qwen2_5_vl.py`.
+
+Where the tokens of an image see each other in both directions, all of them are computed in one step; a later step may
+begin inside the image, since the keys and values before it were computed so, too. Source:
+`get_block_sequence_ids_for_mask` in transformers' `modeling_gemma3.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -30,37 +35,49 @@ class Placed(NamedTuple):
 
 class Placement(NamedTuple):
     """What a range of a sequence's tokens sees beside their ids: the images, and how far from its index each token's
-    position is. `positions` [3, n] has them where they differ by dimension, and is None where they do not."""
+    position is. `positions` [3, n] has them where they differ by dimension, and is None where they do not. Each token
+    sees those before the index in `ends` [n]; None where that is its own and those before it."""
 
     shift: int
     images: tuple[Placed, ...] = ()
     positions: Ints | None = None
+    ends: Ints | None = None
 
 
 class ImageLayout:
     """The layout of one prompt with images; `keyed` are these, with their keys."""
 
-    def __init__(self, owner: str, images: tuple[PromptImage, ...], tokens: list[Ints], positions: Ints | None) -> None:
+    def __init__(
+        self,
+        owner: str,
+        images: tuple[PromptImage, ...],
+        tokens: list[Ints],
+        positions: Ints | None,
+        ends: Ints | None = None,
+    ) -> None:
         self.keyed = [((owner, image.identity), image) for image in images]
         self.num_encoded = 0  # parts of its images that passed the tower since it waits for them; set by `Pictures`
-        self._tokens, self._positions = tokens, positions
+        self._tokens, self._positions, self._ends = tokens, positions, ends
         self._shift = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
 
     @classmethod
-    def of(cls, request: EngineRequest, image_token: int, merge: int) -> Self:
-        """The layout of a request's prompt; `merge` is that of the model's `Family`."""
+    def of(cls, request: EngineRequest, image_token: int, merge: int, is_mutual: bool = False) -> Self:
+        """The layout of a request's prompt; `merge` is that of the model's `Family`. `is_mutual`: the tokens of an
+        image that follow one another see each other."""
         ids = np.array(request.prompt, np.int64)
         tokens = [
             image.offset + np.flatnonzero(ids[image.offset : image.end] == image_token) for image in request.images
         ]
         positions = _positions(len(ids), request.images, merge) if merge else None
-        return cls(request.cache_salt, request.images, tokens, positions)
+        ends = _ends(len(ids), tokens) if is_mutual else None
+        return cls(request.cache_salt, request.images, tokens, positions, ends)
 
     def place(self, start: int, end: int) -> Placement:
         """What the tokens from `start` to `end` see."""
         known = self._positions
         if known is None:
-            return Placement(0, self._placed(start, end))
+            images = self._placed(start, end)
+            return Placement(0, images, ends=self._seen(start, end) if images else None)
         if start >= known.shape[1]:
             return Placement(self._shift)
         later = np.arange(max(start, known.shape[1]), end) + self._shift
@@ -69,6 +86,22 @@ class ImageLayout:
         is_plain = bool((positions == np.arange(start, end) + shift).all())
         return Placement(shift, self._placed(start, end), None if is_plain else positions)
 
+    def pause(self, start: int, end: int) -> int:
+        """The last place from `start` to `end` where computing may pause: between tokens that do not see each other."""
+        if self._ends is None or not start < end <= len(self._ends) or self._ends[end - 1] == end:
+            return end
+        return max(start, int(np.searchsorted(self._ends, self._ends[end - 1])))
+
+    def least(self, start: int) -> int:
+        """Up to where a step that begins at `start` must compute at least."""
+        return start + 1 if self._ends is None or start >= len(self._ends) else int(self._ends[start])
+
+    def _seen(self, start: int, end: int) -> Ints | None:
+        if self._ends is None:
+            return None
+        later = np.arange(max(start, len(self._ends)), end) + 1
+        return np.concatenate([self._ends[start:end], later])
+
     def _placed(self, start: int, end: int) -> tuple[Placed, ...]:
         found = []
         for (key, image), tokens in zip(self.keyed, self._tokens, strict=True):
@@ -76,6 +109,16 @@ class ImageLayout:
             if first < last:
                 found.append(Placed(image, key, int(first), tokens[first:last] - start))
         return tuple(found)
+
+
+def _ends(count: int, tokens: Sequence[Ints]) -> Ints:
+    """Before which index the tokens lie that each of a prompt's tokens sees, ascending [count]. `tokens` are the
+    indices of those of each image."""
+    ends: Ints = np.arange(1, count + 1)
+    for one in tokens:
+        for run in np.split(one, np.flatnonzero(np.diff(one) > 1) + 1):
+            ends[run] = run[-1] + 1
+    return ends
 
 
 def _positions(count: int, images: tuple[PromptImage, ...], merge: int) -> Ints:

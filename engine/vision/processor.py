@@ -52,7 +52,8 @@ class VisionProcessor:
         self._path, self._config, self._family = path, config, family
         self._grids: OrderedDict[tuple[str, ImageLimits], Grid] = OrderedDict()
         self._lock = Lock()  # guards the grids, and the loading of transformers' processor
-        self.image_token = image_token(config)
+        self.image_token, self._place = image_token(config), family.place(config)
+        self.mutual = family.mutual(config)
         self.merge = family.merge(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
 
@@ -67,8 +68,8 @@ class VisionProcessor:
         return None if family is None else cls(path, config, family)
 
     def mark(self, tokenizer: TokenizerLike) -> str:
-        """The text of one image token, by which a prompt's text says where its images stand."""
-        return tokenizer.decode([self.image_token])
+        """The text of the token by which a prompt's text says where its images stand."""
+        return tokenizer.decode([self._place])
 
     def insert(
         self,
@@ -84,18 +85,14 @@ class VisionProcessor:
         Raises `InvalidRequest` for an image that cannot be used, for other marks in the text, and for a prompt that is
         far too long.
         """
-        mark = self.mark(tokenizer)
+        mark, part = self.mark(tokenizer), tokenizer.decode([self.image_token])
+        _check_marks(text, mark, len(given))
+        if part != mark:
+            _check_marks(text, part, 0)
         parts = text.split(mark)
-        if len(parts) != len(given) + 1:
-            raise InvalidRequest(
-                f"The prompt has {len(parts) - 1} times the text {mark!r}, by which this model finds its images, and "
-                f"{len(given)} images; send that text only where an image stands.",
-                code="image_mark",
-                param="messages",
-            )
         grids = [self._grid(*one) for one in given]
-        written = [self._family.write(self._config, grid, mark) for grid in grids]
-        counts = [one.count(mark) for one in written]
+        written = [self._family.write(self._config, grid, part) for grid in grids]
+        counts = [one.count(part) for one in written]
         if sum(counts) >= context_length:
             raise prompt_too_long(
                 f"its images alone take {sum(counts)}",
@@ -107,7 +104,7 @@ class VisionProcessor:
         ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=add_special_tokens)
         places = [place for place, id in enumerate(ids) if id == self.image_token]
         if len(places) != sum(counts):
-            raise ModelLoadError(f"the tokenizer in {self._path} does not know {mark!r} as one token")
+            raise ModelLoadError(f"the tokenizer in {self._path} does not know {part!r} as one token")
         images = []
         for (begin, end), one, grid in zip(pairwise((0, *accumulate(counts))), given, grids, strict=True):
             first, last = places[begin], places[end - 1]
@@ -173,9 +170,13 @@ class VisionProcessor:
             library: Any = transformers  # most of it is not typed
             try:
                 with self._settings() as directory:
-                    return library.AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+                    found = library.AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
             except (OSError, ValueError, ImportError) as error:
                 raise ModelLoadError(f"{self._path} has no image processor that can be used: {error}") from error
+            for name, value in self._family.defaults.items():
+                if getattr(found, name, None) is None:
+                    setattr(found, name, value)
+            return found
 
     @contextmanager
     def _settings(self) -> Iterator[Path]:
@@ -187,6 +188,17 @@ class VisionProcessor:
             file = Path(directory) / "preprocessor_config.json"
             file.write_text(json.dumps(processor_of(read_gguf(self._path))), "utf-8")
             yield file.parent
+
+
+def _check_marks(text: str, mark: str, count: int) -> None:
+    """Raises `InvalidRequest` unless the text has the mark so many times."""
+    if (found := text.count(mark)) != count:
+        raise InvalidRequest(
+            f"The prompt has {found} times the text {mark!r}, by which this model finds its images, where {count} are "
+            "expected; send that text only where an image stands.",
+            code="image_mark",
+            param="messages",
+        )
 
 
 def processor_digest(path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -119,7 +120,8 @@ class Vision:
     def layout(self, request: EngineRequest) -> ImageLayout | None:
         if not request.images:
             return None
-        return ImageLayout.of(request, self.processor.image_token, self.processor.merge)
+        processor = self.processor
+        return ImageLayout.of(request, processor.image_token, processor.merge, processor.mutual > 0)
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
@@ -142,7 +144,6 @@ class Vision:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
         image, count = self.processor.sample()
         inputs = self.processor.inputs(image)
-        self._blocks = self._blocks_of(self._to_device(inputs))
         before = len(ids) // 2
         whole = [*ids[:before], *[self.processor.image_token] * count, *ids[before:]]
         image = replace(image, offset=before, length=count)
@@ -150,14 +151,21 @@ class Vision:
         own, config._attn_implementation = config._attn_implementation, "sdpa"
         try:
             tokens = torch.tensor([whole], device=self._device)
-            types = {"mm_token_type_ids": (tokens == self.processor.image_token).int()} if self.processor.merge else {}
+            named = "mm_token_type_ids" if self.processor.merge else "token_type_ids" if self.processor.mutual else ""
+            types = {named: (tokens == self.processor.image_token).int()} if named else {}
+            features: Tensor | None = None
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)
                 features = self._encode_at_once(inputs)
                 embedded[0, before : before + count] = features[0].to(embedded.dtype)
                 made = self._text(inputs_embeds=embedded, use_cache=False)
             else:
-                made = self._body(input_ids=tokens, use_cache=False, **self._to_device(inputs), **types)
+                with self._noting() as noted:
+                    made = self._body(input_ids=tokens, use_cache=False, **self._to_device(inputs), **types)
+                if noted:
+                    self._blocks, features = self._blocks_of(self._to_device(inputs), noted[0])
+            if self._blocks is not None and features is not None:
+                self._keep(("", image.identity), features)
             return Probe(whole, image, head(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own
@@ -196,25 +204,40 @@ class Vision:
         ]
 
     def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
-        made = self._body.get_image_features(**inputs, return_dict=True)
-        pooled = made.pooler_output
-        deep = getattr(made, "deepstack_features", None) or ()
-        return torch.stack([_rows(one) for one in (pooled, *deep)])
+        return _stacked(self._body.get_image_features(**inputs, return_dict=True))
 
-    def _blocks_of(self, inputs: dict[str, Tensor]) -> Blocks | None:
-        """The tower's blocks, if they can run one by one; `inputs` are those for some image."""
+    @contextmanager
+    def _noting(self) -> Iterator[list[Tensor]]:
+        """Yields a list, to which the features are added that the model itself makes of images inside."""
+        noted: list[Tensor] = []
+        own = self._body.get_image_features
+
+        def get_image_features(*arguments: Any, **options: Any) -> Any:
+            made = own(*arguments, **options)
+            noted.append(_stacked(made))
+            return made
+
+        self._body.get_image_features = get_image_features
+        try:
+            yield noted
+        finally:
+            del self._body.get_image_features
+
+    def _blocks_of(self, inputs: dict[str, Tensor], whole: Tensor) -> tuple[Blocks | None, Tensor | None]:
+        """The tower's blocks, if they can run one by one, and what they make of `inputs`, of which the model makes the
+        features `whole`."""
         blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
         if not blocks:
-            return None
+            return None, None
         found = Blocks(blocks, [one for more in others for one in more])
         try:
             *_, one_by_one = found.run(lambda: self._pass(inputs), 0)
-            if one_by_one is not None and torch.equal(one_by_one, self._pass(inputs)):
-                return found
+            if one_by_one is not None and torch.equal(one_by_one, whole):
+                return found, one_by_one
         except (AttributeError, TypeError, RuntimeError) as error:  # a block takes or returns something else
             _log.info("its blocks cannot run one by one: %r", error)
         _log.warning("the vision tower of %s cannot pause within an image", type(self._body).__name__)
-        return None
+        return None, None
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
@@ -229,12 +252,21 @@ class Vision:
         found = self.pictures.take(placed.key)
         if found is None:  # it was kept, until others of the same step pushed it out
             found = self._encode_at_once(self.processor.inputs(placed.image))
-        self._cache[placed.key] = found
         self.num_encoded += 1
+        self._keep(placed.key, found)
+        return found
+
+    def _keep(self, key: Key, found: Tensor) -> None:
+        self._cache[key] = found
         self._used += found.nbytes
         while self._used > self._cache_bytes and len(self._cache) > 1:
             self._used -= self._cache.popitem(last=False)[1].nbytes
-        return found
+
+
+def _stacked(made: Any) -> Tensor:
+    """The features of images and the deep ones, [F, K, E]."""
+    deep = getattr(made, "deepstack_features", None) or ()
+    return torch.stack([_rows(one) for one in (made.pooler_output, *deep)])
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -264,6 +264,22 @@ def _mistral3_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _named(name, values, config)
 
 
+def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.projector.scale_factor": None if scale == 4 else scale,
+        "clip.vision.attention.layer_norm_epsilon": tower.get("layer_norm_eps", 1e-6),
+    }
+
+
+def _gemma3_tensors(name: str, values: Array, config: Config) -> Named:
+    for theirs, own in (("vision_tower.", "vision_tower.vision_model."), ("_projection_weight", "_projection.weight")):
+        name = name.replace(theirs, own)
+    yield from _named(name.removeprefix("model."), values + np.float32("soft_emb_norm" in name), config)
+
+
 _SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
 KINDS = {
     "smolvlm": Kind("llama", "idefics3", _smolvlm, _named),
@@ -273,4 +289,11 @@ KINDS = {
     "qwen3_vl": Kind("qwen3vl", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
+    "gemma3": Kind(
+        "gemma3",
+        "gemma3",
+        _gemma3,
+        _gemma3_tensors,
+        {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True]},
+    ),
 }

@@ -131,6 +131,24 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "gemma3": (  # an image has more tokens than the window, and than some steps
+        ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "query_pre_attn_scalar": 16,
+                "sliding_window": 20,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": _SIGLIP
+            | {"model_type": "siglip_vision_model", "image_size": 80, "vision_use_head": False},
+            "mm_tokens_per_image": 25,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 80, "width": 80}},
+    ),
     "mistral3": (
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {
@@ -175,13 +193,15 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     marks, settings, processor = FAMILIES[family]
     tokenizer = tiny_model._train_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
-    written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[0]
+    written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
     own = {"image_token_id": ids[0]}
     if "<|video_pad|>" in marks:
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "gemma3":
+        own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("llava", "mistral3"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}

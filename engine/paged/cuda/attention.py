@@ -28,7 +28,7 @@ class PagedStep:
     """One step of N sequences, the first `num_decoding` of one token each. `bounds` [N + 1] are the indices of each
     one's first query in the packed row, `lengths` [N] its number of keys, `tables` [N, P] its blocks, `tiles` [K, 2]
     the sequence and first query of each tile of a prompt, all int32; `slots` [T] are where to store the new keys and
-    values."""
+    values. Each token of a prompt sees the keys before its number in `ends` [T], or, without these, up to its own."""
 
     slots: Tensor
     bounds: Tensor
@@ -37,6 +37,7 @@ class PagedStep:
     tiles: Tensor
     num_decoding: int
     window: int | None
+    ends: Tensor | None = None
 
 
 class PagedAttention:
@@ -74,7 +75,7 @@ class PagedAttention:
                 combined = parts, step.lengths, mixed, sinks, window
                 kernels.combine[(count, num_q_heads)](*combined, size, padded, splits, num_warps=1)
         if len(step.tiles):
-            tiles, tile = (step.bounds, step.tiles), (self._tile, self._columns)
+            tiles, tile = (step.bounds, step.tiles, step.ends), (self._tile, self._columns)
             kernels.prefill[(len(step.tiles), num_q_heads)](*given, *rule, *tiles, *shape, *tile, num_warps=self._warps)
         return mixed.flatten(1)
 
@@ -95,7 +96,17 @@ class PagedAttention:
             tiles=self._put(np.reshape(tiles, (-1, 2))),
             num_decoding=num_decoding,
             window=group.window,
+            ends=self._ends(packed),
         )
+
+    def _ends(self, packed: PackedSegments) -> Tensor | None:
+        if all(segment.ends is None for segment in packed.segments):
+            return None
+        ends = packed.positions + 1
+        for index, segment in enumerate(packed.segments):
+            if segment.ends is not None:
+                ends[packed.rows == index] = segment.ends
+        return self._put(ends)
 
     def _put(self, numbers: ArrayLike) -> Tensor:
         return upload(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self._device)

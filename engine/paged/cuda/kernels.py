@@ -182,6 +182,7 @@ def prefill(
     window: tl.constexpr,
     bounds,
     tiles,
+    ends,
     heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -190,7 +191,8 @@ def prefill(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Attend with a tile of one sequence's queries, for one head. Only tiles of keys on the diagonal are masked."""
+    """Attend with a tile of one sequence's queries, for one head. Only tiles of keys on the diagonal are masked, and
+    those behind it that queries with `ends` see."""
     tile, number = tl.program_id(0), tl.program_id(1)
     head = number // group
     sequence, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -201,7 +203,11 @@ def prefill(
     q = tl.load(at, mask=of_query, other=0.0)
     position = length - end + token
     earliest = length - end + begin
+    last = position
     stop = tl.minimum(earliest + rows, length)
+    if ends is not None:
+        last = tl.load(ends + token, mask=token < end, other=0) - 1
+        stop = tl.max(last, 0) + 1
     most = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     sums = tl.zeros((rows, padded), tl.float32)
@@ -217,7 +223,7 @@ def prefill(
         key = at + tl.arange(0, columns)
         page = tl.load(tables + sequence * width + key // block, mask=key < stop, other=0).to(tl.int64)
         slot = page * block + key % block
-        seen = key[None, :] <= position[:, None]
+        seen = key[None, :] <= last[:, None]
         if window is not None:
             seen = seen & (key[None, :] > position[:, None] - window)
         most, total, sums = _attend(

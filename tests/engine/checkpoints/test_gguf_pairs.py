@@ -115,13 +115,13 @@ def test_several_models_in_a_folder_each_get_what_fits(write: Write, tiny_model:
 
 
 def test_an_unsupported_kind_beside_a_model_leaves_it_for_text(write: Write) -> None:
-    path = write(keys={"clip.projector_type": "gemma3"})
+    path = write(keys={"clip.projector_type": "gemma3nv"})
     found = resolve_model(str(path))
     assert found == path and not read_model_info(found, "m").sees
     sight = load_sight(str(path), "paged")
-    assert sight.processor is None and "a projector of the kind gemma3, which is not supported" in sight._blind
+    assert sight.processor is None and "a projector of the kind gemma3nv, which is not supported" in sight._blind
     named = fault(f"{path},{path.parent / PROJECTOR}")
-    assert "of the kind gemma3, which is not supported; supported: idefics3, mlp, qwen2vl_merger" in named
+    assert "of the kind gemma3nv, which is not supported; supported: idefics3, mlp, gemma3, qwen2vl_merger" in named
 
 
 def test_a_projector_is_no_model(write: Write) -> None:

@@ -15,17 +15,24 @@ from penstock.engine.paged.blocks import NO_BLOCK, GroupSpec, KVBlocks
 from penstock.engine.paged.rows import Row, Scheduled
 from penstock.engine.paged.scheduler import Scheduler
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
+from penstock.engine.vision.images import PromptImage
+from penstock.engine.vision.layout import ImageLayout
 
 TOKENIZER = ByteTokenizer()
 INFO = ModelInfo("bytes", "Echo", context_length=10_000, vocabulary_size=259, eos_token_ids=TOKENIZER.eos_token_ids)
 SIZE = 4
+IMAGE = 7  # the most tokens of an image, which see each other
 
 
 def make_choices(prompt: bytes, max_tokens: int = 4, n: int = 1, salt: str = "", priority: int = 0) -> list[Choice]:
-    """The choices of one request."""
+    """The choices of one request; zeros are the tokens of an image."""
     params = GenerationParams(max_tokens=max_tokens, n=n, ignore_eos=True)
-    request = EngineRequest("r", tuple(prompt), params, seed=0, cache_salt=salt, priority=priority)
-    return [Choice(request, index, TOKENIZER, INFO) for index in range(n)]
+    images = [PromptImage(str(count), prompt.index(0), count, (count,))] if (count := prompt.count(0)) else []
+    request = EngineRequest("r", tuple(prompt), params, 0, cache_salt=salt, priority=priority, images=tuple(images))
+    choices = [Choice(request, index, TOKENIZER, INFO) for index in range(n)]
+    for choice in choices if images else ():
+        choice.layout = ImageLayout.of(request, 0, 0, is_mutual=True)
+    return choices
 
 
 def make_choice(prompt: bytes, max_tokens: int = 4, salt: str = "", priority: int = 0) -> Choice:
@@ -67,7 +74,7 @@ class Machine:
     reserved: int = 0
 
     def __post_init__(self) -> None:
-        longest_step = self.max_step_tokens if self.chunked else INFO.context_length
+        longest_step = max(self.max_step_tokens, IMAGE) if self.chunked else INFO.context_length
         self.blocks = KVBlocks(SIZE, self.groups, longest_step)
         self.scheduler = Scheduler(self.blocks, self.max_batch_size, self.max_step_tokens, self.chunked, self.reserved)
         self.computed = 0  # tokens, all steps together
@@ -144,7 +151,11 @@ class Machine:
         assert len(self._running()) == self.scheduler.num_running <= self.max_batch_size
         total = sum(one.num_tokens for one in scheduled)
         one_whole_prompt = not self.chunked and sum(one.num_tokens > 1 for one in scheduled) == 1
-        assert total <= self.max_step_tokens or one_whole_prompt
+        has_image = any(row.choice.layout for row in rows)
+        assert total <= self.max_step_tokens + (IMAGE - 1) * has_image or one_whole_prompt
+        for row, count, _ in scheduled:
+            end = row.num_computed + count
+            assert row.choice.prompt[end - 1 : end + 1] != (0, 0), "no step ends inside an image"
         self.computed += total
 
     def _states(self, row: Row) -> list[int]:
@@ -181,6 +192,9 @@ LETTERS = bytes(range(97, 123)) * 8
 def requests(draw: st.DrawFn) -> list[Choice]:
     """Choices of a request that has its beginning in common with many others; 54 tokens at most."""
     beginning = draw(st.sampled_from([LETTERS, LETTERS[::-1]]))[: draw(st.integers(1, 40))]
+    if image := draw(st.sampled_from([0, 0, 2, IMAGE])):
+        at = draw(st.sampled_from([0, 5, 6]))
+        beginning = (beginning[:at] + bytes(image) + beginning[at:])[: max(len(beginning), at + image)]
     return make_choices(
         beginning + draw(st.text("ab", max_size=6)).encode(),
         max_tokens=draw(st.integers(1, 8)),
@@ -217,7 +231,7 @@ def test_every_sequence_becomes_what_it_would_be_alone(
     step = max_batch_size + more_tokens
     whole = 14  # blocks that hold any of the choices
     specs = [
-        GroupSpec(more + (whole if window is None or not chunked else (window + step) // SIZE + 2), window)
+        GroupSpec(more + (whole if window is None or not chunked else (window + max(step, IMAGE)) // SIZE + 2), window)
         for more, window in groups
     ]
     machine = Machine(specs, max_batch_size, step, chunked, ahead)

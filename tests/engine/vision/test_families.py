@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -22,7 +24,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
-from penstock.engine.vision.families import FAMILIES, family_of, image_token, why_blind
+from penstock.engine.vision.families import FAMILIES, completed, family_of, image_token, why_blind
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight
@@ -82,6 +84,14 @@ def test_rows_end_in_breaks(kind: str, merge: int, wanted: str) -> None:
     assert written(kind, PIXTRAL | {"spatial_merge_size": merge}, {"image_sizes": [(64, 96)]}) == wanted
 
 
+@pytest.mark.parametrize("crops", [0, 1, 3])
+def test_gemma_is_written_as_by_transformers(crops: int) -> None:
+    made = {"num_crops": [crops]}
+    own = SimpleNamespace(full_image_sequence="\n\n<start_of_image>****<end_of_image>\n\n")
+    theirs: Any = Gemma3Processor.replace_image_token
+    assert written("gemma3", {"mm_tokens_per_image": 4}, made) == theirs(own, made, 0)
+
+
 def test_internvl_is_written_as_by_transformers() -> None:
     made = {"num_patches": [3]}
     own = SimpleNamespace(
@@ -134,11 +144,31 @@ def test_marks_tell_images_and_their_parts_apart() -> None:
     assert marks([PromptImage("a" * 64, 10, 20, (1, 4, 4), (None, 99))], 16, 32) != marks([one], 16, 32)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
-def test_images_that_see_both_ways_are_not_supported(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gemma3n", "paligemma"])
+def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
     config = {"model_type": kind, "vision_config": {}, "text_config": {}}
     assert family_of(config) is None
-    assert "lets the tokens of an image see each other" in why_blind(config)
+    assert "lets tokens see each other in both directions in a way that is not" in why_blind(config)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_hidden_layers": 34, "sliding_window": 1024, "hidden_size": 2560}])
+@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("llava", "llama")])
+def test_what_a_config_leaves_out_is_as_in_transformers(
+    kind: str, text: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"model_type": kind, "torch_dtype": "bfloat16", "text_config": {"model_type": text, **given}}
+    found = completed(config)["text_config"]
+    theirs = AutoConfig.for_model(kind, text_config={"model_type": text, **given}).text_config.to_dict()
+    assert found.pop("dtype") == "bfloat16"
+    found.pop("sliding_window_pattern", None)
+    assert len(found) > 6 and {name: theirs[name] for name in found if name in theirs} == found
+    whole = completed({"model_type": kind, "text_config": {"model_type": text, "vocab_size": 9, "dtype": "float32"}})
+    assert (whole["text_config"]["vocab_size"], whole["text_config"]["dtype"]) == (9, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"image_token_index": 3}))
+    info = read_model_info(tmp_path, "m")
+    assert (info.vocabulary_size, info.context_length) == (found["vocab_size"], found["max_position_embeddings"])
+    other = {"model_type": "new_vl", "text_config": {"model_type": "new"}}
+    assert completed(other) == other
 
 
 def test_other_models_take_text_alone(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from packed_files import FORMATS, write
 from pydantic import ByteSize
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from vision_models import make_vision_model, picture
+from vision_runs import requests_of
+from vision_truth import expected, reference
 
 from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
+from penstock.engine.checkpoints import packed_weights
 from penstock.engine.checkpoints.rounded import Rounded, save_quantized
+from penstock.engine.cpu.layouts import numbers
+from penstock.engine.cpu.library import BLOCK as ROWS
+from penstock.engine.cpu.library import INT4, INT8
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters
 from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.preparing.prompts import Prompt
-from penstock.engine.sizing import footprint
-from penstock.schemas.errors import ModelLoadError
+from penstock.engine.sizing import footprint, weights_of_model
+from penstock.engine.vision.families import is_of_tower
 
 COUNT = 12
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
@@ -35,9 +43,12 @@ def config(model: Path, **more: Any) -> EngineConfig:
     return EngineConfig(model=str(model), **own)
 
 
-def answers(engine: InferenceEngine) -> Answers:
-    prompts: list[Prompt] = [ImageText(f"Here is {engine.image_mark}. Well?", (picture(),)), "Without a picture."]
-    return [output.token_ids for output in engine.generate(prompts, GREEDY)]
+def prompts_of(engine: InferenceEngine, salt: int = 0) -> list[Prompt]:
+    return [ImageText(f"Here is {engine.image_mark}. Well?", (picture(salt=salt),)), "Without a picture."]
+
+
+def answers(engine: InferenceEngine, salt: int = 0) -> Answers:
+    return [output.token_ids for output in engine.generate(prompts_of(engine, salt), GREEDY)]
 
 
 def by_itself(model: Any, methods: dict[str, str]) -> dict[str, Rounded]:
@@ -90,10 +101,91 @@ def test_answers_are_those_of_the_numbers(
             assert answers(engine) == wanted
 
 
-def test_weights_packed_by_another_program_are_refused_in_words(tmp_path: Path) -> None:
-    source = make_vision_model(tmp_path / "packed", "llava")
-    values = json.loads((source / "config.json").read_text())
-    packing = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    (source / "config.json").write_text(json.dumps(values | {"quantization_config": packing}))
-    with pytest.raises(ModelLoadError, match="name the model that it was made from, with --quantization int4"):
-        InferenceEngine(config(source))
+def in_language_model(name: str) -> bool:
+    return name.endswith("_proj.weight") and not is_of_tower(name)
+
+
+def everywhere(name: str) -> bool:
+    """In the tower, too."""
+    return name.endswith(("_proj.weight", ".qkv.weight", "attn.proj.weight", "fc1.weight")) and "patch" not in name
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "packs"),
+    [
+        ("qwen2_5_vl", "awq", in_language_model),
+        ("qwen2_5_vl", "compressed-fp8", everywhere),
+        ("qwen3_vl", "compressed-4", in_language_model),
+        ("qwen3_vl", "compressed-int8", everywhere),
+        ("gemma3", "compressed-4-with-zeros", in_language_model),
+        ("llava", "gptq-in-order-of-activations", in_language_model),
+        ("mistral3", "compressed-fp8", in_language_model),
+        ("internvl", "fp8", in_language_model),
+    ],
+)
+def test_what_other_programs_packed_says_what_its_numbers_say(
+    family: str, name: str, packs: Callable[[str], bool], tmp_path: Path
+) -> None:
+    """By the names that published checkpoints have."""
+    source = make_vision_model(tmp_path / "source", family)
+    if family == "gemma3":
+        file = source / "model.safetensors"
+        found = {
+            name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()
+        }
+        save_file(found, file, {"format": "pt"})
+    numbers = write(source, tmp_path / "packed", FORMATS[name], packs)
+    plain = shutil.copytree(source, tmp_path / "plain")
+    save_file({name: one.contiguous() for name, one in numbers.items()}, plain / "model.safetensors", {"format": "pt"})
+    assert any(is_of_tower(name) for name in numbers if packs(name)) == (packs is everywhere)
+    with InferenceEngine(config(tmp_path / "packed")) as engine:
+        prompts = prompts_of(engine)
+        requests, processor = requests_of(engine, prompts, GREEDY), engine.sight.processor
+        assert processor is not None
+        model = reference(plain)
+        wanted = [expected(model, request, processor, family, COUNT) for request in requests]
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == wanted
+    assert count_parameters(tmp_path / "packed") == count_parameters(plain)
+
+
+@pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
+@pytest.mark.parametrize(
+    ("family", "name", "kind"), [("qwen2_5_vl", "awq", INT4), ("llava", "gptq-8", INT8), ("gemma3", "awq", INT4)]
+)
+def test_levels_of_other_programs_are_kept(
+    family: str, name: str, kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16: the language model's weights are in no memory as numbers, and the tower is as it was."""
+    source = make_vision_model(tmp_path / "source", family)
+    expected = write(source, tmp_path / "packed", FORMATS[name], in_language_model)
+    monkeypatch.setattr(packed_weights, "expand", lambda *_: pytest.fail("a weight was expanded"))
+    with InferenceEngine(config(tmp_path / "packed", dtype="bfloat16")) as engine:
+        backend: Any = engine._driver.backend
+        model = backend.runner._model
+        tower = [one for part, one in backend.runner.vision._body.named_parameters() if is_of_tower(part)]
+        assert tower and all(one.dtype == torch.bfloat16 and one.stride() for one in tower if one.ndim > 1)
+        if backend.runner._decoder is None:
+            product = model.model.layers[0].self_attn.o_proj._linear.product
+        else:
+            product = backend.runner._decoder.linears()[1].product
+        found = numbers(product, torch.bfloat16, 0, -(-product.outputs // ROWS))[: product.outputs]
+        (weight,) = [
+            one
+            for part, one in expected.items()
+            if part.endswith("layers.0.self_attn.o_proj.weight") and in_language_model(part)
+        ]
+        assert product.kind == kind and torch.allclose(found, weight, atol=1e-6, rtol=1e-5)
+        assert answers(engine)[0] != answers(engine, salt=5)[0]
+    sizes = [weights_of_model(config(path, dtype="bfloat16"), "cpu") for path in (tmp_path / "packed", source)]
+    assert sizes[0].kept < sizes[1].kept and sizes[0].loading < sizes[1].loading
+
+
+@pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
+def test_a_tower_that_is_packed_takes_the_memory_of_its_numbers(tmp_path: Path) -> None:
+    source, kept = make_vision_model(tmp_path / "source", "qwen3_vl"), []
+    for index, packs in enumerate((in_language_model, everywhere)):
+        write(source, tmp_path / str(index), FORMATS["compressed-4"], packs)
+        kept.append(weights_of_model(config(tmp_path / str(index), dtype="bfloat16"), "cpu").kept)
+    assert kept[0] == kept[1]
+    with InferenceEngine(config(tmp_path / "1", dtype="bfloat16")) as engine:
+        assert answers(engine)[0] != answers(engine, salt=5)[0]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,22 +16,34 @@ from penstock.engine.paged.attention import Rules
 from penstock.engine.paged.cuda import attention as paged_attention
 from penstock.engine.paged.cuda.attention import PagedAttention
 from penstock.engine.paged.kv_cache import LayerSpec
-from penstock.engine.paged.packing import LayerGroup, Segment, pack
+from penstock.engine.paged.packing import Ints, LayerGroup, Segment, pack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
 HEADS, GROUP = 2, 3  # of keys; queries that share one
 SEQUENCES = [(0, 1), (37, 1), (300, 1), (0, 40), (130, 70), (20, 5)]  # tokens cached, tokens of this step
+IMAGE = range(9, 68)  # those tokens of the longest prompt that see each other
 
 
-def expected(query: Tensor, keys: Tensor, values: Tensor, window: int | None, rules: Rules) -> Tensor:
+def ends_of(cached: int, count: int) -> Ints | None:
+    ends = np.arange(cached, cached + count) + 1
+    if count <= IMAGE.stop:
+        return None
+    ends[IMAGE.start : IMAGE.stop] = cached + IMAGE.stop
+    return ends
+
+
+def expected(
+    query: Tensor, keys: Tensor, values: Tensor, window: int | None, rules: Rules, ends: Ints | None
+) -> Tensor:
     """[T, Hq, D], [L, H, D] twice → [T, Hq · D]; the queries are the sequence's last tokens."""
     keys, values = (one.double().repeat_interleave(GROUP, 1) for one in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * rules.scaling
     if rules.softcap is not None:
         scores = rules.softcap * torch.tanh(scores / rules.softcap)
     own, key = torch.arange(len(keys) - len(query), len(keys))[:, None], torch.arange(len(keys))
-    hidden = (key > own) | (key <= own - (window or len(keys)))
+    last = own if ends is None else torch.from_numpy(ends)[:, None] - 1
+    hidden = (key > last) | (key <= own - (window or len(keys)))
     scores = scores.masked_fill(hidden.to(DEVICE), -torch.inf)
     if rules.sinks is not None:
         scores = torch.cat((scores, rules.sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)), dim=-1)
@@ -69,7 +82,7 @@ def test_attention_by_block_table(
         pool.memory.flatten(1, 2)[:, slots] = keys_values[:, :cached]
         if window is not None:  # what no query sees may be gone
             table = [-1 if (at + 1) * BLOCK <= cached - window else block for at, block in enumerate(table)]
-        segments.append(Segment(range(count), cached, [table], True))
+        segments.append(Segment(range(count), cached, [table], True, ends=ends_of(cached, count)))
         known.append(keys_values)
     step = pack(segments, [LayerGroup(window, HEADS, num_blocks)], BLOCK, DEVICE, attention.pack_group)
     query, new, want = [], [], []
@@ -77,7 +90,7 @@ def test_attention_by_block_table(
         cached, count = SEQUENCES[index]
         query.append(numbers(count, HEADS * GROUP, size))
         new.append(known[index][:, cached:])
-        want.append(expected(query[-1], known[index][0], known[index][1], window, rules))
+        want.append(expected(query[-1], known[index][0], known[index][1], window, rules, ends_of(cached, count)))
     keys_values = torch.cat(new, dim=1).transpose(1, 2).flatten(0, 1)  # [2 H, T, D], not contiguous
     mixed = attention.attend(step.groups[0], pool, torch.cat(query).transpose(0, 1), keys_values, rules)
     torch.testing.assert_close(mixed, torch.cat(want).float(), rtol=1e-4, atol=1e-5)
@@ -94,7 +107,7 @@ import kernels
 P, I = "*" + sys.argv[3], "*i32"
 FIXED = {"sinks": None, "softcap": None, "window": None, "heads": 8, "group": 4, "size": 128, "padded": 128}
 TYPES = {"query": P, "keys": P, "values": P, "mixed": P, "parts": "*fp32", "lengths": I, "tables": I, "bounds": I}
-TYPES |= {"tiles": I, "scaling": "fp32", "given": P, "pool": P, "slots": "*i64"}
+TYPES |= {"tiles": I, "ends": I, "scaling": "fp32", "given": P, "pool": P, "slots": "*i64"}
 FIXED |= {"block": 16, "splits": 32, "rows": 32, "columns": 32}
 for kernel in (kernels.store, kernels.decode, kernels.combine, kernels.prefill):
     names = kernel.arg_names
