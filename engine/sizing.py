@@ -18,7 +18,7 @@ from .checkpoints.gguf import read_gguf
 from .checkpoints.quantized import PRECISE
 from .checkpoints.widths import WIDTHS, gguf_widths, packed_widths
 from .config import EngineConfig
-from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, cpu_flags, human, memory_of_machine
+from .cpu.machine import KERNEL_FLAGS, Memory, available_cores, computes_bfloat16, cpu_flags, human, memory_of_machine
 from .discovery import files_for, find_backend
 from .models import packed_files, read_config, read_model_info, read_quantized, read_shapes
 from .vision.families import family_of, is_of_tower
@@ -238,15 +238,16 @@ class _Files(NamedTuple):
         """`device` is the type of the device."""
         if self.stored and not find_backend(config.backend, config.allowed_backends).expands:
             return Weights(self.stored, self.stored, self.stored)
-        expanded = self.parameters * self.number
         packs = device == "cpu" and config.backend == "paged"
+        tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
+        seeing = tower * max(self.number, 4 if packs and not computes_bfloat16() else 0)  # the tower's bytes
+        expanded = (self.parameters - tower) * self.number + seeing
         method = config.quantization or (self.method if packs else None)
         tied: float = self.number  # bytes of a number in a head that is the embedding
         if method in WIDTHS:
-            tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
             products = self.parameters - self.embedding - self.precise - tower
             packed = products * WIDTHS[method] + self.precise * WIDTHS["int8"]
-            kept = int((self.embedding + tower) * self.number + packed)
+            kept = int(self.embedding * self.number + seeing + packed)
             tied = WIDTHS["int8"]
         elif packs and self.widths and self._keeps_levels(config):
             embedding = next((name for name in self.widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype

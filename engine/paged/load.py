@@ -12,6 +12,7 @@ from ..backend import ProgressCallback
 from ..checkpoints.lazy import reading
 from ..checkpoints.rounded import TakesLevels, is_absent
 from ..config import EngineConfig
+from ..cpu.machine import computes_bfloat16
 from ..cpu.process import return_memory
 from ..plain.loading import load_plain
 from ..plain.model import PlainModel
@@ -79,6 +80,8 @@ def _load_seeing(
 
     loaded = load_causal_lm(config, path, architecture, device, progress, None, keep_levels=keep_levels, sees=True)
     model = split(loaded, processor)
+    if device.type == "cpu" and not computes_bfloat16():
+        model.vision.widen()
     model.config._attn_implementation = ATTENTION
     return model
 

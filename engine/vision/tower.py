@@ -117,6 +117,15 @@ class Vision:
         self._blocks: Blocks | None = None  # set by `probe`
         self.pictures = Pictures(processor.inputs, self.encode, self._cache.__contains__)
 
+    def widen(self) -> None:
+        """Make features in float32 from now on, with the numbers that the weights have."""
+        text = {*self._text.modules()}
+        for module in self._body.modules():
+            if module not in text:
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    if tensor.is_floating_point():
+                        tensor.data = tensor.data.float()
+
     def layout(self, request: EngineRequest) -> ImageLayout | None:
         if not request.images:
             return None

@@ -17,14 +17,15 @@ from vision_models import make_vision_model, picture
 from vision_runs import requests_of
 from vision_truth import expected, reference
 
-from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
+from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine, sizing
 from penstock.engine.checkpoints import packed_weights
 from penstock.engine.checkpoints.rounded import Rounded, save_quantized
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import BLOCK as ROWS
 from penstock.engine.cpu.library import INT4, INT8
-from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
+from penstock.engine.cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from penstock.engine.models import count_parameters
+from penstock.engine.paged import load
 from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.preparing.prompts import Prompt
@@ -163,7 +164,8 @@ def test_levels_of_other_programs_are_kept(
         backend: Any = engine._driver.backend
         model = backend.runner._model
         tower = [one for part, one in backend.runner.vision._body.named_parameters() if is_of_tower(part)]
-        assert tower and all(one.dtype == torch.bfloat16 and one.stride() for one in tower if one.ndim > 1)
+        own = torch.bfloat16 if computes_bfloat16() else torch.float32
+        assert tower and all(one.dtype == own and one.stride() for one in tower if one.ndim > 1)
         if backend.runner._decoder is None:
             product = model.model.layers[0].self_attn.o_proj._linear.product
         else:
@@ -189,3 +191,26 @@ def test_a_tower_that_is_packed_takes_the_memory_of_its_numbers(tmp_path: Path) 
     assert kept[0] == kept[1]
     with InferenceEngine(config(tmp_path / "1", dtype="bfloat16")) as engine:
         assert answers(engine)[0] != answers(engine, salt=5)[0]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_tower_is_as_fast_as_its_processor_allows(
+    family: str, computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bfloat16 is slow, it computes in float32, with the same weights; the memory for that is counted."""
+    source = make_vision_model(tmp_path / "source", family)
+    for module in (load, sizing):
+        monkeypatch.setattr(module, "computes_bfloat16", lambda: computes)
+    settings = config(source, dtype="bfloat16")
+    with InferenceEngine(settings) as engine:
+        vision: Any = engine._driver.backend.runner.vision  # type: ignore[attr-defined]
+        tower = [one for part, one in vision._body.named_parameters() if is_of_tower(part)]
+        text = [one for one in vision._text.parameters() if one.ndim > 1]
+        assert {one.dtype for one in tower} == {torch.bfloat16 if computes else torch.float32}
+        assert {one.dtype for one in text} == {torch.bfloat16}
+        assert all(len(output.token_ids) == COUNT for output in engine.generate(prompts_of(engine), GREEDY))
+        size = sum(one.numel() for one in tower)
+    kept = weights_of_model(settings, "cpu").kept
+    monkeypatch.setattr(sizing, "computes_bfloat16", lambda: True)
+    assert kept - weights_of_model(settings, "cpu").kept == (0 if computes else 2 * size)
