@@ -69,7 +69,8 @@ def test_packed_experts_compute_what_transformers_computes(
     steps = []
     for count in (1, 33, 300):
         index = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(count)])
-        x = torch.randn(count, 64, generator=generator) * (10 if count == 33 else 1)  # beyond what gpt-oss's gates allow
+        most = 10 if count == 33 else 1  # beyond what gpt-oss's gates allow
+        x = torch.randn(count, 64, generator=generator) * most
         steps.append((x.to(dtype), index, torch.rand(count, 2).to(dtype)))
     expected = [[module(*step) for step in steps] for module in find_experts(model)]
     numbers = sum(one.numel() for module in find_experts(model) for one in module.parameters() if one.ndim == 3)
