@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import variants
@@ -43,9 +44,21 @@ def compiled(compiler: str, cache: Path, options: Sequence[str]) -> Path:
 
 
 def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path, timeout: float = 300) -> None:
-    """Within `timeout` seconds. Raises `subprocess.SubprocessError`, or `OSError` where there is no such compiler."""
-    sources = [str(source) for source in variants.SOURCES if source.suffix == ".c"]
-    _run([*compiler, *options, *OPTIONS, "-o", str(to), *sources, "-lm"], timeout)
+    """Compile all sources at once, each within `timeout` seconds.
+
+    Raises `subprocess.SubprocessError`, or `OSError` where there is no such compiler.
+    """
+    sources = [source for source in variants.SOURCES if source.suffix == ".c"]
+    with tempfile.TemporaryDirectory(dir=to.parent) as directory, ThreadPoolExecutor(len(sources)) as pool:
+        objects = [str(Path(directory) / f"{source.stem}.o") for source in sources]
+        command = [*compiler, *options, *(option for option in OPTIONS if option != "-shared"), "-c", "-o"]
+        made = [
+            pool.submit(_run, [*command, to_object, str(source)], timeout)
+            for to_object, source in zip(objects, sources, strict=True)
+        ]
+        for one in made:
+            one.result()
+        _run([*compiler, *options, *OPTIONS, "-o", str(to), *objects, "-lm"], timeout)
 
 
 def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:

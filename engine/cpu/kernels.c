@@ -522,6 +522,17 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
     return 0;
 }
 
+int may_have_tiles, has_tiles;
+
+#if defined __AMX_BF16__ && defined __linux__
+enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* arch_prctl's ARCH_REQ_XCOMP_PERM */
+
+/* Linux grants AMX on request, and then saves each thread's tiles. */
+__attribute__((constructor)) static void request_tiles(void) {
+    has_tiles = may_have_tiles = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+}
+#endif
+
 /* Switch AMX on or off. Returns whether products use it from now on: only if the processor has it. */
 int64_t use_tiles(int64_t wanted) { return has_tiles = wanted && may_have_tiles; }
 

@@ -7,6 +7,7 @@
 
 #include "levels.h"
 #include "threads.h"
+#include "tiles.h"
 
 enum { CHUNK = 512 }; /* pairs of inputs */
 

@@ -13,20 +13,10 @@
 enum { TILE_ROWS = 16, STEP = 16, TILE_PAIRS = 64 }; /* pairs of inputs of a tile and of a chunk */
 enum { LINE = 4 * BLOCK };                           /* bytes of a pair of inputs for 64 outputs */
 
-/* Whether this process may use AMX (Linux grants it on request, and then saves each thread's tiles), and whether it
-   does. */
-static int may_have_tiles, has_tiles;
+/* Whether this process may use AMX, and whether it does. */
+extern HIDDEN int may_have_tiles, has_tiles;
 
 #if defined __AMX_BF16__ && defined __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-
-enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* arch_prctl's ARCH_REQ_XCOMP_PERM */
-
-__attribute__((constructor)) static void request_tiles(void) {
-    has_tiles = may_have_tiles = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
-}
-
 typedef struct {
     uint8_t palette, start, unused[14];
     uint16_t bytes[16];

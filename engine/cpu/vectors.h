@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define HIDDEN __attribute__((visibility("hidden"))) /* from other libraries, but not from other sources of this one */
 
 /* Of a block's four vectors, those whose sums for so many rows fit into registers. */
 #ifdef __aarch64__
