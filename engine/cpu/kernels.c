@@ -25,20 +25,21 @@ enum { QKV, OUTPUT = 3, GATE, UP, DOWN, NUM_PARTS }; /* the parts of a layer; `q
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [E] */
     const float *head_norm;                 /* [Hq + H, D] or NULL */
+    const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
+    const float *cosines, *sines;           /* by position, [P, D]; the sines of the first half are negated */
     Product qkv, output, gate, up, down;    /* the last three are all zeros where there is a mixture */
     const Mixture *mixture;                 /* or NULL */
     const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
     void *pool;                 /* T [2 H, N, block, D], keys before values */
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
-    int64_t group;
-    float epsilon, mlp_epsilon, head_epsilon, scaling;
+    int64_t group, has_gelu;    /* gates are GELU's, not SiLU's */
+    float epsilon, mlp_epsilon, head_epsilon, scaling, softcap; /* of the scores; 0 for none */
 } Layer;
 
 typedef struct {
     int64_t half, threads, num_layers, vocabulary, embedding, num_q_heads, num_kv_heads, head_dim; /* V, E, Hq, H, D */
     int64_t num_groups, block_size;
-    const void *embeddings;        /* T [V, E] */
-    const float *cosines, *sines;  /* by position, [P, D]; the sines of the first half are negated */
+    const void *embeddings; /* T [V, E] */
     const Layer *layers;
     const float *norm; /* [E] */
     Product head;
@@ -47,8 +48,9 @@ typedef struct {
     void *levels;                /* `Inputs` of any product but a mixture's */
     const Room *room;            /* of any mixture, or NULL */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
+    float *after;                /* [R, E]: what is to be normalised and added to the stream */
     int64_t most_rank;           /* a multiple of 16 */
-    float epsilon;
+    float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
 } Model;
 
 /* One token of a step; `tables` holds the blocks of its sequence in each group's pools, [groups, width]. */
@@ -76,6 +78,24 @@ INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t
         __mmask16 mask = tail_mask(count - i);
         __m512 v = _mm512_mul_ps(load(x, i, mask, 0), scale);
         store(to, i, _mm512_mul_ps(v, load(weight, i, mask, 0)), mask, half);
+    }
+}
+
+/* softcap * tanh(x / softcap) */
+INLINE __m512 capped(__m512 x, float softcap) {
+    const __m512 one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
+    __m512 faded = exponential(_mm512_mul_ps(x, _mm512_set1_ps(-2 / softcap)));
+    __m512 tanh = _mm512_sub_ps(_mm512_div_ps(two, _mm512_add_ps(one, faded)), one);
+    return _mm512_mul_ps(tanh, _mm512_set1_ps(softcap));
+}
+
+/* x [count], normalised, is added to `to`. */
+INLINE void add_norm(const float *x, const float *weight, float epsilon, int64_t count, float *to) {
+    float normed[count];
+    rms_norm(x, weight, epsilon, count, normed, 0);
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 mask = tail_mask(count - i);
+        store(to, i, _mm512_add_ps(load(to, i, mask, 0), load(normed, i, mask, 0)), mask, 0);
     }
 }
 
@@ -172,9 +192,9 @@ static __attribute__((noinline)) void add_low(const Adapters *s, int64_t row, in
 
 /* ---- Products of whole steps ---- */
 
-enum { STORE, ADD, SILU, TIMES, ROUND };
+enum { STORE, ADD, SILU, GELU, TIMES, ROUND };
 
-/* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD and SILU (the SiLU of the
+/* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD, SILU and GELU (those of the
    product) write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every
    thread must call it; none waits at its end. The runs of blocks get ever shorter: memory bandwidth differs between
    threads, and a run of adjacent blocks reads faster than as many scattered ones. */
@@ -195,6 +215,7 @@ INLINE void product(Thread *t, const Product *p, const void *x, const Inputs *le
                 __m512 sum = _mm512_loadu_ps(sums[r] + j);
                 if (how == ADD) sum = _mm512_add_ps(sum, load(to, index, mask, 0));
                 if (how == SILU) sum = silu(sum);
+                if (how == GELU) sum = gelu(sum);
                 if (how == TIMES) sum = _mm512_mul_ps(sum, load(gates, index, mask, 0));
                 store(to, index, sum, mask, how >= TIMES && half);
             }
@@ -219,10 +240,10 @@ INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const To
             for (int64_t i = 0; i < middle; i += 16) {
                 __mmask16 mask = tail_mask(middle - i);
                 __m512 a = load(x, i, mask, 0), b = load(x, i + middle, mask, 0);
-                __m512 one = _mm512_mul_ps(a, load(m->cosines, angle + i, mask, 0));
-                __m512 other = _mm512_mul_ps(b, load(m->cosines, other_angle + i, mask, 0));
-                store(x, i, _mm512_fmadd_ps(b, load(m->sines, angle + i, mask, 0), one), mask, 0);
-                store(x, i + middle, _mm512_fmadd_ps(a, load(m->sines, other_angle + i, mask, 0), other), mask, 0);
+                __m512 one = _mm512_mul_ps(a, load(l->cosines, angle + i, mask, 0));
+                __m512 other = _mm512_mul_ps(b, load(l->cosines, other_angle + i, mask, 0));
+                store(x, i, _mm512_fmadd_ps(b, load(l->sines, angle + i, mask, 0), one), mask, 0);
+                store(x, i + middle, _mm512_fmadd_ps(a, load(l->sines, other_angle + i, mask, 0), other), mask, 0);
             }
         }
         if (head >= m->num_q_heads) {
@@ -311,6 +332,7 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
                         products[j] = _mm512_fmadd_ps(query, _mm512_loadu_ps(keys + j * stride + i), products[j]);
                 }
                 __m512 scores = _mm512_mul_ps(sums_of(products), _mm512_set1_ps(l->scaling));
+                if (l->softcap) scores = capped(scores, l->softcap);
                 shares[g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), tail_mask(count), scores);
             }
             for (int64_t g = 0; g < group_size; g++) {
@@ -381,7 +403,9 @@ INLINE void logits_argmax(Thread *t, const Model *m, const Inputs *levels, int64
         for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < count; j += 16) {
                 __mmask16 mask = tail_mask(count - j);
-                __m512 sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(sums[r] + j));
+                __m512 sum = _mm512_loadu_ps(sums[r] + j);
+                if (m->softcap) sum = capped(sum, m->softcap);
+                sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, sum);
                 store(logits, r * V + block * BLOCK + j, sum, mask, 0);
                 __mmask16 is_nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q); /* NaN counts as infinite */
                 sum = _mm512_mask_mov_ps(sum, is_nan, _mm512_set1_ps(INFINITY));
@@ -414,6 +438,21 @@ INLINE void adapted(Thread *t, const Product *p, Adapters *step, int64_t first, 
     product(t, p, x, levels, rows, to, how, gates, step, half);
 }
 
+/* The same, added to the stream, normalised if there are weights for that. Every thread waits at its end. */
+INLINE void added(Thread *t, const Model *m, const Product *p, Adapters *step, int64_t first, const void *x,
+                  const Inputs *levels, int64_t rows, const float *weight, float epsilon, int half) {
+    const int64_t E = m->embedding;
+    if (!weight) {
+        adapted(t, p, step, first, 1, x, levels, rows, m->stream, ADD, NULL, half);
+        wait_for_all(t);
+        return;
+    }
+    adapted(t, p, step, first, 1, x, levels, rows, m->after, STORE, NULL, half);
+    wait_for_all(t);
+    EACH(r, t, rows) add_norm(m->after + r * E, weight, epsilon, E, m->stream + r * E);
+    wait_for_all(t);
+}
+
 /* `keep` [kept] are the indices of the tokens whose logits are wanted, `runs` the rows that have adapters. */
 typedef struct {
     Team team;
@@ -437,7 +476,8 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     EACH(r, t, rows)
         for (int64_t i = 0; i < E; i += 16) {
             __mmask16 mask = tail_mask(E - i);
-            store(m->stream, r * E + i, load(m->embeddings, tokens[r].id * E + i, mask, half), mask, 0);
+            __m512 one = load(m->embeddings, tokens[r].id * E + i, mask, half);
+            store(m->stream, r * E + i, _mm512_mul_ps(one, _mm512_set1_ps(m->scale)), mask, 0);
         }
     wait_for_all(t);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
@@ -454,8 +494,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         }
         const Inputs mixed = inputs_at(m->levels, MOST_ROWS, groups(&l->output));
         quantize(t, &l->output, m->mixed, rows, &mixed, half);
-        adapted(t, &l->output, &own, OUTPUT, 1, m->mixed, &mixed, rows, m->stream, ADD, NULL, half);
-        wait_for_all(t);
+        added(t, m, &l->output, &own, OUTPUT, m->mixed, &mixed, rows, l->attention_after, l->epsilon, half);
         if (l->mixture) {
             norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, 0, &in, half);
             product(t, &l->mixture->router, m->input, NULL, rows, m->room->routes, STORE, NULL, NULL, half);
@@ -467,14 +506,14 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         }
         const int to_levels = takes_levels(&l->gate, half) || takes_levels(&l->up, half);
         norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
-        adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, SILU, NULL, half);
+        if (l->has_gelu) adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, GELU, NULL, half);
+        else adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, SILU, NULL, half);
         wait_for_all(t);
         adapted(t, &l->up, &own, UP, 1, m->input, &in, rows, m->gated, TIMES, m->gates, half);
         wait_for_all(t);
         const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(&l->down));
         quantize(t, &l->down, m->gated, rows, &gated, half);
-        adapted(t, &l->down, &own, DOWN, 1, m->gated, &gated, rows, m->stream, ADD, NULL, half);
-        wait_for_all(t);
+        added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, half);
     }
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
     norms(t, m, m->norm, m->epsilon, s->keep, s->kept, takes_levels(&m->head, half), &last, half);

@@ -16,6 +16,14 @@ INLINE __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
+/* x / 2 * (1 + tanh(y)) is x * sigmoid(2 y). */
+INLINE __m512 gelu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1), cubic = _mm512_set1_ps(0.044715f);
+    __m512 inner = _mm512_mul_ps(x, _mm512_fmadd_ps(_mm512_mul_ps(x, x), cubic, one));
+    __m512 faded = exponential(_mm512_mul_ps(inner, _mm512_set1_ps(-2 * 0.79788456f))); /* sqrt(2 / pi) */
+    return _mm512_div_ps(x, _mm512_add_ps(one, faded));
+}
+
 /* The even (first) or odd (second) number of each pair, as float32. */
 INLINE __m512 even_or_odd(__m512i pair, int odd) {
     if (odd) return _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)));

@@ -50,11 +50,12 @@ class _LowRank(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm", "attention_after", "mlp_after")),
+        *((name, _POINTER) for name in ("cosines", "sines")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
         *((name, _POINTER) for name in ("mixture", "sinks", "pool")),
-        *((name, _INT) for name in ("num_blocks", "window", "group")),
-        *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
+        *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu")),
+        *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
     ]
 
 
@@ -63,14 +64,14 @@ class _Model(ctypes.Structure):
         *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
         *((name, _INT) for name in ("embedding", "num_q_heads", "num_kv_heads", "head_dim")),
         *((name, _INT) for name in ("num_groups", "block_size")),
-        *((name, _POINTER) for name in ("embeddings", "cosines", "sines")),
-        ("layers", _POINTER),
+        *((name, _POINTER) for name in ("embeddings", "layers")),
         ("norm", _POINTER),
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "levels", "room")),
         ("low", _POINTER),
+        ("after", _POINTER),
         ("most_rank", _INT),
-        ("epsilon", _FLOAT),
+        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
     ]
 
 
@@ -83,7 +84,8 @@ class CompiledDecoder:
         self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
-        self._angles, self._num_angles = torch.empty(0), 0  # cosines and sines [2, P, D], P; grown by `_reach`
+        self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
+        self._num_angles = 0  # P
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
         first, (qkv, output) = decoder.layers[0], _products(decoder.layers[0])[:2]
         (head,) = known_products([decoder.head])
@@ -98,6 +100,10 @@ class CompiledDecoder:
             to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
             if layer.head_norm is not None:
                 to.head_norm, to.head_epsilon = self._numbers(layer.head_norm), layer.epsilon
+            if layer.attention_after is not None and layer.mlp_after is not None:
+                to.attention_after = self._numbers(layer.attention_after.weight)
+                to.mlp_after = self._numbers(layer.mlp_after.weight)
+            to.has_gelu = layer.has_gelu
             to.qkv, to.output, *gated = _products(layer)
             if routed is not None:
                 to.mixture = routed.address
@@ -119,6 +125,8 @@ class CompiledDecoder:
             norm=self._numbers(decoder.norm.weight),
             head=head,
             epsilon=decoder.norm.epsilon,
+            scale=1 if decoder.scale is None else float(decoder.scale),
+            softcap=decoder.softcap or 0,
         )
         inner = max((one.inputs for layer in decoder.layers for one in _products(layer)[4:]), default=0)
         model.input, model.mixed, model.gated = (
@@ -127,7 +135,7 @@ class CompiledDecoder:
         levels = max(product.room(MOST_ROWS) for product in self._products)
         model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, output.outputs))
-        model.stream = self._address(self._stream)
+        model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
         model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (qkv.outputs, inner))
         self.room = self._room()
         if self.room is not None:
@@ -139,7 +147,7 @@ class CompiledDecoder:
     ) -> Self | None:
         """The compiled form of `decoder`; None if the kernels do not support its shapes, weights or attention."""
         products = [linear.product for linear in decoder.linears()]
-        if None in products or any(rule.softcap is not None for rule in rules):
+        if None in products:
             return None
         shapes = {(layer.num_q_heads, layer.num_kv_heads, *_sizes(layer)[:2]) for layer in decoder.layers}
         gated = {_sizes(layer)[2:] for layer in decoder.layers if layer.mixture is None}
@@ -150,7 +158,7 @@ class CompiledDecoder:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
         for rule, layer in zip(rules, compiled._layers, strict=True):
-            layer.scaling = rule.scaling
+            layer.scaling, layer.softcap = rule.scaling, rule.softcap or 0
             if rule.sinks is not None:
                 layer.sinks = compiled._numbers(rule.sinks)
         return compiled
@@ -187,7 +195,7 @@ class CompiledDecoder:
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
         return few and all(
             (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS)
-            and not (segment.scores or segment.images or segment.positions is not None)
+            and not (segment.scores or segment.images or segment.positions is not None or segment.ends is not None)
             for segment in segments
         )
 
@@ -223,15 +231,16 @@ class CompiledDecoder:
         Returns the logits and the residual stream in float32 [T, E], before the last norm.
         """
         model, embeddings = self._model, inputs.to(self._dtype).contiguous()
-        before = model.embeddings, model.vocabulary, model.layers, model.num_layers
+        before = model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale
         ids = iter(range(len(inputs)))
         numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
         model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
+        model.scale = 1
         model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(_Layer)
         try:
             return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
         finally:
-            model.embeddings, model.vocabulary, model.layers, model.num_layers = before
+            model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale = before
 
     def choice(self, rows: int) -> tuple[Tensor, Tensor]:
         """The experts of so many rows in the last layer with a mixture, and their shares: [rows, K] each."""
@@ -255,9 +264,11 @@ class CompiledDecoder:
         """
         if end > self._num_angles:
             positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
-            self._angles = torch.cat(self._decoder.angles(positions, torch.float32)).contiguous()
+            found = self._decoder.angles(positions, torch.float32)
+            self._angles = {kind: torch.cat(angles).contiguous() for kind, angles in found.items()}
             self._num_angles = len(positions)
-            self._model.cosines, self._model.sines = (one.data_ptr() for one in self._angles)
+            for layer, to in zip(self._decoder.layers, self._layers, strict=True):
+                to.cosines, to.sines = (one.data_ptr() for one in self._angles[layer.kind])
 
     def _numbers(self, tensor: Tensor) -> int:
         return self._address(tensor.detach().float().contiguous())

@@ -17,13 +17,16 @@ from ..cuda import kernels
 from ..cuda.attention import power_of_2
 
 if TYPE_CHECKING:  # it takes `through` from here
-    from .decoder import Angles, Attention, Layer, Norm
+    from .decoder import Angles, Attention, Layer, Norm, Rotations
 
 _BLOCK = 1024  # numbers of one program of `gate`
 
 
-def through(layers: Sequence[Layer], x: Tensor, angles: Angles, attention: Attention, seen: Seen | None) -> Tensor:
+def through(
+    layers: Sequence[Layer], x: Tensor, rotations: Rotations, attention: Attention, seen: Seen | None
+) -> Tensor:
     """As the function of the same name in `decoder`."""
+    (angles,) = rotations.values()
     angles = angles._replace(cosines=angles.cosines.contiguous(), sines=angles.sines.contiguous())
     update: Tensor | None = None  # of the residual stream, to be added with the next norm
     for index, layer in enumerate(layers):

@@ -2,13 +2,13 @@
 
 Llama, Mistral, Qwen 2 and 3 and many others have this structure. transformers' modules compute the same with four times
 as many small operations, which on a CPU cost a tenth of a decoding step. There, a layer may have a mixture of experts
-instead of the last product, which its own module computes. `Decoder.of` checks the structure alone: the caller must
-compare results with the original model's.
+instead of the last product, which its own module computes, or be one of Gemma's, with norms also behind attention and
+product. `Decoder.of` checks the structure alone: the caller must compare results with the original model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, NamedTuple, Self
@@ -28,8 +28,11 @@ Attention = Callable[[int, Tensor, Tensor], Tensor]
 
 _BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_GELU = {"GELUTanh"}  # the name of transformers' class
+_OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}  # their weights are to be added to 1
 _MIXTURES = {"gate", "experts"}, {"router", "experts"}
 
 
@@ -40,49 +43,65 @@ class Angles(NamedTuple):
     sines: Tensor
 
 
+Rotations = Mapping[str | None, Angles]
+"""The angles of each kind of layer."""
+
+
 class Norm:
     """RMSNorm: x / sqrt(mean(x²) + ε) · w. Concatenated with -x a row has mean zero, so layer_norm fits."""
 
     def __init__(self, module: Any) -> None:
-        self.weight: Tensor = module.weight
-        self.epsilon: float = module.variance_epsilon
+        self.weight, self.epsilon = _scale_of(module), _epsilon_of(module)
+        self._is_wide = type(module).__name__ in _OFFSET
 
     def __call__(self, x: Tensor) -> Tensor:
-        size, weight = x.shape[-1], self.weight.to(x.dtype)
+        size, weight = x.shape[-1], self.weight if self._is_wide else self.weight.to(x.dtype)
         if x.is_cuda:
             return functional.rms_norm(x, (size,), weight, self.epsilon)
         both = torch.cat((x, -x), dim=-1)
-        return functional.layer_norm(both, (2 * size,), None, None, self.epsilon)[..., :size] * weight
+        return (functional.layer_norm(both, (2 * size,), None, None, self.epsilon)[..., :size] * weight).to(x.dtype)
 
 
 class Layer:
     """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head.
 
-    A layer with a `mixture`, transformers' module, has no `gate`, `up` and `down`.
+    A layer with a `mixture`, transformers' module, has no `gate`, `up` and `down`. Gemma's have norms of what attention
+    and the last product add, and gates with GELU; Gemma 3's are of two kinds, which rotate by different angles.
     """
 
     gate: Linear
     up: Linear
     down: Linear
+    attention_after: Norm | None = None
+    mlp_after: Norm | None = None
+    has_gelu = False
 
     def __init__(self, module: Any, make: MakeLinear) -> None:
         attention, mlp = module.self_attn, module.mlp
         self.attention_norm = Norm(module.input_layernorm)
-        self.mlp_norm = Norm(module.post_attention_layernorm)
+        if hasattr(module, "pre_feedforward_layernorm"):
+            self.attention_after, self.mlp_after = (
+                Norm(one) for one in (module.post_attention_layernorm, module.post_feedforward_layernorm)
+            )
+            self.mlp_norm = Norm(module.pre_feedforward_layernorm)
+        else:
+            self.mlp_norm = Norm(module.post_attention_layernorm)
+        self.kind: str | None = getattr(attention, "layer_type", None)
         head_dim = attention.head_dim
         self.num_q_heads = attention.q_proj.out_features // head_dim
         self.num_kv_heads = attention.k_proj.out_features // head_dim
         self.head_norm: Tensor | None = None
         self.epsilon = 0.0
         if hasattr(attention, "q_norm"):
-            norms = [attention.q_norm.weight] * self.num_q_heads + [attention.k_norm.weight] * self.num_kv_heads
-            self.head_norm = torch.stack(norms)[:, None]
-            self.epsilon = attention.q_norm.variance_epsilon
+            query, key = _scale_of(attention.q_norm), _scale_of(attention.k_norm)
+            self.head_norm = torch.stack([query] * self.num_q_heads + [key] * self.num_kv_heads)[:, None]
+            self.epsilon = _epsilon_of(attention.q_norm)
         self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = make([attention.o_proj])
         self.mixture: Any = None if hasattr(mlp, "gate_proj") else mlp
         if self.mixture is None:
             self.gate, self.up, self.down = make([mlp.gate_proj]), make([mlp.up_proj]), make([mlp.down_proj])
+            self.has_gelu = type(mlp.act_fn).__name__ in _GELU if hasattr(mlp, "act_fn") else False
 
     def linears(self) -> list[Linear]:
         """Its products in the order of their use, without those of a mixture."""
@@ -97,6 +116,10 @@ class Decoder:
         """`dtype` is that of the activations."""
         body = model.model
         self._dtype, self._through = dtype, through
+        scale = getattr(body.embed_tokens, "embed_scale", None)
+        self.scale: Tensor | None = None if scale is None else scale.to(dtype)
+        config: Any = model.config.get_text_config()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding: Tensor = body.embed_tokens.weight
         if self.embedding.is_cuda and find_spec("triton") is not None:
             from . import cuda_layers
@@ -104,6 +127,9 @@ class Decoder:
             self._through = cuda_layers.through
         self._rotary: nn.Module = body.rotary_emb
         self.layers = [Layer(layer, make) for layer in body.layers]
+        self._kinds = {layer.kind for layer in self.layers} if hasattr(body.rotary_emb, "layer_types") else {None}
+        for layer in self.layers:
+            layer.kind = layer.kind if layer.kind in self._kinds else None
         self._head_dim: int = body.layers[0].self_attn.head_dim
         self.norm = Norm(body.norm)
         self.head = make([model.lm_head])
@@ -120,15 +146,25 @@ class Decoder:
         self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention, seen: Seen | None = None
     ) -> Tensor:
         """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [3, T]."""
-        x = functional.embedding(ids, self.embedding).to(self._dtype)
+        x = self.embed(ids)
         if seen is not None:
             x = x.index_copy(0, seen.rows, seen.features.to(self._dtype))
         x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen)
-        return self.head(self.norm(x[keep]))
+        logits = self.head(self.norm(x[keep]))
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+    def embed(self, ids: Tensor) -> Tensor:
+        """The residual stream before the first layer: [T] → [T, E]."""
+        x = functional.embedding(ids, self.embedding).to(self._dtype)
+        return x if self.scale is None else x * self.scale
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
         """The rotations at `positions` [T], or [3, T] in three dimensions, rounded to `dtype`."""
-        cos, sin = self._rotary(self.embedding[None, :1].to(dtype), positions.unsqueeze(-2))
+        return {kind: self._angles(positions, dtype, kind) for kind in self._kinds}
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype, kind: str | None) -> Angles:
+        given = self.embedding[None, :1].to(dtype), positions.unsqueeze(-2), *(() if kind is None else (kind,))
+        cos, sin = self._rotary(*given)
         if cos.shape[-1] < self._head_dim:  # gpt-oss's are those of one half
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = cos.shape[-1] // 2
@@ -139,10 +175,12 @@ class Decoder:
         return [*chain.from_iterable(layer.linears() for layer in self.layers), self.head]
 
 
-def through(layers: Sequence[Layer], x: Tensor, angles: Angles, attention: Attention, seen: Seen | None) -> Tensor:
+def through(
+    layers: Sequence[Layer], x: Tensor, rotations: Rotations, attention: Attention, seen: Seen | None
+) -> Tensor:
     """The residual stream [T, E] after all layers."""
     for index, layer in enumerate(layers):
-        x = advance(layer, index, x, angles, attention)
+        x = advance(layer, index, x, rotations[layer.kind], attention)
         if seen is not None and index < len(seen.deep):
             x = x.index_add(0, seen.rows, seen.deep[index].to(x.dtype))
     return x
@@ -160,37 +198,67 @@ def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Atte
     swapped = query_key.view(rotated, len(x), 2, head_dim // 2).flip(-2).flatten(-2)
     torch.addcmul(query_key * cos, swapped, sin, out=heads[:rotated])
     attended = attention(index, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
-    x = layer.output.add(attended, x)
+    after = layer.attention_after
+    x = layer.output.add(attended, x) if after is None else x + after(layer.output(attended))
     h = layer.mlp_norm(x)
     if layer.mixture is not None:
         found = layer.mixture(h[None])  # [1, T, E], or a tuple that starts with it
         mixed: Tensor = found if isinstance(found, Tensor) else found[0]
         return x + mixed[0]
-    return layer.down.add(layer.up.mul(h, layer.gate.silu(h)), x)
+    gate = functional.gelu(layer.gate(h), approximate="tanh") if layer.has_gelu else layer.gate.silu(h)
+    gated = layer.up.mul(h, gate)
+    return layer.down.add(gated, x) if layer.mlp_after is None else x + layer.mlp_after(layer.down(gated))
+
+
+def _scale_of(norm: Any) -> Tensor:
+    """What a norm multiplies by."""
+    weight: Tensor = norm.weight
+    return 1 + weight.float() if type(norm).__name__ in _OFFSET else weight
+
+
+def _epsilon_of(norm: Any) -> float:
+    epsilon: float = norm.eps if type(norm).__name__ in _OFFSET else norm.variance_epsilon
+    return epsilon
 
 
 def _is_plain(layer: Any) -> bool:
-    if _children(layer) != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
+    children, attention = _children(layer), layer.self_attn
+    around = _AROUND if children == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(layer.mlp) else set[str]()
+    if children - around != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
         return False
-    attention = layer.self_attn
     extra = _children(attention) - _ATTENTION
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, name) for name in extra)]
+    norms = [
+        *(layer.input_layernorm, layer.post_attention_layernorm),
+        *(getattr(layer, name) for name in around),
+        *(getattr(attention, name) for name in extra),
+    ]
     head_dim = attention.head_dim
     return (
         _children(attention) >= _ATTENTION
         and extra in (set(), {"q_norm", "k_norm"})
-        and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        and all(hasattr(norm, "variance_epsilon") or _is_offset(norm) for norm in norms)
         and all(len(getattr(attention, name).weight) == head_dim for name in extra)
     )
 
 
 def _is_gated(mlp: nn.Module) -> bool:
-    return _children(mlp) == _MLP and type(mlp.act_fn).__name__ in SILU
+    if _children(mlp) != _MLP:
+        return False
+    name = type(mlp.act_fn).__name__
+    return name in SILU or (name in _GELU and _is_on_cpu(mlp))
 
 
 def _is_mixture(mlp: nn.Module) -> bool:
-    """On a GPU, transformers' own layers around a mixture are as fast, and recorded alike."""
-    return _children(mlp) in _MIXTURES and all(weight.device.type == "cpu" for weight in mlp.parameters())
+    return _children(mlp) in _MIXTURES and _is_on_cpu(mlp)
+
+
+def _is_offset(norm: nn.Module) -> bool:
+    return type(norm).__name__ in _OFFSET and _is_on_cpu(norm)
+
+
+def _is_on_cpu(module: nn.Module) -> bool:
+    """On a GPU the kernels know plain layers alone; transformers' own are recorded for others."""
+    return all(weight.device.type == "cpu" for weight in module.parameters())
 
 
 def _children(module: nn.Module) -> set[str]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...cpu.layouts import numbers, rounded_inputs
 from ...cpu.library import BLOCK, PLAIN, Kernels, Product
@@ -70,7 +69,7 @@ def differences(
         found.append(Difference(part, distance(right, compiled), bound))
 
     silent = [segment._replace(samples=False) for segment in probes]
-    exact = functional.embedding(step.ids, decoder.embedding).float()
+    exact = decoder.embed(step.ids).float()
     for index, routed in enumerate(candidate.routed):
         given = exact.to(dtype)
         _, compiled = candidate.part(silent, given, range(index, index + 1))
@@ -171,7 +170,7 @@ class _Reference:
             rows += [*own, *(count + row for row in own)]
         self._rows = torch.tensor(rows)
         self._step = pack(twice, self._groups, setting.block_size, device, self._attention.pack_group)
-        self._angles = decoder.angles(self._step.positions, torch.float32)
+        self._rotations = decoder.angles(self._step.positions, torch.float32)
 
     def advance(self, index: int, first: Tensor, second: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor]:
         """Run one layer on two residual streams [T, E]: what they are after it. `choice` is for the first."""
@@ -185,10 +184,12 @@ class _Reference:
             setattr(layer, name, self._exact(getattr(layer, name).product))
         if choice is not None:
             layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)
-        return advance(layer, index, x, self._angles, self._attend)
+        return advance(layer, index, x, self._rotations[layer.kind], self._attend)
 
     def head(self, x: Tensor) -> Tensor:
-        return self._exact(self._decoder.head.product)(self._decoder.norm(x))
+        logits = self._exact(self._decoder.head.product)(self._decoder.norm(x))
+        cap = self._decoder.softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def _exact(self, product: Product | None) -> _Exact:
         assert product is not None

@@ -60,8 +60,8 @@ def test_layers_compute_what_torch_does(head_dim: int, num_deep: int, *, has_hea
         return query.transpose(0, 1).flatten(1) * (index + 1)
 
     before = x.clone()
-    want = through(own, x, angles, attention, seen)
-    found = on_cuda.through(own, x, angles, attention, seen)
+    want = through(own, x, {None: angles}, attention, seen)
+    found = on_cuda.through(own, x, {None: angles}, attention, seen)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
     for one, other in zip(given[: len(own)], given[len(own) :], strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)

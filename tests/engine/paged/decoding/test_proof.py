@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from penstock.engine.cpu import variants
 from penstock.engine.cpu.library import Kernels, load_kernels
@@ -29,9 +39,16 @@ compiled = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reas
 def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: Any = LlamaConfig) -> Any:
     """Random; with a large `spread` its layers make every rounding larger, as those of real models do."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 170, "num_attention_heads": 4, "head_dim": 16}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 170,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
     shape |= {"num_experts_per_tok": 2, "num_local_experts": 8} if kind in (MixtralConfig, GptOssConfig) else {}
     shape |= {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True} if kind is Qwen3MoeConfig else {}
+    shape |= {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0} if kind is Gemma2Config else {}
     config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
@@ -49,9 +66,15 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
 
 @compiled
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
-@pytest.mark.parametrize("kind", [LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
+        *(GemmaConfig, Gemma2Config, Gemma3TextConfig),
+    ],
+)
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
-    spread = 0.3 if kind is GptOssConfig else 0.6  # those gates enlarge more
+    spread = 0.3 if kind in (GptOssConfig, GemmaConfig) else 0.6  # those gates enlarge more
     made = run(make_model(spread=spread, kind=kind), load_kernels(), method)
     assert made.uncompiled == "" and made._compiled is not None
 
@@ -103,6 +126,52 @@ def test_what_is_wrong_in_one_part_is_refused_and_named(
 
     monkeypatch.setattr(runner, "CompiledDecoder", Broken)
     made = run(make_model(spread=spread, kind=Qwen3Config), load_kernels())
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def forget_the_scale(decoder: CompiledDecoder) -> None:
+    decoder._model.scale = 1
+
+
+def lose_norm_after(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].mlp_after = None
+
+
+def take_another_gate(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].has_gelu = False
+
+
+def lose_cap_of_scores(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].softcap = 0
+
+
+def lose_cap_of_logits(decoder: CompiledDecoder) -> None:
+    decoder._model.softcap = 0
+
+
+@compiled
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (forget_the_scale, "the model"),
+        (lose_norm_after, "layer 3"),
+        (take_another_gate, "layer 3"),
+        (lose_cap_of_scores, "layer 3"),
+        (lose_cap_of_logits, "the head"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_a_model_like_gemma_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(compiled_decoder.CompiledDecoder):
+        def attach(self, *arguments: Any) -> None:
+            super().attach(*arguments)
+            break_(self)
+
+    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
+    made = run(make_model(spread=0.2, kind=Gemma2Config), load_kernels())  # with others both gates are much alike
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
 
