@@ -622,8 +622,13 @@ static void compute_mixture(void *given) {
     release_tiles();
 }
 
-/* Add to `to` [rows, E] what the experts that `room` names make of x T [rows, E], at most MOST_ROWS. */
-void mix_rows(const Mixture *m, const void *x, int64_t rows, const Room *room, float *to, int64_t half, int64_t threads) {
+/* Add to `to` [rows, E] what the experts that `room` names make of x T [rows, E], at most MOST_ROWS. Returns 0; or 1,
+   having computed nothing, for an expert that is not there. */
+int64_t mix_rows(const Mixture *m, const void *x, int64_t rows, const Room *room, float *to, int64_t half,
+                 int64_t threads) {
+    for (int64_t i = 0; i < rows * m->used; i++)
+        if (room->chosen[i] < 0 || room->chosen[i] >= m->count) return 1;
     Mixing given = {{0}, m, x, rows, room, to, half};
     run_threads(compute_mixture, &given, threads);
+    return 0;
 }

@@ -79,7 +79,12 @@ class Product(ctypes.Structure):
 
     def room(self, rows: int) -> int:
         """The bytes that the inputs of so many rows take when they are quantised."""
-        return 0 if self.kind == PLAIN else -(-rows // TILE_ROWS) * TILE_ROWS * -(-self.inputs // GROUP) * _INPUT_BYTES
+        return 0 if self.kind == PLAIN else room_for(rows, self.inputs)
+
+
+def room_for(rows: int, inputs: int) -> int:
+    """The bytes of so many rows of quantised inputs."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS * -(-inputs // GROUP) * _INPUT_BYTES
 
 
 class DrawParams(NamedTuple):
@@ -105,10 +110,11 @@ class Kernels:
         library.multiply_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER]
         library.draw.argtypes = [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT]
         library.mix_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
+        library.mix_rows.restype = _INT
         library.pack_blocks.argtypes = [_INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT]
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
-        library.draw.restype = library.mix_rows.restype = library.pack_blocks.restype = None
+        library.draw.restype = library.pack_blocks.restype = None
         library.use_openmp.argtypes, library.use_openmp.restype = [_POINTER] * 3, None
         library.use_openmp(*_openmp())
         self._room = torch.empty(0)

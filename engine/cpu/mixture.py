@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .library import MOST_ROWS, PLAIN, TILE_ROWS, Kernels, Product
+from .library import MOST_ROWS, PLAIN, TILE_ROWS, Kernels, Product, room_for
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -50,7 +50,7 @@ class Room(ctypes.Structure):
             "inputs": torch.zeros((slots, max(one.inputs for one in inner)), dtype=dtype),
             "gated": torch.zeros((slots, max(one.inputs for one in outer)), dtype=dtype),
             "sums": torch.zeros((slots, max(one.outputs for one in inner))),
-            "levels": torch.zeros(max(one.room(slots) for one in (*inner, *outer)), dtype=torch.uint8),
+            "levels": torch.zeros(max(room_for(slots, one.inputs) for one in (*inner, *outer)), dtype=torch.uint8),
         }
         super().__init__(**{name: tensor.data_ptr() for name, tensor in self.tensors.items()})
 
@@ -60,13 +60,14 @@ class Rooms:
 
     def __init__(self) -> None:
         self._room: Room | None = None
-        self._made_for: tuple[object, ...] = ()
+        self._sizes: tuple[object, ...] = ()
 
     def fit(self, experts: Experts, used: int, dtype: torch.dtype) -> Room:
         """Those for MOST_ROWS rows, new ones if the last had other sizes."""
-        needed = *(_kind(product) for product in experts.firsts), used, dtype
-        if self._room is None or needed != self._made_for:
-            self._room, self._made_for = Room([experts], MOST_ROWS, used, dtype), needed
+        inner, outer = experts.firsts
+        sizes = inner.inputs, inner.outputs, outer.inputs, used, dtype
+        if self._room is None or sizes != self._sizes:
+            self._room, self._sizes = Room([experts], MOST_ROWS, used, dtype), sizes
         return self._room
 
 
@@ -121,7 +122,10 @@ class Experts:
         return Mixture(router, *addresses, self.count, used, is_normed, self._clamp is not None, *clamp)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """[T, E], and for each token its experts and their shares, [T, K] each → [T, E]."""
+        """[T, E], and for each token its experts and their shares, [T, K] each → [T, E].
+
+        Raises `IndexError` for an expert that is not there.
+        """
         used, half, threads = chosen.shape[1], x.dtype == torch.bfloat16, torch.get_num_threads()
         mixture, room = self.mixture(Product(), used, False), self._rooms.fit(self, used, x.dtype)
         x, result = x.contiguous(), torch.zeros(x.shape)
@@ -130,7 +134,9 @@ class Experts:
             room.tensors["chosen"][: len(rows)] = chosen[start : start + MOST_ROWS]
             room.tensors["shares"][: len(rows)] = shares[start : start + MOST_ROWS]
             buffers = ctypes.byref(room), to.data_ptr()
-            self._kernels.library.mix_rows(ctypes.byref(mixture), rows.data_ptr(), len(rows), *buffers, half, threads)
+            arguments = rows.data_ptr(), len(rows), *buffers, half, threads
+            if self._kernels.library.mix_rows(ctypes.byref(mixture), *arguments):
+                raise IndexError(f"a token passes an expert that is none of the {self.count}")
         return result.to(x.dtype)
 
 

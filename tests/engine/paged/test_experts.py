@@ -108,6 +108,15 @@ def test_a_row_has_the_same_bits_among_any_others(method: str | None, dtype: tor
         torch.set_num_threads(before)
 
 
+@torch.inference_mode()
+def test_an_expert_that_is_not_there_is_refused() -> None:
+    kernels = load_kernels()
+    experts = pack_experts(make("qwen3_moe"), ProductMaker(None, torch.device("cpu"), kernels), kernels)[0]
+    for wrong in (4, -1):
+        with pytest.raises(IndexError, match="none of the 4"):
+            experts(torch.zeros(2, 64), torch.tensor([[0, 1], [2, wrong]]), torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe"])
 def test_a_mixture_answers_like_transformers(
     family: str, model_directory: Callable[[str], Path], tmp_path: Path
