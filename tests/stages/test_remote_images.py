@@ -33,11 +33,16 @@ class Server:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.tasks.add(asyncio.current_task())
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        except (asyncio.IncompleteReadError, ConnectionError):  # who has little patience may leave before it asks
+            writer.close()
+            return
         self.asked.append(head)
         path = head.split()[1]
         if path == "/silent.png":
-            await reader.read()
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
             writer.close()
             return
         status, more, body = "200 OK", "", picture()
