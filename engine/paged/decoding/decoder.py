@@ -222,10 +222,11 @@ def _epsilon_of(norm: Any) -> float:
 
 
 def _is_plain(layer: Any) -> bool:
-    children, attention = _children(layer), layer.self_attn
+    children = _children(layer)
     around = _AROUND if children == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(layer.mlp) else set[str]()
     if children - around != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
         return False
+    attention = layer.self_attn
     extra = _children(attention) - _ATTENTION
     norms = [
         *(layer.input_layernorm, layer.post_attention_layernorm),
