@@ -222,6 +222,15 @@ INLINE void product(Thread *t, const Product *p, const void *x, const Inputs *le
     }
 }
 
+#define PRODUCT(name, half)                                                                                           \
+    static __attribute__((noinline)) void name(Thread *t, const Product *p, const void *x, const Inputs *levels,      \
+                                               int64_t rows, void *to, int how, const float *gates,                   \
+                                               const Adapters *adapters) {                                            \
+        product(t, p, x, levels, rows, to, how, gates, adapters, half);                                               \
+    }
+PRODUCT(product_bf16, 1)
+PRODUCT(product_f32, 0)
+
 /* ---- Attention ---- */
 
 INLINE const int64_t *table_of(const Token *token, const Layer *l) { return token->tables + l->group * token->width; }
@@ -429,13 +438,11 @@ INLINE void logits_argmax(Thread *t, const Model *m, const Inputs *levels, int64
 /* A product with those of the adapters, of which it has `count` parts from `first` on. */
 INLINE void adapted(Thread *t, const Product *p, Adapters *step, int64_t first, int64_t count, const void *x,
                     const Inputs *levels, int64_t rows, void *to, int how, const float *gates, int half) {
-    if (!step->num_runs) {
-        product(t, p, x, levels, rows, to, how, gates, NULL, half);
-        return;
+    if (step->num_runs) {
+        step->first = first, step->count = count;
+        make_low(t, step, x, p->inputs, half);
     }
-    step->first = first, step->count = count;
-    make_low(t, step, x, p->inputs, half);
-    product(t, p, x, levels, rows, to, how, gates, step, half);
+    (half ? product_bf16 : product_f32)(t, p, x, levels, rows, to, how, gates, step->num_runs ? step : NULL);
 }
 
 /* The same, added to the stream, normalised if there are weights for that. Every thread waits at its end. */
@@ -497,7 +504,8 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         added(t, m, &l->output, &own, OUTPUT, m->mixed, &mixed, rows, l->attention_after, l->epsilon, half);
         if (l->mixture) {
             norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, 0, &in, half);
-            product(t, &l->mixture->router, m->input, NULL, rows, m->room->routes, STORE, NULL, NULL, half);
+            (half ? product_bf16 : product_f32)(t, &l->mixture->router, m->input, NULL, rows, m->room->routes, STORE, NULL,
+                                                NULL);
             wait_for_all(t);
             EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
             wait_for_all(t);
@@ -506,8 +514,8 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         }
         const int to_levels = takes_levels(&l->gate, half) || takes_levels(&l->up, half);
         norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
-        if (l->has_gelu) adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, GELU, NULL, half);
-        else adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, SILU, NULL, half);
+        const int how = l->has_gelu ? GELU : SILU;
+        adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, how, NULL, half);
         wait_for_all(t);
         adapted(t, &l->up, &own, UP, 1, m->input, &in, rows, m->gated, TIMES, m->gates, half);
         wait_for_all(t);
@@ -590,9 +598,9 @@ static void compute_rows(void *given) {
     Thread t = this_thread(&g->team);
     if (g->half) {
         quantize(&t, g->product, g->x, g->rows, g->levels, 1);
-        product(&t, g->product, g->x, g->levels, g->rows, g->to, ROUND, NULL, NULL, 1);
+        product_bf16(&t, g->product, g->x, g->levels, g->rows, g->to, ROUND, NULL, NULL);
     } else {
-        product(&t, g->product, g->x, NULL, g->rows, g->to, ROUND, NULL, NULL, 0);
+        product_f32(&t, g->product, g->x, NULL, g->rows, g->to, ROUND, NULL, NULL);
     }
     release_tiles();
 }
