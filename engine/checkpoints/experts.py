@@ -6,13 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any
 
 import torch
 
 from .lazy import LazyWeight
-from .rounded import Blocks, ReadRounded, Rounded, TakesLevels, absent
+from .rounded import Blocks, ReadRounded, Rounded, TakesLevels, absent, blocks_of
 
 _EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
@@ -92,6 +90,4 @@ class _Joined:
 
     def blocks(self) -> list[Blocks]:
         """As the file has them; none unless it has all of them."""
-        readers: Sequence[Any] = self.readers
-        found: list[list[Blocks]] = [read.blocks() if hasattr(read, "blocks") else [] for read in readers]
-        return [*chain.from_iterable(found)] if all(found) else []
+        return blocks_of(self.readers)

@@ -135,15 +135,14 @@ class Rounded(NamedTuple):
         return scales | {f"{name}.levels": low | high << 4, f"{name}.zeros": self.zeros.contiguous()}
 
 
-def blocks_of(modules: Iterable[nn.Module]) -> list[Blocks]:
-    """The weights of several modules, in their order, as a file has them; none unless it has blocks of all."""
+def blocks_of(readers: Iterable[ReadRounded | None]) -> list[Blocks]:
+    """What several readers read, in their order, as their file has it; nothing unless it has blocks of all."""
     found: list[Blocks] = []
-    for module in modules:
-        read: Any = getattr(module, "rounded", None)
-        blocks: list[Blocks] = read.blocks() if hasattr(read, "blocks") else []
-        if not blocks:
+    for read in readers:
+        blocks: Callable[[], list[Blocks]] | None = getattr(read, "blocks", None)
+        if blocks is None or not (own := blocks()):
             return []
-        found += blocks
+        found += own
     return found
 
 

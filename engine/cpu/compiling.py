@@ -49,15 +49,11 @@ def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path, timeou
     Raises `subprocess.SubprocessError`, or `OSError` where there is no such compiler.
     """
     sources = [source for source in variants.SOURCES if source.suffix == ".c"]
+    command = [*compiler, *options, *(option for option in OPTIONS if option != "-shared"), "-c", "-o"]
     with tempfile.TemporaryDirectory(dir=to.parent) as directory, ThreadPoolExecutor(len(sources)) as pool:
-        objects = [str(Path(directory) / f"{source.stem}.o") for source in sources]
-        command = [*compiler, *options, *(option for option in OPTIONS if option != "-shared"), "-c", "-o"]
-        made = [
-            pool.submit(_run, [*command, to_object, str(source)], timeout)
-            for to_object, source in zip(objects, sources, strict=True)
-        ]
-        for one in made:
-            one.result()
+        objects = [f"{directory}/{source.stem}.o" for source in sources]
+        both = zip(objects, map(str, sources), strict=True)
+        list(pool.map(lambda pair: _run([*command, *pair], timeout), both))
         _run([*compiler, *options, *OPTIONS, "-o", str(to), *objects, "-lm"], timeout)
 
 

@@ -36,7 +36,7 @@ class Memory(NamedTuple):
 
 def computes_bfloat16() -> bool:
     """Whether torch multiplies in bfloat16 at least as fast as in float32: without these instructions it takes five
-    times as long."""
+    times as long. oneDNN decides alike (`decoding.linear.packs_bfloat16`); this needs no torch."""
     return _BFLOAT16.get(ARCHITECTURE, {"unknown"}) <= {*cpu_flags().split()}
 
 

@@ -32,25 +32,32 @@ class Clamp(NamedTuple):
     limit: float
 
 
+class Sizes(NamedTuple):
+    """The experts of a mixture, the size of a row, and that of what is between an expert's products."""
+
+    experts: int
+    outer: int
+    inner: int
+
+
 class Room(ctypes.Structure):
-    """Buffers for the rows of a step in any of some mixtures; each row passes `used` experts."""
+    """Buffers for MOST_ROWS rows in mixtures of the same sizes, where each row passes `used` experts."""
 
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("routes", "chosen", "shares")),
         *((name, _POINTER) for name in ("inputs", "gated", "sums", "levels")),
     ]
 
-    def __init__(self, mixtures: Sequence[Experts], rows: int, used: int, dtype: torch.dtype) -> None:
-        slots = rows * used + TILE_ROWS
-        inner, outer = ([one.firsts[index] for one in mixtures] for index in range(2))
+    def __init__(self, sizes: Sizes, used: int, dtype: torch.dtype) -> None:
+        slots = MOST_ROWS * used + TILE_ROWS
         self.tensors = {  # kept alive: the structure holds their addresses
-            "chosen": torch.zeros((rows, used), dtype=torch.int64),
-            "shares": torch.zeros((rows, used)),
-            "routes": torch.zeros((rows, max(one.count for one in mixtures))),
-            "inputs": torch.zeros((slots, max(one.inputs for one in inner)), dtype=dtype),
-            "gated": torch.zeros((slots, max(one.inputs for one in outer)), dtype=dtype),
-            "sums": torch.zeros((slots, max(one.outputs for one in inner))),
-            "levels": torch.zeros(max(room_for(slots, one.inputs) for one in (*inner, *outer)), dtype=torch.uint8),
+            "chosen": torch.zeros((MOST_ROWS, used), dtype=torch.int64),
+            "shares": torch.zeros((MOST_ROWS, used)),
+            "routes": torch.zeros((MOST_ROWS, sizes.experts)),
+            "inputs": torch.zeros((slots, sizes.outer), dtype=dtype),
+            "gated": torch.zeros((slots, sizes.inner), dtype=dtype),
+            "sums": torch.zeros((slots, 2 * sizes.inner)),
+            "levels": torch.zeros(max(room_for(slots, size) for size in sizes[1:]), dtype=torch.uint8),
         }
         super().__init__(**{name: tensor.data_ptr() for name, tensor in self.tensors.items()})
 
@@ -60,14 +67,12 @@ class Rooms:
 
     def __init__(self) -> None:
         self._room: Room | None = None
-        self._sizes: tuple[object, ...] = ()
+        self._made_for: tuple[object, ...] = ()
 
-    def fit(self, experts: Experts, used: int, dtype: torch.dtype) -> Room:
-        """Those for MOST_ROWS rows, new ones if the last had other sizes."""
-        inner, outer = experts.firsts
-        sizes = inner.inputs, inner.outputs, outer.inputs, used, dtype
-        if self._room is None or sizes != self._sizes:
-            self._room, self._sizes = Room([experts], MOST_ROWS, used, dtype), sizes
+    def fit(self, sizes: Sizes, used: int, dtype: torch.dtype) -> Room:
+        """The last ones, or new ones if those are for something else."""
+        if self._room is None or self._made_for != (sizes, used, dtype):
+            self._room, self._made_for = Room(sizes, used, dtype), (sizes, used, dtype)
         return self._room
 
 
@@ -87,8 +92,8 @@ class Experts:
     ) -> None:
         """See `of`."""
         self._clamp = clamp
-        self.count, self.firsts = len(inner), (inner[0], outer[0])
-        self._inner, self._outer = (Product * self.count)(*inner), (Product * self.count)(*outer)
+        self.sizes, self._firsts = Sizes(len(inner), inner[0].inputs, outer[0].inputs), (inner[0], outer[0])
+        self._inner, self._outer = ((Product * len(inner))(*products) for products in (inner, outer))
         self._tensors = [product.tensors for product in (*inner, *outer)]
         self._kernels, self._rooms = kernels, rooms
 
@@ -113,13 +118,17 @@ class Experts:
 
     def take(self, dtype: torch.dtype) -> bool:
         """Whether inputs may have this dtype: numbers are multiplied by those of their own alone."""
-        return all(one.kind != PLAIN or _dtype(one) == dtype for one in self.firsts)
+        return all(one.kind != PLAIN or _dtype(one) == dtype for one in self._firsts)
+
+    def room(self, used: int, dtype: torch.dtype) -> Room:
+        """The buffers for rows of so many experts each, which all layers share."""
+        return self._rooms.fit(self.sizes, used, dtype)
 
     def mixture(self, router: Product, used: int, is_normed: bool) -> Mixture:
         """The caller keeps `router` alive."""
         addresses = (ctypes.addressof(products) for products in (self._inner, self._outer))
         clamp = self._clamp or Clamp(0, 0)
-        return Mixture(router, *addresses, self.count, used, is_normed, self._clamp is not None, *clamp)
+        return Mixture(router, *addresses, self.sizes.experts, used, is_normed, self._clamp is not None, *clamp)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, E], and for each token its experts and their shares, [T, K] each → [T, E].
@@ -127,7 +136,7 @@ class Experts:
         Raises `IndexError` for an expert that is not there.
         """
         used, half, threads = chosen.shape[1], x.dtype == torch.bfloat16, torch.get_num_threads()
-        mixture, room = self.mixture(Product(), used, False), self._rooms.fit(self, used, x.dtype)
+        mixture, room = self.mixture(Product(), used, False), self.room(used, x.dtype)
         x, result = x.contiguous(), torch.zeros(x.shape)
         for start in range(0, len(x), MOST_ROWS):
             rows, to = x[start : start + MOST_ROWS], result[start : start + MOST_ROWS]
@@ -136,7 +145,7 @@ class Experts:
             buffers = ctypes.byref(room), to.data_ptr()
             arguments = rows.data_ptr(), len(rows), *buffers, half, threads
             if self._kernels.library.mix_rows(ctypes.byref(mixture), *arguments):
-                raise IndexError(f"a token passes an expert that is none of the {self.count}")
+                raise IndexError(f"a token passes an expert that is none of the {self.sizes.experts}")
         return result.to(x.dtype)
 
 

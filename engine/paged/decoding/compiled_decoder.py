@@ -50,8 +50,8 @@ class _LowRank(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm", "attention_after", "mlp_after")),
-        *((name, _POINTER) for name in ("cosines", "sines")),
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
+        *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
         *((name, _POINTER) for name in ("mixture", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu")),
@@ -64,12 +64,10 @@ class _Model(ctypes.Structure):
         *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
         *((name, _INT) for name in ("embedding", "num_q_heads", "num_kv_heads", "head_dim")),
         *((name, _INT) for name in ("num_groups", "block_size")),
-        *((name, _POINTER) for name in ("embeddings", "layers")),
-        ("norm", _POINTER),
+        *((name, _POINTER) for name in ("embeddings", "layers", "norm")),
         ("head", Product),
-        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates", "levels", "room")),
-        ("low", _POINTER),
-        ("after", _POINTER),
+        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
+        *((name, _POINTER) for name in ("levels", "room", "low", "after")),
         ("most_rank", _INT),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
     ]
@@ -137,8 +135,9 @@ class CompiledDecoder:
         self._stream = torch.zeros((MOST_ROWS, output.outputs))
         model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
         model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (qkv.outputs, inner))
-        self.room = self._room()
-        if self.room is not None:
+        self.room: Room | None = None  # of all mixtures, if there are any
+        for routed in filter(None, self.routed):
+            self.room = routed.experts.room(routed.used, dtype)
             model.room = ctypes.addressof(self.room)
 
     @classmethod
@@ -152,9 +151,10 @@ class CompiledDecoder:
         shapes = {(layer.num_q_heads, layer.num_kv_heads, *_sizes(layer)[:2]) for layer in decoder.layers}
         gated = {_sizes(layer)[2:] for layer in decoder.layers if layer.mixture is None}
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
-        used = {getattr(router_of(mixture), "top_k", None) for mixture in mixtures}
-        are_known = all(Routed.is_known(one, dtype, kernels) for one in mixtures)
-        if not are_known or max(len(shapes), len(gated), len(used)) > 1:
+        if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
+            return None
+        mixed = {(router_of(one).top_k, one.experts.compiled.sizes) for one in mixtures}
+        if max(len(shapes), len(gated), len(mixed)) > 1:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
         for rule, layer in zip(rules, compiled._layers, strict=True):
@@ -250,12 +250,6 @@ class CompiledDecoder:
 
     def _route(self, layer: Layer) -> Routed | None:
         return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels)
-
-    def _room(self) -> Room | None:
-        """The buffers of mixtures, if there are any."""
-        known = [routed for routed in self.routed if routed is not None]
-        used = max((routed.used for routed in known), default=0)
-        return Room([routed.experts for routed in known], MOST_ROWS, used, self._dtype) if known else None
 
     def _reach(self, end: int) -> None:
         """Compute the rotations of all positions below `end`.

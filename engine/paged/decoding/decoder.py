@@ -76,8 +76,9 @@ class Layer:
     mlp_after: Norm | None = None
     has_gelu = False
 
-    def __init__(self, module: Any, make: MakeLinear) -> None:
-        attention, mlp = module.self_attn, module.mlp
+    def __init__(self, module: Any, make: MakeLinear, kind: str | None = None) -> None:
+        """`kind` is whose rotations it uses."""
+        attention, mlp, self.kind = module.self_attn, module.mlp, kind
         self.attention_norm = Norm(module.input_layernorm)
         if hasattr(module, "pre_feedforward_layernorm"):
             self.attention_after, self.mlp_after = (
@@ -86,7 +87,6 @@ class Layer:
             self.mlp_norm = Norm(module.pre_feedforward_layernorm)
         else:
             self.mlp_norm = Norm(module.post_attention_layernorm)
-        self.kind: str | None = getattr(attention, "layer_type", None)
         head_dim = attention.head_dim
         self.num_q_heads = attention.q_proj.out_features // head_dim
         self.num_kv_heads = attention.k_proj.out_features // head_dim
@@ -101,7 +101,7 @@ class Layer:
         self.mixture: Any = None if hasattr(mlp, "gate_proj") else mlp
         if self.mixture is None:
             self.gate, self.up, self.down = make([mlp.gate_proj]), make([mlp.up_proj]), make([mlp.down_proj])
-            self.has_gelu = type(mlp.act_fn).__name__ in _GELU if hasattr(mlp, "act_fn") else False
+            self.has_gelu = type(mlp.act_fn).__name__ in _GELU
 
     def linears(self) -> list[Linear]:
         """Its products in the order of their use, without those of a mixture."""
@@ -126,10 +126,9 @@ class Decoder:
 
             self._through = cuda_layers.through
         self._rotary: nn.Module = body.rotary_emb
-        self.layers = [Layer(layer, make) for layer in body.layers]
-        self._kinds = {layer.kind for layer in self.layers} if hasattr(body.rotary_emb, "layer_types") else {None}
-        for layer in self.layers:
-            layer.kind = layer.kind if layer.kind in self._kinds else None
+        has_kinds = hasattr(body.rotary_emb, "layer_types")
+        self.layers = [Layer(one, make, one.self_attn.layer_type if has_kinds else None) for one in body.layers]
+        self._kinds = {layer.kind for layer in self.layers}
         self._head_dim: int = body.layers[0].self_attn.head_dim
         self.norm = Norm(body.norm)
         self.head = make([model.lm_head])

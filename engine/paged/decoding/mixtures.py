@@ -36,7 +36,7 @@ class Routed:
             return False
         if not {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())} <= {"weight", "bias"}:
             return False
-        sizes = packed.compiled.count, packed.compiled.firsts[0].inputs
+        sizes = packed.compiled.sizes[:2]
         return gate.weight.shape == sizes and hasattr(gate, "top_k") and kernels.take(dtype, sizes[1])
 
     @property

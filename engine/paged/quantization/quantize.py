@@ -86,7 +86,8 @@ class ProductMaker:
             product: Linear = held
             return product
         bias, dtype = fused_bias(parts), parts[0].weight.dtype
-        if self._packer is not None and (blocks := blocks_of(parts)):
+        readers = (getattr(part, "rounded", None) for part in parts)
+        if self._packer is not None and (blocks := blocks_of(readers)):
             packed = self._packer.pack(blocks, bias, dtype)
             if packed is not None:
                 self.is_quantized = True

@@ -35,7 +35,9 @@ def layer(head_dim: int, *, has_head_norms: bool) -> Layer:
     )
     if has_head_norms:
         attention.q_norm, attention.k_norm = norm(head_dim), norm(head_dim)
-    mlp = SimpleNamespace(gate_proj=linear(SIZE, WIDE), up_proj=linear(SIZE, WIDE), down_proj=linear(WIDE, SIZE))
+    mlp = SimpleNamespace(
+        gate_proj=linear(SIZE, WIDE), up_proj=linear(SIZE, WIDE), down_proj=linear(WIDE, SIZE), act_fn=nn.SiLU()
+    )
     norms = {"input_layernorm": norm(SIZE), "post_attention_layernorm": norm(SIZE)}
     return Layer(SimpleNamespace(self_attn=attention, mlp=mlp, **norms), Views)
 

@@ -79,6 +79,17 @@ def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str 
     assert made.uncompiled == "" and made._compiled is not None
 
 
+def breaking(break_: Callable[[CompiledDecoder], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runners break each compiled decoder before they try it."""
+
+    class Broken(compiled_decoder.CompiledDecoder):
+        def attach(self, *arguments: Any) -> None:
+            super().attach(*arguments)
+            break_(self)
+
+    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
+
+
 def scale(name: str, factor: float) -> Callable[[CompiledDecoder], None]:
     def change(decoder: CompiledDecoder) -> None:
         setattr(decoder._layers[3], name, factor * getattr(decoder._layers[3], name))
@@ -119,12 +130,7 @@ def mistake_last_norm(decoder: CompiledDecoder) -> None:
 def test_what_is_wrong_in_one_part_is_refused_and_named(
     break_: Callable[[CompiledDecoder], None], part: str, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(compiled_decoder.CompiledDecoder):
-        def attach(self, *arguments: Any) -> None:
-            super().attach(*arguments)
-            break_(self)
-
-    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
+    breaking(break_, monkeypatch)
     made = run(make_model(spread=spread, kind=Qwen3Config), load_kernels())
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
@@ -165,12 +171,7 @@ def lose_cap_of_logits(decoder: CompiledDecoder) -> None:
 def test_what_is_wrong_in_a_model_like_gemma_is_refused_and_named(
     break_: Callable[[CompiledDecoder], None], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(compiled_decoder.CompiledDecoder):
-        def attach(self, *arguments: Any) -> None:
-            super().attach(*arguments)
-            break_(self)
-
-    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
+    breaking(break_, monkeypatch)
     made = run(make_model(spread=0.2, kind=Gemma2Config), load_kernels())  # with others both gates are much alike
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
@@ -211,13 +212,7 @@ def test_what_is_wrong_in_a_mixture_is_refused_and_named(
     break_: Callable[[CompiledDecoder], None], part: str, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A choice of experts that rounding alone would make, another one of equals, is no fault: nothing else is named."""
-
-    class Broken(compiled_decoder.CompiledDecoder):
-        def attach(self, *arguments: Any) -> None:
-            super().attach(*arguments)
-            break_(self)
-
-    monkeypatch.setattr(runner, "CompiledDecoder", Broken)
+    breaking(break_, monkeypatch)
     made = run(make_model(spread=spread, kind=Qwen3MoeConfig), load_kernels(), "int8")
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled

@@ -13,14 +13,6 @@ enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outp
 enum { BIAS = HAS_VNNI ? 128 : 0 }; /* VNNI multiplies unsigned by signed bytes */
 enum { CHUNK_GROUPS = 16 };         /* groups of a block that stay in the cache while all rows pass */
 
-/* Whether a byte holds two levels. */
-INLINE int is_packed(int kind) { return kind == INT4 || kind == UNEVEN; }
-
-INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (is_packed(kind) ? 2 : 1); }
-
-/* Parts of a group that have a scale each. */
-INLINE int num_parts(int kind) { return kind == FINE ? 2 : 1; }
-
 /* 16 scales of a group or its part, from the output j on; those of the zeros follow the first 64. */
 INLINE __m512 load_scales(const Product *p, int64_t group, int64_t j) {
     const int64_t i = group * (p->has_zeros ? 2 : 1) * BLOCK + j;
@@ -264,7 +256,8 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
             const char *next = (const char *)chunk + (b - a) * bytes;                                                 \
             const int8_t *weight = (const int8_t *)chunk;                                                             \
             if (is_packed(kind)) {                                                                                    \
-                const __m512i table = spread_table(p, kind), less = _mm512_set1_epi8(kind == INT4 ? p->middle : 0);       \
+                const __m512i table = spread_table(p, kind);                                                          \
+                const __m512i less = _mm512_set1_epi8(kind == INT4 ? p->middle : 0);                                  \
                 weight = unpacked;                                                                                    \
                 for (int64_t q = 0; q < (b - a) * QUADS; q++) {                                                       \
                     for (int j = 0; j < 4; j++) {                                                                     \

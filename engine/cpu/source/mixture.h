@@ -44,7 +44,7 @@ INLINE void choose_experts(const Mixture *m, int64_t row, const Room *room) {
     for (int64_t e = 0; e < m->count; e++) all += routes[e];
     for (int64_t k = 0; k < m->used; k++) {
         int64_t best = -1;
-        for (int64_t e = 0; e < m->count; e++) { /* a chosen one is negative; NaN is never better, and may be left over */
+        for (int64_t e = 0; e < m->count; e++) { /* a chosen one is negative; NaN is never better, but may be left */
             if (routes[e] < 0 || (best >= 0 && !(routes[e] > routes[best]))) continue;
             best = e;
         }
@@ -56,7 +56,7 @@ INLINE void choose_experts(const Mixture *m, int64_t row, const Room *room) {
     for (int64_t k = 0; k < m->used; k++) room->shares[row * m->used + k] /= m->is_normed ? sum : all;
 }
 
-/* 16 numbers from the sums [2 I] of a slot: SiLU(gate) * up; of clamped ones gate * sigmoid(alpha * gate) * (up + 1). */
+/* 16 numbers of the sums [2 I] of a slot: SiLU(gate) * up; clamped ones, gate * sigmoid(alpha * gate) * (up + 1). */
 INLINE __m512 gated(const Mixture *m, const float *sums, int64_t count, int64_t i, __mmask16 mask) {
     if (!m->is_clamped) return _mm512_mul_ps(silu(load(sums, i, mask, 0)), load(sums, count + i, mask, 0));
     float gates[16], ups[16];
@@ -97,9 +97,10 @@ INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const 
     GUIDED(item, t, num_visits * blocks(m->inner)) {
         float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
         const Visits *v = visits + item / blocks(m->inner);
-        const int64_t block = item % blocks(m->inner);
-        prepare_tiles(m->inner, v->count, half);
-        int64_t outputs = multiply(m->inner + v->expert, block, room->inputs, &in, v->first, v->count, sums, half);
+        const Product *p = m->inner + v->expert;
+        const int64_t block = item % blocks(p);
+        prepare_tiles(p, v->count, half);
+        int64_t outputs = multiply(p, block, room->inputs, &in, v->first, v->count, sums, half);
         for (int64_t r = 0; r < v->count; r++)
             memcpy(room->sums + (v->first + r) * 2 * I + block * BLOCK, sums[r], outputs * sizeof(float));
     }
@@ -115,8 +116,9 @@ INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const 
     GUIDED(block, t, blocks(m->outer)) {
         float sums[MOST_ROWS][BLOCK] __attribute__((aligned(64)));
         for (const Visits *v = visits; v < visits + num_visits; v++) {
-            prepare_tiles(m->outer, v->count, half);
-            int64_t outputs = multiply(m->outer + v->expert, block, room->gated, &between, v->first, v->count, sums, half);
+            const Product *p = m->outer + v->expert;
+            prepare_tiles(p, v->count, half);
+            int64_t outputs = multiply(p, block, room->gated, &between, v->first, v->count, sums, half);
             for (int64_t r = 0; r < v->count; r++) {
                 const int64_t index = given[v->first + r], at = index / m->used * E + block * BLOCK;
                 const __m512 share = _mm512_set1_ps(room->shares[index]);

@@ -194,8 +194,8 @@ static __attribute__((noinline)) void add_low(const Adapters *s, int64_t row, in
 
 enum { STORE, ADD, SILU, GELU, TIMES, ROUND };
 
-/* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD, SILU and GELU (those of the
-   product) write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every
+/* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD, SILU and GELU (those of
+   the product) write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every
    thread must call it; none waits at its end. The runs of blocks get ever shorter: memory bandwidth differs between
    threads, and a run of adjacent blocks reads faster than as many scattered ones. */
 INLINE void product(Thread *t, const Product *p, const void *x, const Inputs *levels, int64_t rows, void *to, int how,
@@ -504,8 +504,9 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         added(t, m, &l->output, &own, OUTPUT, m->mixed, &mixed, rows, l->attention_after, l->epsilon, half);
         if (l->mixture) {
             norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, 0, &in, half);
-            (half ? product_bf16 : product_f32)(t, &l->mixture->router, m->input, NULL, rows, m->room->routes, STORE, NULL,
-                                                NULL);
+            const Product *router = &l->mixture->router;
+            float *routes = m->room->routes;
+            (half ? product_bf16 : product_f32)(t, router, m->input, NULL, rows, routes, STORE, NULL, NULL);
             wait_for_all(t);
             EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
             wait_for_all(t);

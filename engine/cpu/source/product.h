@@ -31,3 +31,12 @@ INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOC
 
 /* Groups of inputs that are quantised together; the last may be shorter. */
 INLINE int64_t groups(const Product *p) { return (p->inputs + GROUP - 1) / GROUP; }
+
+/* Whether a byte holds two levels. */
+INLINE int is_packed(int kind) { return kind == INT4 || kind == UNEVEN; }
+
+/* Of a block. */
+INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (is_packed(kind) ? 2 : 1); }
+
+/* Parts of a group that have a scale each. */
+INLINE int num_parts(int kind) { return kind == FINE ? 2 : 1; }

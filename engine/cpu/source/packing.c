@@ -163,14 +163,12 @@ static ReadGroup *const readers[] = {
     [IQ4_NL] = read_IQ4_NL, [MXFP4] = read_MXFP4, [MXFP4_PAIRS] = read_MXFP4_PAIRS,
 };
 
-INLINE int bits_of(const Product *p) { return p->kind == INT4 || p->kind == UNEVEN ? 4 : 8; }
-
 /* One group of 64 outputs, those of `block`. */
 static void pack_group(const Packing *s, int64_t block, int64_t g) {
     const Product *p = s->to;
     const int64_t start = block * BLOCK, own = (s->first / BLOCK + block) * groups(p) + g;
     const int64_t count = s->rows - start < BLOCK ? s->rows - start : BLOCK;
-    const int num_parts = p->kind == FINE ? 2 : 1, num_factors = p->has_zeros ? 2 : 1, is_wide = bits_of(p) == 8;
+    const int parts = num_parts(p->kind), num_factors = p->has_zeros ? 2 : 1, is_wide = !is_packed(p->kind);
     uint32_t words[BLOCK][GROUP / 4] = {{0}};
     float factors[2][2][BLOCK] = {{{0}}}; /* of each part the scales, then the zeros */
     for (int64_t o = 0; o < count; o++) {
@@ -180,7 +178,7 @@ static void pack_group(const Packing *s, int64_t block, int64_t g) {
         for (int part = 0; part < 2; part++)
             factors[part][0][o] = group.scales[part], factors[part][1][o] = group.zeros[part];
     }
-    uint32_t *to = (uint32_t *)p->weight + own * GROUP * BLOCK / (is_wide ? 4 : 8);
+    uint32_t *to = (uint32_t *)((uint8_t *)p->weight + own * group_bytes(p->kind));
     for (int q = 0; q < GROUP / 4; q++) {
         if (is_wide)
             for (int o = 0; o < BLOCK; o++) *to++ = words[o][q];
@@ -188,9 +186,9 @@ static void pack_group(const Packing *s, int64_t block, int64_t g) {
             for (int both = 0; both < BLOCK; both += 32)
                 for (int o = both; o < both + 16; o++) *to++ = words[o][q] | words[o + 16][q] << 4;
     }
-    for (int part = 0; part < num_parts; part++)
+    for (int part = 0; part < parts; part++)
         for (int i = 0; i < num_factors; i++) {
-            const int64_t at = ((own * num_parts + part) * num_factors + i) * BLOCK;
+            const int64_t at = ((own * parts + part) * num_factors + i) * BLOCK;
             if (p->scale_type == F32) memcpy((float *)p->scales + at, factors[part][i], sizeof factors[part][i]);
             else
                 for (int64_t o = 0; o < BLOCK; o++)
