@@ -27,10 +27,10 @@ from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import is_gguf
 from .backend import ProgressCallback
 from .checkpoints.experts import Readers, fold_experts
-from .checkpoints.gguf import read_gguf
-from .checkpoints.gguf_models import rope_factors
-from .checkpoints.gguf_pairs import config_of
-from .checkpoints.gguf_weights import lazy_weights, level_readers
+from .checkpoints.gguf.file import read_gguf
+from .checkpoints.gguf.models import rope_factors
+from .checkpoints.gguf.pairs import config_of
+from .checkpoints.gguf.weights import lazy_weights, level_readers
 from .checkpoints.lazy import reading
 from .checkpoints.packed_weights import lazy_packed_weights, packed_level_readers
 from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers

@@ -14,8 +14,8 @@ from typing import Any
 from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import NO_PROJECTOR, absolute_pair, gguf_model, is_gguf, looks_like_path, split_pair
 from .checkpoints.files import read_header, read_json, weight_files
-from .checkpoints.gguf import read_gguf
-from .checkpoints.gguf_pairs import config_of, find_projector, weights_of
+from .checkpoints.gguf.file import read_gguf
+from .checkpoints.gguf.pairs import config_of, find_projector, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
 from .checkpoints.quantized import Quantized
 from .vision.families import completed, family_of

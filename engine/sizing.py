@@ -14,7 +14,7 @@ from pydantic import ByteSize
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.sources import is_gguf
-from .checkpoints.gguf import read_gguf
+from .checkpoints.gguf.file import read_gguf
 from .checkpoints.quantized import PRECISE
 from .checkpoints.widths import WIDTHS, gguf_widths, packed_widths
 from .config import EngineConfig

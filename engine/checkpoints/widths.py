@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .gguf import BLOCKS, Gguf
-from .gguf_pairs import weights_of
+from .gguf.file import BLOCKS, Gguf
+from .gguf.pairs import weights_of
 from .packed import PackedWeight, Packing
 
 WIDTHS = {"int8": 1.1, "int4": 0.6}

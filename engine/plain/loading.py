@@ -14,9 +14,9 @@ from torch import Tensor
 from ...schemas.sources import is_gguf
 from ..backend import ProgressCallback
 from ..checkpoints.files import read_header, weight_files
-from ..checkpoints.gguf import read_gguf
-from ..checkpoints.gguf_models import rope_factors
-from ..checkpoints.gguf_weights import lazy_weights, level_readers
+from ..checkpoints.gguf.file import read_gguf
+from ..checkpoints.gguf.models import rope_factors
+from ..checkpoints.gguf.weights import lazy_weights, level_readers
 from ..checkpoints.lazy import LazyWeight, reading
 from ..checkpoints.packed_weights import lazy_packed_weights, packed_level_readers
 from ..checkpoints.quantized import GROUP_SIZE

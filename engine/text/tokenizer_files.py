@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...schemas.errors import ModelLoadError
 from ...schemas.sources import is_gguf
-from ..checkpoints import gguf_tokens
-from ..checkpoints.gguf import read_gguf
+from ..checkpoints.gguf import tokens as gguf_tokens
+from ..checkpoints.gguf.file import read_gguf
 from ..models import user_cache
 
 if TYPE_CHECKING:

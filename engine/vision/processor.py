@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from ...schemas.errors import InvalidRequest, ModelLoadError, prompt_too_long
 from ...schemas.sources import is_gguf
 from ..checkpoints.files import read_json
-from ..checkpoints.gguf import read_gguf
-from ..checkpoints.gguf_pairs import processor_of
+from ..checkpoints.gguf.file import read_gguf
+from ..checkpoints.gguf.pairs import processor_of
 from ..models import read_config
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage

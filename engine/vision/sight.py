@@ -9,7 +9,7 @@ from typing import Any
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
 from ...schemas.sources import is_gguf, looks_like_path, parts_of
-from ..checkpoints.gguf_pairs import why_alone
+from ..checkpoints.gguf.pairs import why_alone
 from ..models import read_config, resolve_model
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import Fetched, GivenImage, given_images, image_parts, marked

@@ -16,7 +16,7 @@ import torch
 from .... import __version__
 from ....schemas.sources import is_gguf
 from ...checkpoints.files import weight_files
-from ...checkpoints.gguf import read_gguf
+from ...checkpoints.gguf.file import read_gguf
 from ...cpu.library import Kernels
 from ...cpu.machine import cpu_flags
 from ...models import ModelInfo

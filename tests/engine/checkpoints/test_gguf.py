@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from penstock.engine.checkpoints.gguf import BLOCKS, read_gguf
+from penstock.engine.checkpoints.gguf.file import BLOCKS, read_gguf
 from penstock.schemas.errors import ModelLoadError
 from penstock.schemas.sources import is_gguf
 

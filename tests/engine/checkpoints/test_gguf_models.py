@@ -16,8 +16,8 @@ from gguf_files import write_gguf
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
-from penstock.engine.checkpoints.gguf import read_gguf
-from penstock.engine.checkpoints.gguf_models import config_of, weights_of
+from penstock.engine.checkpoints.gguf.file import read_gguf
+from penstock.engine.checkpoints.gguf.models import config_of, weights_of
 from penstock.engine.cpu import layouts
 from penstock.engine.cpu.library import INT4, INT8, PLAIN
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags

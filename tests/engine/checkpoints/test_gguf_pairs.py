@@ -13,8 +13,8 @@ import pytest
 from gguf_pairs import KINDS, Array, write_pair
 from vision_models import make_vision_model
 
-from penstock.engine.checkpoints.gguf import read_gguf
-from penstock.engine.checkpoints.gguf_pairs import weights_of
+from penstock.engine.checkpoints.gguf.file import read_gguf
+from penstock.engine.checkpoints.gguf.pairs import weights_of
 from penstock.engine.discovery import files_for
 from penstock.engine.manifests import HF, PAGED
 from penstock.engine.models import model_name, read_config, read_model_info, resolve_model

@@ -12,8 +12,8 @@ import pytest
 from gguf_files import add_tokenizer, write_gguf
 
 from penstock.engine import Tokenizer
-from penstock.engine.checkpoints.gguf import read_gguf
-from penstock.engine.checkpoints.gguf_tokens import end_ids, load_gguf_tokenizer
+from penstock.engine.checkpoints.gguf.file import read_gguf
+from penstock.engine.checkpoints.gguf.tokens import end_ids, load_gguf_tokenizer
 from penstock.schemas.errors import ModelLoadError
 
 TEXTS = (

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.checkpoints.gguf import BLOCKS
-from penstock.engine.checkpoints.gguf_weights import dequantize, rounded_of
+from penstock.engine.checkpoints.gguf.file import BLOCKS
+from penstock.engine.checkpoints.gguf.weights import dequantize, rounded_of
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -14,7 +14,7 @@ from gguf_files import write_gguf
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
-from penstock.engine.checkpoints import gguf_weights
+from penstock.engine.checkpoints.gguf import weights as gguf_weights
 from penstock.engine.checkpoints.rounded import Rounded
 from penstock.engine.cpu import layouts
 from penstock.engine.cpu.library import BLOCK, PLAIN, Product

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.checkpoints.gguf import BLOCKS
-from penstock.engine.checkpoints.gguf_weights import rounded_of
+from penstock.engine.checkpoints.gguf.file import BLOCKS
+from penstock.engine.checkpoints.gguf.weights import rounded_of
 from penstock.engine.checkpoints.rounded import Blocks, Rounded
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import Kernels, load_kernels

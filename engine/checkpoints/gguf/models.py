@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
-from .gguf import Gguf, GgufTensor, GgufWeight
-from .gguf_experts import (
+from ....schemas.errors import ModelLoadError
+from .experts import (
     EXPERTS,
     GPT_OSS,
     MIXTRAL,
@@ -23,9 +22,10 @@ from .gguf_experts import (
     shared_size,
     whole_experts,
 )
-from .gguf_hybrids import DELTA_NETS, hybrid_config, untiled
-from .gguf_keys import HEADS, KV_HEADS, Keys
-from .gguf_tokens import end_ids
+from .file import Gguf, GgufTensor, GgufWeight
+from .hybrids import DELTA_NETS, hybrid_config, untiled
+from .keys import HEADS, KV_HEADS, Keys
+from .tokens import end_ids
 
 _NAMES = {
     "token_embd": "model.embed_tokens",

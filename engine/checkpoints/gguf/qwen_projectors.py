@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .gguf_vision import Projector, Vision, both
+from .vision import Projector, Vision, both
 
 
 def _qwen2(vision: Vision) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
-from .gguf import Gguf
+from ....schemas.errors import ModelLoadError
+from .file import Gguf
 
 HEADS, KV_HEADS = "attention.head_count", "attention.head_count_kv"
 _BY_LAYER = ("attention.sliding_window_pattern", "attention.recurrent_layers")

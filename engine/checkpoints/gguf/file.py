@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...schemas.errors import ModelLoadError
-from ...schemas.sources import split_pair
+from ....schemas.errors import ModelLoadError
+from ....schemas.sources import split_pair
 
 _MAGIC = b"GGUF"
 BLOCKS = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.errors import ModelLoadError
-from .gguf import Gguf
+from ....schemas.errors import ModelLoadError
+from .file import Gguf
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

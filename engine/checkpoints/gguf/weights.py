@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .experts import module_names
-from .gguf import BLOCKS, Gguf, GgufWeight, Tiles
-from .gguf_pairs import weights_of
-from .lazy import LazyWeight
-from .mxfp4 import DOUBLED, half_powers_of_2
-from .rounded import Blocks, ReadRounded, Rounded, looked_up
+from ..experts import module_names
+from ..lazy import LazyWeight
+from ..mxfp4 import DOUBLED, half_powers_of_2
+from ..rounded import Blocks, ReadRounded, Rounded, looked_up
+from .file import BLOCKS, Gguf, GgufWeight, Tiles
+from .pairs import weights_of
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _LEVELS_CHUNK = 1 << 21  # the same of levels alone

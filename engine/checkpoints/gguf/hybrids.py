@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
-from .gguf import GgufWeight, Tiles
-from .gguf_keys import Keys
+from ....schemas.errors import ModelLoadError
+from .file import GgufWeight, Tiles
+from .keys import Keys
 
 DELTA_NETS = {
     "attn_qkv": "linear_attn.in_proj_qkv",

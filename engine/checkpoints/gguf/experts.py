@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
-from .gguf import Gguf, GgufTensor, GgufWeight
-from .gguf_keys import Keys
+from ....schemas.errors import ModelLoadError
+from .file import Gguf, GgufTensor, GgufWeight
+from .keys import Keys
 
 EXPERTS = {  # `{}` is an expert's number
     "ffn_gate_inp": "mlp.gate",

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
-from .gguf import Gguf
-from .gguf_qwen_projectors import QWEN
-from .gguf_vision import Projector, Vision, both
+from ....schemas.errors import ModelLoadError
+from .file import Gguf
+from .qwen_projectors import QWEN
+from .vision import Projector, Vision, both
 
 
 def projector_of(gguf: Gguf) -> Projector | None:

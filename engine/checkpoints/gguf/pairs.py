@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
-from ...schemas.sources import NO_PROJECTOR, gguf_model, is_projector, join_pair
-from . import gguf_models
-from .gguf import Gguf, GgufTensor, GgufWeight, read_gguf
-from .gguf_keys import Keys
-from .gguf_projectors import PROJECTORS, projector_of, projector_type
-from .gguf_vision import Names, Projector, Vision
+from ....schemas.errors import ModelLoadError
+from ....schemas.sources import NO_PROJECTOR, gguf_model, is_projector, join_pair
+from . import models
+from .file import Gguf, GgufTensor, GgufWeight, read_gguf
+from .keys import Keys
+from .projectors import PROJECTORS, projector_of, projector_type
+from .vision import Names, Projector, Vision
 
 _TOKENS = "tokenizer.ggml.tokens"
 _LAYER = "v.blk."
@@ -33,7 +33,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
             f"{gguf.path} is a projector, the vision part of a model; name the model's own file, and this one behind a "
             f"comma: MODEL.gguf,{gguf.path.name}"
         )
-    text = gguf_models.config_of(gguf)
+    text = models.config_of(gguf)
     if gguf.projector is None:
         return text
     kind, vision, tokens = _check(gguf, gguf.projector, text)
@@ -55,7 +55,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
 
 def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
     """All weights by transformers' names. Raises `ModelLoadError` naming a tensor that has none."""
-    found = gguf_models.weights_of(gguf)
+    found = models.weights_of(gguf)
     if gguf.projector is None:
         return found
     kind = _kind(gguf.projector)
@@ -107,7 +107,7 @@ def _beside(path: Path) -> tuple[list[Path], list[ModelLoadError]]:
     if not found or is_projector(path.name):
         return [], []
     text = read_gguf(path)
-    config = gguf_models.config_of(text)
+    config = models.config_of(text)
     fitting, faults = [], list[ModelLoadError]()
     for other in found:
         try:

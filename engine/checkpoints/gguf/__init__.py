@@ -1,0 +1,1 @@
+"""GGUF files: what is in them, and what transformers' models, tokenizers and projectors would have of it."""
