@@ -26,6 +26,7 @@ from penstock.engine.cpu.library import INT4, INT8
 from penstock.engine.cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from penstock.engine.models import count_parameters
 from penstock.engine.paged import load
+from penstock.engine.paged.decoding.linear import packs_bfloat16
 from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.preparing.prompts import Prompt
@@ -214,3 +215,8 @@ def test_a_tower_is_as_fast_as_its_processor_allows(
     kept = weights_of_model(settings, "cpu").kept
     monkeypatch.setattr(sizing, "computes_bfloat16", lambda: True)
     assert kept - weights_of_model(settings, "cpu").kept == (0 if computes else 2 * size)
+
+
+def test_a_processor_is_judged_as_by_onednn() -> None:
+    """Without importing torch; only newer ones with bfloat16 beside AVX2 alone are taken for slow."""
+    assert computes_bfloat16() == packs_bfloat16() or "avx_ne_convert" in cpu_flags()
