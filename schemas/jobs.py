@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from .base import Record
+from .base import Record, Strict
 from .params import GenerationParams
 
 TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # one token of a NATS subject
@@ -55,6 +55,14 @@ class Job(Record):
     bridge: SubjectToken = "default"
     timeout: Annotated[float, Field(gt=0)] | None = None
     body: dict[str, Any]
+
+
+class ReplayRequest(Strict):
+    """A client's question for the stored events of a request: those behind the one of sequence `after` (0 for all). If
+    there are none yet, the answer waits `wait` seconds for them."""
+
+    after: Annotated[int, Field(ge=0)] = 0
+    wait: Annotated[float, Field(ge=0, le=60)] = 0.0
 
 
 def most_together(capacity: int) -> int:

@@ -42,6 +42,7 @@ from . import endings
 from .contract import SETTLED, Intake, Pipe, Stage
 from .images import lean_body, stored_images
 from .remote_images import RemoteImages
+from .replays import Replays
 from .visits import headers_until, traceparent
 
 _BAD_SUBJECT = (
@@ -73,6 +74,7 @@ class Validate(Stage):
         self._remote = RemoteImages(pipe.settings.image_allowed_urls)
         self._long = asyncio.Semaphore(MAX_LONG_JOBS)
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
+        self._replays = Replays(pipe.broker, pipe.subjects)
 
     async def run(self, intake: Intake) -> None:
         """Consume jobs, and load the tokenizers of the models before their first requests come: of those that have
@@ -80,6 +82,7 @@ class Validate(Stage):
         await intake.consume_lanes(JOBS, self.name, self.pipe.subjects.jobs_of)
         jobs = self.pipe.subjects.jobs_all()
         await through_outages(lambda: self.pipe.broker.refuse(jobs, self.name, self._why_misaddressed), jobs)
+        await self._replays.listen(self.name)
         settings, own = self.pipe.settings, []
         if settings.model:
             own = [PreparerKey(settings.model, settings.backend, settings.tool_format, settings.reasoning_format)]
@@ -98,6 +101,7 @@ class Validate(Stage):
                     self._preparers.keep(cards, *own)
                     await asyncio.sleep(settings.heartbeat_interval)
         finally:
+            await self._replays.close()
             await self._grammars.close()
 
     @property

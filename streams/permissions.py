@@ -90,7 +90,7 @@ class Grants:
             for priority in PRIORITIES:
                 publish += self._consumes(lane_stream(JOBS, priority), name, subjects.jobs_of(priority))
             publish += self._next_stages(name)
-            subscribe.append(subjects.jobs_all())
+            subscribe += [subjects.jobs_all(), f"{root}.events.>"]
         elif name == "batch":
             for priority in PRIORITIES:
                 publish += self._consumes(None, f"batch-{priority}", f"{root}.batch.*.{priority}.>")
@@ -122,9 +122,9 @@ class Grants:
         return self._part(inbox, [*publish, *self._reads([EVENTS, STREAM])], [f"{root}.control.>"])
 
     def tenant(self, tenant: str, inbox: str) -> Permissions:
-        """Publishes and cancels its own jobs, and hears its own events as they come."""
+        """Publishes and cancels its own jobs, hears its own events as they come, and asks for those that are stored."""
         publish = [self._subjects.jobs(priority, tenant) for priority in PRIORITIES]
-        publish += [self._subjects.cancel_of(tenant), f"{inbox}.>"]
+        publish += [self._subjects.cancel_of(tenant), self._subjects.replay_of(tenant), f"{inbox}.>"]
         return Permissions(tuple(publish), (self._subjects.events_to(tenant), f"{inbox}.>"))
 
     def _part(

@@ -16,7 +16,7 @@ Every implementation guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -143,6 +143,10 @@ class Consumer(Protocol):
 
 class Subscription(Protocol):
     async def close(self) -> None: ...
+
+
+Reply = Callable[[bytes], Awaitable[None]]
+"""Sends an answer to whoever asked."""
 
 
 class Entry(NamedTuple):
@@ -300,6 +304,11 @@ class Broker(Protocol):
         """Refuse messages that no stream accepts. For every message on `subject` (wildcards allowed), one copy in
         `group` calls `why`, and the publisher gets the result as an error; None leaves the message alone. The rest is
         as for `listen`.
+        """
+
+    async def answer(self, subject: str, group: str, respond: Callable[[Message, Reply], None]) -> Subscription:
+        """Answer requests on `subject` (wildcards allowed): for each, one copy in `group` calls `respond` with it and
+        with what sends the answer, once and within two minutes. The rest is as for `listen`.
         """
 
     async def bucket(self, name: str) -> Bucket: ...

@@ -179,6 +179,12 @@ class Subjects:
     def cancel_all(self) -> str:
         return f"{self.root}.control.cancel.*.*"
 
+    def replay_of(self, tenant: str) -> str:
+        return f"{self.root}.control.replay.{_token(tenant)}.*.*"
+
+    def replay_all(self) -> str:
+        return f"{self.root}.control.replay.*.*.*"
+
     def room(self, worker: str) -> str:
         """Where a worker publishes how many more requests it accepts."""
         return f"{self.root}.control.room.{_token(worker)}"

@@ -76,18 +76,16 @@ def restore(
 def config(
     loaded: Loaded,
     directory: Annotated[Path, typer.Argument(help="Where the files go; it must not exist yet.")],
-    tenant: Annotated[list[str] | None, typer.Option(help="Also a user for this tenant; may be repeated.")] = None,
-    accounts: Annotated[
-        bool, typer.Option("--account-per-tenant", help="Give each tenant a NATS account with its own subjects alone.")
-    ] = False,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(help="Also a user for this tenant, in a NATS account of its own; may be repeated."),
+    ] = None,
 ) -> None:
     """Write a part of a nats-server configuration: a user for each role, with the permissions that it needs.
 
     Beside it goes a file with the seed of each user's nkey, for --nats-nkey; the server's file holds no secret.
     """
     settings, tenants = loaded.settings, list(dict.fromkeys(tenant or []))
-    if accounts and not tenants:
-        raise StartupError("--account-per-tenant: name the tenants, each with --tenant")
     try:
         users = role_permissions(Grants(settings.namespace, layout(settings)), settings.pipeline, tenants)
         if (domain := settings.nats_domain) is not None:
@@ -99,7 +97,8 @@ def config(
     except OSError as error:
         raise StartupError(f"{directory} cannot be made: {error.strerror}; name one that does not exist") from error
     made = {name: _user(name, permissions, directory) for name, permissions in users.items()}
-    own = [TenantAccount(name, (made.pop(tenant_user(name)),)) for name in tenants] if accounts else []
+    # Not in the account of the parts: JetStream answers a publisher wherever it says, also where it may not publish.
+    own = [TenantAccount(name, (made.pop(tenant_user(name)),)) for name in tenants]
     _write(directory / CONFIGURATION, configuration(settings.namespace, [*made.values()], own))
     typer.echo(f"write `include {CONFIGURATION}` into the configuration of each nats-server, beside this file")
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..events import Event, Output
-from ..jobs import InferenceBatch, Job, ValidatedJob
+from ..jobs import InferenceBatch, Job, ReplayRequest, ValidatedJob
 from ..loops import LoopJob, Step
 from . import codec
 
@@ -22,6 +22,7 @@ MESSAGES: dict[str, tuple[str, Any]] = {
     "Step": (codec.STEP, Step),
     "Outputs": (codec.OUTPUTS, list[Output]),
     "Event": (codec.EVENT, Event),
+    "ReplayRequest": (codec.REPLAY, ReplayRequest),
 }
 
 # name: (address below the namespace, messages, description)
@@ -47,6 +48,12 @@ CHANNELS: dict[str, tuple[str, str, str]] = {
     "stream": ("stream.{partition}.{tenant}.{request}", "Outputs", "The engine's outputs for one request."),
     "tools": ("tools.{priority}.{tenant}", "LoopJob Step", "Responses to begin, and turns that have ended."),
     "events": ("events.{tenant}.{bridge}.{request}", "Event", "Read a request's events here, live or replayed."),
+    "replay": (
+        "control.replay.{tenant}.{bridge}.{request}",
+        "ReplayRequest",
+        'Ask here for the stored events of a request. The answer is {"events": [{"sequence": …, "event": …}, …]}, or '
+        '{"error": …} as in the event `failed`.',
+    ),
 }
 
 

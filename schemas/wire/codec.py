@@ -47,6 +47,7 @@ LOOP_JOB = "loop-job/1"
 STEP = "step/1"
 OUTPUTS = "outputs/1"
 EVENT = "event/1"
+REPLAY = "replay/1"
 
 Model = TypeVar("Model", Job, ValidatedJob, InferenceBatch, LoopJob, Step)
 

@@ -24,6 +24,7 @@ from ..port import (
     Held,
     Message,
     Published,
+    Reply,
     StreamSpec,
     Subscription,
     Usage,
@@ -51,6 +52,7 @@ class MemoryBroker:
         self._buckets: dict[str, MemoryBucket] = {}
         self._listeners: list[_Listener] = []
         self._refusers: list[_Refuser] = []
+        self._answerers: list[_Answerer] = []
         self._closed = False
 
     @property
@@ -170,6 +172,25 @@ class MemoryBroker:
         self._refusers.append(refuser)
         return refuser
 
+    async def answer(self, subject: str, group: str, respond: Callable[[Message, Reply], None]) -> Subscription:
+        answerer = _Answerer(self._answerers, matcher(subject), respond)
+        self._answerers.append(answerer)
+        return answerer
+
+    async def ask(self, subject: str, data: bytes) -> bytes:
+        """What is answered on `subject`, as a client's request has it. Raises `BrokerUnavailable` if nobody answers."""
+        answered: asyncio.Future[bytes] = self._loop.create_future()
+
+        async def reply(answer: bytes) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        for answerer in self._answerers:
+            if answerer.pattern.fullmatch(subject):
+                self._loop.call_soon(answerer.respond, Message(subject, data, {}), reply)
+                return await answered
+        raise BrokerUnavailable(f"nobody answers on {subject}")
+
     async def bucket(self, name: str) -> MemoryBucket:
         if (found := self._buckets.get(name)) is None:
             raise BrokerUnavailable(f"there is no bucket {name}")
@@ -236,6 +257,17 @@ class _Refuser(NamedTuple):
 
     async def close(self) -> None:
         self.refusers.remove(self)
+
+
+class _Answerer(NamedTuple):
+    """Implements `Subscription`."""
+
+    answerers: list[_Answerer]
+    pattern: re.Pattern[str]
+    respond: Callable[[Message, Reply], None]
+
+    async def close(self) -> None:
+        self.answerers.remove(self)
 
 
 class _StoredEntry(NamedTuple):

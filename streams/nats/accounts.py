@@ -65,7 +65,8 @@ def configuration(root: str, users: Sequence[User], tenants: Sequence[TenantAcco
 def _shared(root: str, tenant: str) -> Mapping[str, str]:
     """The subjects that a tenant shares with the deployment: what it publishes is a service, what it hears a stream."""
     subjects = Subjects(root)
-    publishes = [*(subjects.jobs(priority, tenant) for priority in PRIORITIES), subjects.cancel_of(tenant)]
+    publishes = [subjects.jobs(priority, tenant) for priority in PRIORITIES]
+    publishes += [subjects.cancel_of(tenant), subjects.replay_of(tenant)]
     return {**dict.fromkeys(publishes, "service"), subjects.events_to(tenant): "stream"}
 
 

@@ -22,11 +22,13 @@ from ..port import (
     Held,
     Message,
     Published,
+    Reply,
     StreamSpec,
     Usage,
     check_size,
 )
 from .access import Access
+from .answers import Respond, answering
 from .buckets import JetStreamBucket
 from .checks import check_jetstream, check_version
 from .direct import backlog, consumers_of, held_subjects, last_message, stored_messages, used
@@ -241,19 +243,27 @@ class JetStreamBroker:
         return await self._listening(await self._link.subscribe(subject, heard))
 
     async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> _Listening:
-        async def heard(message: Msg) -> None:
-            reason = why(Message(message.subject, message.data, message.headers or {}))
-            if reason is not None and message.reply:
-                answer = {"type": PUBLISHED, "error": {"code": 400, "description": reason}}
-                await self._link.send(message.reply, orjson.dumps(answer))
+        async def heard(message: Message, reply: Reply) -> None:
+            if (reason := why(message)) is not None:
+                await reply(orjson.dumps({"type": PUBLISHED, "error": {"code": 400, "description": reason}}))
 
+        return await self._answering(subject, group, heard)
+
+    async def answer(self, subject: str, group: str, respond: Callable[[Message, Reply], None]) -> _Listening:
+        async def heard(message: Message, reply: Reply) -> None:
+            respond(message, reply)
+
+        return await self._answering(subject, group, heard)
+
+    async def _answering(self, subject: str, group: str, heard: Respond) -> _Listening:
         # A publisher sets the pace of what arrives here, and the server cuts off a connection that lags behind.
         try:
             link = await self._again()
         except BrokerAway as error:  # it has been there already
             raise BrokerUnavailable(str(error)) from error
+        arrived = answering(link, self._namespace, heard)
         try:
-            listening = await self._listening(await link.subscribe(subject, heard, group=group), link)
+            listening = await self._listening(await link.subscribe(subject, arrived, group=group), link)
         except BaseException:
             await link.close()
             raise

@@ -216,10 +216,9 @@ def test_both_stages_go_on_when_the_broker_comes_back(pipeline: Pipeline) -> Non
     assert pipeline.complete("sesame").status_code == 400
 
 
-@pytest.fixture(params=["python", "javascript"])
+@pytest.fixture(params=["client.py", "client.mjs", "tenant.py"])
 def client(request: pytest.FixtureRequest) -> list[str]:
-    python = [sys.executable, str(EXAMPLES / "client.py")]
-    return python if request.param == "python" else [_node(), str(EXAMPLES / "client.mjs")]
+    return [sys.executable if request.param.endswith(".py") else _node(), str(EXAMPLES / request.param)]
 
 
 def _run(command: list[str], pipeline: Pipeline, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -93,11 +93,18 @@ class GuardedServer:
             }
             answer = await client.request(f"penstock.jobs.normal.{tenant}", json.dumps(job).encode(), timeout=30)
             assert b'"stream"' in answer.data, answer.data
-            text = ""
-            while (event := json.loads((await events.next_msg(timeout=60)).data))["type"] != "done":
-                assert event["type"] in ("accepted", "queued", "token"), event
-                text += str(event.get("text", ""))
-            return text + str(event.get("text", ""))
+            first = json.loads((await events.next_msg(timeout=60)).data)
+            assert first["type"] in ("accepted", "queued"), first
+            text, after = "", 0
+            while True:
+                asked = json.dumps({"after": after, "wait": 10}).encode()
+                answer = await client.request(f"penstock.control.replay.{tenant}.me.r1", asked, timeout=30)
+                for stored in json.loads(answer.data)["events"]:
+                    event, after = stored["event"], stored["sequence"]
+                    if event["type"] == "done":
+                        return text
+                    assert event["type"] in ("accepted", "queued", "token"), event
+                    text += event.get("text", "")
         finally:
             await client.close()
 
@@ -122,7 +129,7 @@ def _write(directory: Path, domain: str | None) -> list[str]:
     if directory.exists():
         return [(users / "penstock.conf").read_text(), tls]
     directory.mkdir(parents=True)
-    flags = ["--tenant", "anna", "--account-per-tenant", *([] if domain is None else ["--nats-domain", domain])]
+    flags = ["--tenant", "anna", *([] if domain is None else ["--nats-domain", domain])]
     command = [sys.executable, "-m", "penstock", "nats", "config", str(users), *flags]
     subprocess.run(command, check=True, capture_output=True)
     authority = trustme.CA()

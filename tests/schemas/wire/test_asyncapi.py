@@ -23,6 +23,7 @@ MESSAGES = {
     "Step": codec.STEP,
     "Outputs": codec.OUTPUTS,
     "Event": codec.EVENT,
+    "ReplayRequest": codec.REPLAY,
 }
 
 
@@ -66,6 +67,7 @@ def test_addresses_are_the_subjects_that_are_used(document: dict[str, Any]) -> N
         "stream": subjects.stream(3, "tenant", "request"),
         "tools": subjects.tools(PRIORITIES[0], "tenant"),
         "events": subjects.events("tenant", "bridge", "request"),
+        "replay": subjects.replay_of("tenant").replace("*.*", "bridge.request"),
     }
 
 

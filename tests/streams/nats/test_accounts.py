@@ -22,6 +22,7 @@ from penstock.__main__ import app
 from penstock.streams.nats.access import Access
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.port import Reply
 from penstock.streams.topology import topology
 
 JOBS, EVENTS = "PENSTOCK_JOBS_NORMAL", "PENSTOCK_EVENTS"
@@ -42,7 +43,7 @@ class Accounts(NamedTuple):
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
     users = tmp_path_factory.mktemp("accounts") / "users"
-    tenants = ("--tenant", "anna", "--tenant", "bob", "--account-per-tenant")
+    tenants = ("--tenant", "anna", "--tenant", "bob")
     command = [sys.executable, "-m", "penstock", "nats", "config", str(users), *tenants]
     subprocess.run(command, check=True, capture_output=True)
     return users
@@ -125,6 +126,38 @@ async def test_what_a_tenant_publishes_elsewhere_reaches_nobody(accounts: Accoun
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_no_answer_goes_where_its_tenant_may_not_publish(accounts: Accounts) -> None:
+    """JetStream answers a publisher, and a part whoever asks it, on the subject that the message names."""
+    heard: list[str] = []
+    listening = await accounts.broker.listen("penstock.>", lambda message: heard.append(message.subject))
+
+    async def reply(answer: Reply) -> None:
+        await answer(b"{}")
+
+    asked: set[asyncio.Task[None]] = set()
+    access = Access(nkey=accounts.users / "stage-validate.nk", inbox_prefix="_in_stage-validate")
+    part = await JetStreamBroker.connect(accounts.server.url, namespace="penstock", access=access)
+    await part.answer("penstock.control.replay.*.*.*", "g", lambda _, to: asked.add(asyncio.create_task(reply(to))))
+    before = {usage.name: usage.last for usage in await accounts.broker.usage()}
+    anna = await accounts.connect("tenant-anna")
+    own = ["penstock.jobs.normal.anna", "penstock.control.replay.anna.me.r1"]
+    try:
+        for subject in own:
+            for to in ("penstock.events.bob.me.r1", "penstock.infer.w0", "$KV.penstock_models.echo", "$JS.API.INFO"):
+                await anna.publish(subject, b"{}", reply=to)
+        for subject in own:  # those of before have had their answers when these have theirs
+            assert (await anna.request(subject, b"{}", timeout=30)).data
+    finally:
+        await anna.close()
+        await part.close()
+        await listening.close()
+    assert set(heard) == set(own)
+    after = {usage.name: usage.last for usage in await accounts.broker.usage()}
+    assert {name for name in after if after[name] != before[name]} == {"JOBS_NORMAL"}
+    assert len(asked) == 5
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_tenant_hears_nothing_of_others(accounts: Accounts) -> None:
     """Whatever it subscribes to: also not under names that it may import from nobody."""
     anna, bob = await accounts.connect("tenant-anna"), await accounts.connect("tenant-bob")
@@ -160,8 +193,7 @@ async def test_a_tenant_hears_nothing_of_others(accounts: Accounts) -> None:
     assert set(heard) == {"penstock.events.anna.me.r2"}
 
 
-@pytest.mark.parametrize("arguments", [["--account-per-tenant"], ["--tenant", "a.b", "--account-per-tenant"]])
-def test_what_is_wrong_is_said(tmp_path: Path, arguments: list[str]) -> None:
-    ended = CliRunner().invoke(app, ["nats", "config", str(tmp_path / "users"), *arguments])
+def test_a_name_that_fits_no_subject_is_refused(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(app, ["nats", "config", str(tmp_path / "users"), "--tenant", "a.b"])
     assert ended.exit_code == 2 and "--tenant" in ended.stderr, ended.output
     assert not (tmp_path / "users").exists()

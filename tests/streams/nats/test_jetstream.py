@@ -306,6 +306,24 @@ async def test_who_hears_more_than_it_reads_keeps_its_connection(own_server: Emb
     await broker.close()
 
 
+async def test_no_answer_is_taken_for_a_message_of_ours(
+    jetstream: JetStreamBroker, server: EmbeddedServer, namespace: str
+) -> None:
+    """Whoever asks names the subject of the answer."""
+    heard: list[str] = []
+    await jetstream.listen(f"{namespace}.>", lambda message: heard.append(message.subject))
+    await jetstream.refuse(f"{namespace}.jobs.>", "g", lambda _: "no such lane")
+    client = await nats.connect(server.url)
+    await client.publish(f"{namespace}.jobs.a", b"", reply=f"{namespace}.events.b.me.r1")
+    assert b"no such lane" in (await client.request(f"{namespace}.jobs.a", b"", timeout=PATIENCE)).data
+    await client.close()
+    await jetstream.notify(f"{namespace}.end", b"")
+    async with asyncio.timeout(PATIENCE):
+        while f"{namespace}.end" not in heard:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert heard == [f"{namespace}.jobs.a"] * 2 + [f"{namespace}.end"]
+
+
 async def test_a_refusal_is_tried_again_where_the_server_stands_still(
     own_server: EmbeddedServer, namespace: str
 ) -> None:

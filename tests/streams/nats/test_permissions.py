@@ -71,6 +71,7 @@ _EVENTS, _JOBS = "PENSTOCK_EVENTS", "PENSTOCK_JOBS_NORMAL"
         ("tenant-anna", "publish", "penstock.jobs.normal.bob"),
         ("tenant-anna", "publish", "penstock.events.anna.default.forged"),
         ("tenant-anna", "publish", "penstock.control.cancel.bob.r1"),
+        ("tenant-anna", "publish", "penstock.control.replay.bob.me.r1"),
         ("tenant-anna", "publish", f"$JS.ACK.{_JOBS}.validate.1.1.1.1.0"),
         ("tenant-anna", "publish", f"{_API}CONSUMER.CREATE.{_EVENTS}.c.penstock.events.bob.>"),
         ("tenant-anna", "publish", f"{_API}CONSUMER.CREATE.{_EVENTS}"),
@@ -90,7 +91,7 @@ _EVENTS, _JOBS = "PENSTOCK_EVENTS", "PENSTOCK_JOBS_NORMAL"
         ("stage-queue", "publish", f"{_API}STREAM.MSG.GET.{_JOBS}"),
         ("stage-queue", "publish", f"$JS.ACK.{_JOBS}.validate.1.1.1.1.0"),
         ("stage-validate", "publish", f"{_API}CONSUMER.MSG.NEXT.PENSTOCK_STAGE_QUEUE_NORMAL.queue"),
-        ("stage-validate", "subscribe", "penstock.events.>"),
+        ("stage-batch", "subscribe", "penstock.events.>"),
         ("tools", "publish", f"{_API}CONSUMER.MSG.NEXT.{_JOBS}.validate"),
         ("bridge", "publish", f"{_API}STREAM.UPDATE.{_JOBS}"),
         ("tenant-anna", "subscribe", ">"),
@@ -147,12 +148,28 @@ async def test_a_tenant_publishes_its_own_jobs_and_hears_its_own_events(guarded:
         assert b'"stream":"PENSTOCK_JOBS_NORMAL"' in answer.data
         await anna.publish("penstock.control.cancel.anna.r1", b"")
         await anna.flush()
+        await anna.publish("penstock.control.replay.anna.x.r1", b"")
+        await anna.flush()
         await bridge.publish("penstock.events.anna.x.r1", b"token")
         assert (await events.next_msg(timeout=30)).data == b"token"
     finally:
         await anna.close()
         await bridge.close()
     assert denials.empty()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_part_answers_whoever_asks_it(guarded: Guarded) -> None:
+    access = Access(nkey=guarded.directory / "stage-validate.nk", inbox_prefix="_in_stage-validate")
+    validate = await JetStreamBroker.connect(guarded.server.url, namespace="penstock", access=access)
+    bridge = await guarded.connect("bridge", asyncio.Queue())
+    try:
+        await validate.refuse("penstock.jobs.>", "validate", lambda _: "there is no such lane")
+        answer = await bridge.request("penstock.jobs.urgent.anna", b"{}", timeout=30)
+        assert b"there is no such lane" in answer.data
+    finally:
+        await bridge.close()
+        await validate.close()
 
 
 def test_files_that_are_there_are_left_alone(users: Path) -> None:
