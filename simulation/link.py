@@ -119,6 +119,10 @@ class Link:
         await self._up.wait()
         return await self._broker.refuse(subject, group, why)
 
+    async def answer(self, subject: str, group: str, respond: Callable[[Message, Reply], None]) -> Subscription:
+        await self._up.wait()
+        return await self._broker.answer(subject, group, respond)
+
     async def bucket(self, name: str) -> LinkedBucket:
         await self._up.wait()
         return LinkedBucket(self._up, await self._broker.bucket(name))

@@ -13,7 +13,7 @@ from memory_pipeline import MODEL, Pipeline
 from raw_events import PATIENCE, stored
 
 from penstock.schemas.errors import BrokerUnavailable
-from penstock.schemas.events import FINAL, Accepted, Token
+from penstock.schemas.events import FINAL, Accepted, Event, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.wire import codec
 from penstock.stages import replays
@@ -93,7 +93,7 @@ async def test_there_is_nothing_of_what_nobody_published_nor_behind_the_end(pipe
 
 
 async def test_a_gap_is_told(pipeline: Pipeline) -> None:
-    events = [Accepted("r1", MODEL, 0, 1), *(Token("r1", 0, index, (index,), "x") for index in range(3))]
+    events: list[Event] = [Accepted("r1", MODEL, 0, 1), *(Token("r1", 0, index, (index,), "x") for index in range(3))]
     for number, event in enumerate(events):
         await pipeline.pipe.emit(event, tenant="anna", bridge="me", key=str(number))
     accepted, *tokens = [one["sequence"] for one in (await ask(pipeline, "r1"))["events"]]

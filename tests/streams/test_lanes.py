@@ -39,6 +39,18 @@ async def test_revisions_have_lanes_of_their_own_and_any_name_may_have_some(brok
         assert (await broker.held(batch_stream(lanes, "low"))).messages == 1
 
 
+async def test_an_entry_that_nobody_can_read_stops_nothing(broker: Broker, settings: Settings) -> None:
+    await open_lanes(broker, settings, "good")
+    for bucket in ("state", "models"):
+        await (await broker.bucket(bucket)).put("lanes.0123456789abcdef", b"what is this?")
+    assert await names(broker) == {("good", 1)}
+    await open_lanes(broker, settings, "second")
+    await open_lanes(broker, settings, "third")
+    assert ("third", 1) in await names(broker)
+    registry = Registry(broker, interval=1.0)
+    await registry.refresh()
+
+
 async def test_empty_lanes_of_a_model_that_is_gone_give_way(broker: Broker, settings: Settings) -> None:
     subjects = Subjects(settings.namespace)
     await open_lanes(broker, settings, "empty")
