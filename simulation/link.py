@@ -18,6 +18,7 @@ from ..streams.port import (
     Held,
     Message,
     Published,
+    Reply,
     StreamSpec,
     Subscription,
     Usage,
