@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -36,19 +37,30 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {str(status): {"description": REFUSALS[status], "content": content} for status in statuses}
 
 
-def body_of(*bodies: type[BaseModel]) -> dict[str, Any]:
-    """The `openapi_extra` of a route with a JSON body of one of these schemas."""
-    schemas = [_schema(body) for body in bodies]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+class Bodies(dict[str, Any]):
+    """The `openapi_extra` of a route with a JSON body of one of these schemas, which are made with the page: all of
+    them together take a fifth of a second."""
+
+    def __init__(self, bodies: Sequence[type[BaseModel]], **others: Any) -> None:
+        super().__init__(others)
+        self._bodies = bodies
+
+    def make(self) -> None:
+        schemas = [_schema(body) for body in self._bodies]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        self["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
-def documented(*bodies: type[BaseModel]) -> dict[str, Any]:
+def body_of(*bodies: type[BaseModel]) -> Bodies:
+    return Bodies(bodies)
+
+
+def documented(*bodies: type[BaseModel]) -> Bodies:
     """`body_of`, with the responses of a request that goes through the pipeline."""
     responses = refusals(*sorted(REFUSALS.keys() - {401}))
     if any("stream" in body.model_fields for body in bodies):
         responses["200"] = {"content": _SSE}
-    return body_of(*bodies) | {"responses": responses}
+    return Bodies(bodies, responses=responses)
 
 
 def complete(app: FastAPI, *, keys: bool) -> None:
@@ -58,6 +70,9 @@ def complete(app: FastAPI, *, keys: bool) -> None:
     def page() -> dict[str, Any]:
         if app.openapi_schema is not None:
             return app.openapi_schema
+        for route in app.routes:
+            if isinstance(extra := getattr(route, "openapi_extra", None), Bodies):
+                extra.make()
         schema = described()
         components = schema.setdefault("components", {})
         text = {"type": "string"}
