@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 import structlog
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -22,6 +23,7 @@ from uvicorn.server import ServerState
 from ....config.settings import Settings
 from ....schemas.events import ErrorBody
 from ..answers import error_response
+from .upgrades import reading_on
 
 log = structlog.get_logger(__name__)
 
@@ -85,6 +87,7 @@ class Connection(HttpToolsProtocol):
         self._waiting = 0  # received bytes that complete neither a head nor a part of a body yet
         self._advanced = False  # whether the current bytes completed something; set by the parser's callbacks
         self._ignored = 0  # bytes that came after a refusal
+        self._offered = False  # whether this head offers another protocol, and the parser has not ended it yet
         self._is_rest = False  # whether the current bytes begin within a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -110,13 +113,26 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._advanced, self._is_rest = False, self._in_body
-        super().data_received(data)
+        self._parse(data)
         if self._refused or self.transport.is_closing():
             return
         self._waiting = 0 if self._advanced else self._waiting + len(data)
         self._check_head(self._waiting)
         if self._timer is None and not self._busy and not self._refused:  # the rest of a body, or line ends
             self._await_client(self._settings.header_timeout)
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            while data and not self._refused:
+                try:
+                    self.parser.feed_data(data)
+                    break
+                except httptools.HttpParserUpgrade as offered:
+                    data = data[offered.args[0] :]
+                    self.parser = reading_on(self, self.headers, self.scope["http_version"])
+        except httptools.HttpParserError:
+            self.send_400_response("")
 
     # Callbacks of the parser
 
@@ -134,6 +150,7 @@ class Connection(HttpToolsProtocol):
             self._check_head(self._fields)
 
     def on_headers_complete(self) -> None:
+        self._offered = self.parser.should_upgrade()
         self._check_head(self._fields + len(self.url))
         if self._refused:
             return
@@ -152,6 +169,9 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._offered:  # the parser ends here, before the body, which `_parse` reads
+            self._offered = False
+            return
         self._in_body, self._advanced = False, True
         if self._refused:
             return
@@ -161,9 +181,6 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "invalid_http", "The request is not valid HTTP/1.1.")
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Ignore the wish for another protocol, as the specification allows."""
 
     # Callbacks of the transport
 
