@@ -45,9 +45,6 @@ from .remote_images import RemoteImages
 from .replays import Replays
 from .visits import headers_until, traceparent
 
-_BAD_SUBJECT = (
-    f"Publish a job on the subject jobs.<priority>.<tenant>, with one of the priorities {', '.join(PRIORITIES)}."
-)
 MAX_MISADDRESSED = 1_000  # jobs on subjects of no lane that wait for their refusal
 
 MAX_CLOCK_SKEW = 2.0  # seconds between a client's clock and this machine's
@@ -149,7 +146,7 @@ class Validate(Stage):
         with contextlib.suppress(asyncio.QueueFull):  # then only the publisher learns of it
             is_long = len(message.data) > LONG  # then the message id alone identifies the request, if there is one
             self._misaddressed.put_nowait(replace(message, data=b"") if is_long else message)
-        return _BAD_SUBJECT
+        return self._right_subject()
 
     async def _refuse_misaddressed(self) -> None:
         """Refuse these jobs to their clients, too, by an event."""
@@ -157,7 +154,7 @@ class Validate(Stage):
             for request, tenant, bridge, _ in endings.addresses(await self._misaddressed.get()):
                 subject = self.pipe.subjects.events(tenant, bridge, request)
                 if await through_outages(partial(self.pipe.broker.last, EVENTS, subject), subject) is None:
-                    event = endings.ending(request, InvalidRequest(_BAD_SUBJECT, param="priority"))
+                    event = endings.ending(request, InvalidRequest(self._right_subject(), param="priority"))
                     await self.pipe.emit(event, tenant=tenant, bridge=bridge, key="end")
 
     def _lane(self, message: Message) -> tuple[Priority, str]:
@@ -167,7 +164,11 @@ class Validate(Stage):
         for known in get_args(Priority):
             if priority == known:
                 return known, tenant
-        raise InvalidRequest(_BAD_SUBJECT, param="priority")
+        raise InvalidRequest(self._right_subject(), param="priority")
+
+    def _right_subject(self) -> str:
+        root, known = self.pipe.subjects.root, ", ".join(PRIORITIES)
+        return f"Publish a job on the subject {root}.jobs.<priority>.<tenant>, with one of the priorities {known}."
 
     def _decode(self, message: Message) -> Job:
         try:
