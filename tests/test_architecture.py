@@ -81,6 +81,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.cpu",
         "engine.paged",
         "engine.paged.cuda",
+        "engine.plain",
         "engine.vision",
     },
     "engine.paged.quantization": {
@@ -93,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.paged.speculation": {"engine", "engine.cpu", "engine.paged", "engine.text"},
     "engine.paged.spill": {"engine", "engine.checkpoints", "engine.checkpoints.gguf", "engine.cpu", "engine.paged"},
     "engine.paged.state": {"engine", "engine.paged"},
-    "engine.plain": {"engine", "engine.checkpoints", "engine.checkpoints.gguf"},
+    "engine.plain": {"engine", "engine.checkpoints", "engine.checkpoints.gguf", "engine.cpu"},
     "engine.plug_ins": {"engine.discovery", "engine.manifest", "engine.text"},
     "engine.preparing": {
         "engine.backend",

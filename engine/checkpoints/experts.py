@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from .lazy import LazyWeight
 from .rounded import Blocks, ReadRounded, Rounded, TakesLevels, absent, blocks_of
@@ -38,22 +40,12 @@ def fold_experts(
 
     A layer's experts keep their numbers unless there are levels for all of them.
     """
-    layers: dict[str, dict[str, dict[tuple[int, int], str]]] = {}
-    for name in shapes:
-        module = name.removesuffix(".weight")
-        if (match := _EXPERT.fullmatch(module)) and match[3] in _PLACES:
-            kind, place = _PLACES[match[3]]
-            own = layers.setdefault(f"{match[1]}.mlp.experts", {_INNER: {}, _OUTER: {}})
-            own[kind][int(match[2]), place] = module
     left, others, readers = dict(weights), dict(found), Readers()
-    for experts, kinds in layers.items():
-        modules = [module for own in kinds.values() for module in own.values()]
+    for experts, kinds in _apart(shapes).items():
+        modules = [module for parts in kinds.values() for own in parts for module in own]
         fits = all(module in found and takes(dtype, shapes[f"{module}.weight"][1]) for module in modules)
-        for kind, places in kinds.items() if fits else ():
-            parts = [[places[key] for key in sorted(places) if key[0] == each] for each in range(1 + max(places)[0])]
-            rows, columns = (shapes[f"{parts[0][0]}.weight"][axis] for axis in (0, 1))
-            shape = len(parts), rows * len(parts[0]), columns
-            left[f"{experts}.{kind}"] = LazyWeight(partial(absent, shape, dtype))
+        for kind, parts in kinds.items() if fits else ():
+            left[f"{experts}.{kind}"] = LazyWeight(partial(absent, _whole_shape(parts, shapes), dtype))
             readers.setdefault(experts, {})[kind] = [_Joined([found[module] for module in own]) for own in parts]
         for module in modules:
             others.pop(module, None)
@@ -71,6 +63,73 @@ def fold_experts(
                 kind = name.rpartition(".")[2]
                 readers.setdefault(experts, {})[kind] = [found[module] for module in modules]
     return left, others, readers
+
+
+def whole_shapes(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """The shapes of weights by transformers' names, with those of all experts of a layer as one tensor.
+
+    Experts that differ, or of which some lack a part, stay apart.
+    """
+    found = {_by_own_name(name): shape for name, shape in shapes.items()}
+    for experts, kinds in _apart(shapes).items():
+        for kind, parts in kinds.items():
+            modules = [module for own in parts for module in own]
+            sizes = {(*shapes[f"{module}.weight"],) for module in modules}
+            if len({len(own) for own in parts}) == len(sizes) == 1 and len(sizes.pop()) == 2:
+                found[f"{experts}.{kind}"] = _whole_shape(parts, shapes)
+                for module in modules:
+                    del found[f"{module}.weight"]
+    return found
+
+
+def whole_weights(
+    weights: Mapping[str, LazyWeight], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+) -> dict[str, LazyWeight]:
+    """The weights by those names, among them the experts that have numbers as one tensor."""
+    found = {_by_own_name(name): weight for name, weight in weights.items()}
+    for experts, kinds in _apart(shapes).items():
+        for kind, parts in kinds.items():
+            if f"{parts[0][0]}.weight" in weights:  # or else `fold_experts` has folded them
+                own = [[weights[f"{module}.weight"] for module in modules] for modules in parts]
+                found[f"{experts}.{kind}"] = LazyWeight(partial(_stacked, own, _whole_shape(parts, shapes), dtype))
+    return found
+
+
+def _stacked(parts: Sequence[Sequence[LazyWeight]], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """All experts of a layer, in memory of one part more."""
+    found = torch.empty(shape, dtype=dtype)
+    for expert, weights in zip(found, parts, strict=True):
+        for to, weight in zip(expert.chunk(len(weights)), weights, strict=True):
+            to.copy_(weight[...])
+    return found
+
+
+def _by_own_name(name: str) -> str:
+    """transformers' name of a weight; files of Mixtral have another one for what chooses experts."""
+    return name.replace(".block_sparse_moe.gate.", ".mlp.gate.")
+
+
+def _apart(names: Iterable[str]) -> dict[str, dict[str, list[list[str]]]]:
+    """By the name of a layer's experts and that of one of their tensors: the modules of each expert that are in it."""
+    layers: dict[str, dict[str, dict[tuple[int, int], str]]] = {}
+    for name in names:
+        module = name.removesuffix(".weight")
+        if (match := _EXPERT.fullmatch(module)) and match[3] in _PLACES:
+            kind, place = _PLACES[match[3]]
+            own = layers.setdefault(f"{match[1]}.mlp.experts", {})
+            own.setdefault(kind, {})[int(match[2]), place] = module
+    return {
+        experts: {
+            kind: [[module for _, module in own] for _, own in groupby(sorted(places.items()), lambda one: one[0][0])]
+            for kind, places in kinds.items()
+        }
+        for experts, kinds in layers.items()
+    }
+
+
+def _whole_shape(parts: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[int]]) -> list[int]:
+    rows, columns = shapes[f"{parts[0][0]}.weight"]
+    return [len(parts), rows * len(parts[0]), columns]
 
 
 def module_names(name: str, count: int) -> list[str]:

@@ -232,9 +232,10 @@ def with_rules(
     value: Tensor,
     scaling: float,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Call `attention` as transformers' models do, for one that knows of no rule but the scaling."""
-    return attention(index, query, key, value, Rules(scaling), window)
+    """Call `attention` as transformers' models do, for one that knows of no other rules."""
+    return attention(index, query, key, value, Rules(scaling, None, sinks), window)
 
 
 def widened(tensor: Tensor, size: int) -> Tensor:

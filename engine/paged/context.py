@@ -8,7 +8,7 @@ from pathlib import Path
 from ...schemas.errors import ConfigurationError
 from ..config import EngineConfig
 from ..models import read_config
-from ..plain.model import PlainConfig
+from ..plain.config import PlainConfig
 
 _log = logging.getLogger(__name__)
 

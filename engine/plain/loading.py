@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ...schemas.sources import is_gguf
 from ..backend import ProgressCallback
+from ..checkpoints.experts import Readers, fold_experts, whole_shapes, whole_weights
 from ..checkpoints.files import read_header, weight_files
 from ..checkpoints.gguf.file import read_gguf
 from ..checkpoints.gguf.models import rope_factors
@@ -46,22 +48,25 @@ def load_plain(
 ) -> PlainModel | None:
     """The model at `path` on `device`, as `load_causal_lm` would load it; None for one that is not plain.
 
-    `progress` is not told of weights that get no numbers.
+    `progress` is not told of weights that get no numbers. Mixtures of experts are plain on a CPU alone.
 
     Raises `ModelLoadError`.
     """
     values = read_config(path)
     dtype = _dtype(config.dtype, values)
     shapes = read_shapes(path)
-    model = PlainModel.of(values, shapes)
+    model = PlainModel.of(values, whole_shapes(shapes))
     quantized = read_quantized(path)
     if dtype is None or model is None or (quantized and config.quantization):
+        return None
+    if model.config.mixture is not None and device.type != "cpu":
         return None
     if config.quantization is not None or (keep_levels is not None and not keep_levels(dtype, GROUP_SIZE)):
         keep_levels = None
     keeps_foreign = keep_levels is not None and dtype == torch.bfloat16
     found: dict[str, ReadRounded] = {}
-    with reading(config.model, config.dtype, device):
+    experts: Readers = {}
+    with reading(config.model, config.dtype, device), ExitStack() as files:
         gguf = read_gguf(path) if is_gguf(path) else None
         if gguf:
             weights = lazy_weights(gguf, dtype)
@@ -73,16 +78,16 @@ def load_plain(
             weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
             found = packed_level_readers(packed.files, packed.weights, packed.packing) if keeps_foreign else {}
         else:
-            with _stored(path, dtype) as read:
-                model.take(read, device, progress)
-            return model
+            weights = _stored(path, files)
         if keep_levels is not None:
+            weights, found, experts = fold_experts(weights, found, shapes, dtype, keep_levels)
             weights = without_numbers(weights, found, shapes, dtype, keep_levels)
+        weights = whole_weights(weights, shapes, dtype)
         model.take(_reader(weights, dtype), device, None if keep_levels and found else progress)
         if gguf and (factors := rope_factors(gguf)):
             rotary = model.model.rotary_emb
             rotary.inv_freq = rotary.inv_freq / torch.tensor(factors, device=device)
-        attach(model, found)
+        attach(model, found, experts)
     return model
 
 
@@ -104,12 +109,10 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 
 
-@contextmanager
-def _stored(directory: Path, dtype: torch.dtype) -> Iterator[Read]:
-    """Reads the tensors of a directory's weight files."""
-    with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for path in weight_files(directory):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            files |= dict.fromkeys(read_header(path), file)
-        yield lambda name: _own(files[name].get_tensor(name), dtype)
+def _stored(directory: Path, files: ExitStack) -> dict[str, LazyWeight]:
+    """The tensors of a directory's weight files, as long as `files` are open."""
+    found: dict[str, LazyWeight] = {}
+    for path in weight_files(directory):
+        file = files.enter_context(safe_open(path, framework="pt"))
+        found |= {name: LazyWeight(partial(file.get_tensor, name)) for name in read_header(path)}
+    return found

@@ -291,7 +291,7 @@ _ARCHITECTURES: dict[str, _Architecture] = {
         "MixtralForCausalLM",
         MIXTRAL,
         interleaved=True,
-        extra=local_experts_config,
+        extra=lambda keys: local_experts_config(keys) | {"sliding_window": None},
     ),
     "mistral3": _Architecture("llama", "LlamaForCausalLM", interleaved=True, extra=_mistral3),
     "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM"),

@@ -65,7 +65,7 @@ class Norm:
 class Layer:
     """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head.
 
-    A layer with a `mixture`, transformers' module, has no `gate`, `up` and `down`. Gemma's have norms of what attention
+    A layer with a `mixture`, the model's module, has no `gate`, `up` and `down`. Gemma's have norms of what attention
     and the last product add, and gates with GELU; Gemma 3's are of two kinds, which rotate by different angles.
     """
 

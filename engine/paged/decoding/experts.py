@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...checkpoints.rounded import is_absent
 from ...cpu.library import Kernels, span
 from ...cpu.mixture import Clamp, Experts, Rooms
+from ...plain.mixture import ClampedExperts, by_expert
+from ...plain.mixture import Experts as PlainExperts
 from .linear import SILU, Linear
 
 MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
@@ -98,21 +99,11 @@ class PackedExperts(nn.Module):
         """[T, E], and for each token its experts and their weights, [T, K] each → [T, E]."""
         if self.compiled is not None and self.compiled.take(hidden_states.dtype):
             return self.compiled(hidden_states, top_k_index, top_k_weights)
-        num_tokens, num_used = top_k_index.shape
-        experts = top_k_index.reshape(-1)
-        order = experts.argsort(stable=True)
-        rows = hidden_states[order // num_used]  # [T·K, E], by expert
-        start = 0
-        for expert, count in enumerate(experts.bincount(minlength=self._num_experts).tolist()):
-            if count:
-                own = rows[start : start + count]
-                mixed = self._outer[expert](self.activate(self._inner[expert](own)))
-                rows[start : start + count] = mixed if self._norm is None else self._norm(mixed)
-                start += count
-        rows *= top_k_weights.reshape(-1, 1)[order].to(rows.dtype)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return rows[back].view(num_tokens, num_used, -1).sum(dim=1)
+        return by_expert(self._mix, self._num_experts, hidden_states, top_k_index, top_k_weights)
+
+    def _mix(self, expert: int, rows: Tensor) -> Tensor:
+        mixed = self._outer[expert](self.activate(self._inner[expert](rows)))
+        return mixed if self._norm is None else self._norm(mixed)
 
     def _take(self, experts: Any, kind: str, make: MakeProduct, name: str) -> list[Linear]:
         """A product for each expert; frees the weights of all of them."""
@@ -122,7 +113,7 @@ class PackedExperts(nn.Module):
         products: list[Linear] = []
         for expert in range(self._num_experts):
             weight = weights[expert].T if experts.is_transposed else weights[expert]
-            part = nn.Linear(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
+            part = _Part(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
             part.weight = nn.Parameter(weight if is_absent(weight) else weight.contiguous(), requires_grad=False)
             if readers is not None:
                 vars(part)["rounded"] = readers[expert]
@@ -134,14 +125,20 @@ class PackedExperts(nn.Module):
         return products
 
 
+class _Part(nn.Linear):
+    """One expert's, as a product is made of it. No numbers are drawn for what gets others: that takes long for many."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 def _clamp_of(experts: Any) -> Clamp | None:
     """The numbers of gates like gpt-oss's; None for others."""
-    if type(experts).__name__ != "GptOssExperts":
-        return None
-    return Clamp(experts.alpha, experts.limit)
+    is_clamped = isinstance(experts, ClampedExperts) or type(experts).__name__ == "GptOssExperts"
+    return Clamp(experts.alpha, experts.limit) if is_clamped else None
 
 
 def _is_silu(experts: Any) -> bool:
     """Whether the gates are SiLU's, before the ups, as transformers' own function has them."""
-    is_usual = type(experts)._apply_gate.__name__ == "_default_apply_gate"
+    is_usual = isinstance(experts, PlainExperts) or type(experts)._apply_gate.__name__ == "_default_apply_gate"
     return is_usual and type(experts.act_fn).__name__ in SILU

@@ -17,7 +17,7 @@ class Routed:
     """One layer's mixture: a softmax over the routes to all experts, of which the largest few count."""
 
     def __init__(self, module: Any, dtype: torch.dtype, kernels: Kernels) -> None:
-        """`module` is transformers' own, and `is_known`."""
+        """`module` is the model's own, and `is_known`."""
         self.gate, self.packed = router_of(module), module.experts
         self.experts, self.kernels = self.packed.compiled, kernels
         self.used: int = self.gate.top_k

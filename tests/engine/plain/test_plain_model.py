@@ -15,12 +15,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.models import read_config, read_shapes
+from penstock.engine.plain.config import PlainConfig
 from penstock.engine.plain.loading import load_plain
-from penstock.engine.plain.model import PlainConfig, PlainModel
+from penstock.engine.plain.model import PlainModel
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -31,6 +31,13 @@ LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
 }
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+}
+BOUNDS = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.125, "truncate": False}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16}
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3}
+GPT_OSS = LOCAL_EXPERTS | {"head_dim": 16, "sliding_window": 5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -41,6 +48,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen 3": ("Qwen3", {"head_dim": 16}),
     "qwen 3 with biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "yarn with its numbers": ("Llama", {"rope_parameters": YARN | BOUNDS}),
+    "yarn that shortens": ("Llama", {"rope_parameters": YARN | {"factor": 0.5}}),
+    "mixtral": ("Mixtral", LOCAL_EXPERTS),
+    "mixtral with a window": ("Mixtral", LOCAL_EXPERTS | {"sliding_window": 5, "head_dim": 16}),
+    "qwen 3 with experts": ("Qwen3Moe", EXPERTS),
+    "qwen 3 with normed experts": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "attention_bias": True}),
+    "gpt-oss": ("GptOss", GPT_OSS | {"rope_parameters": YARN | BOUNDS}),
+    "gpt-oss without biases": ("GptOss", GPT_OSS | {"attention_bias": False, "swiglu_limit": 1.0, "swiglu_alpha": 1.0}),
 }
 
 
@@ -56,12 +72,17 @@ def saved(path: Path, kind: str, values: dict[str, Any]) -> Any:
     return model
 
 
-def attend(_: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+def attend(
+    _: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """Causal attention written out: [Hq, T, D] → [T, Hq · D]."""
     key, value = (each.repeat_interleave(len(query) // len(each), dim=0) for each in (key, value))
     behind = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])[None]
     seen = (behind >= 0) & (behind < (window or query.shape[1]))
-    mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    scores = (scaling * query @ key.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # one more score, whose value is zero
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:2], 1)), dim=-1)
+    mixed = scores.softmax(-1)[..., : query.shape[1]] @ value
     return mixed.transpose(0, 1).flatten(1)
 
 
@@ -88,7 +109,9 @@ def test_the_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None
     ("kind", "values"),
     [
         ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-        ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [0]}),
+        ("Qwen2Moe", EXPERTS),
         ("Llama", {"hidden_act": "gelu"}),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
         ("Gemma", {}),
