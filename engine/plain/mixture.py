@@ -92,7 +92,7 @@ class Mixture(nn.Module):
         self.experts: nn.Module = Experts(size, config) if clamp is None else ClampedExperts(size, config, clamp)
 
     def forward(self, x: Tensor) -> Tensor:
-        choose, rows = next(self.children()), x.reshape(-1, x.shape[-1])
+        choose, rows = next(self.children()), x.reshape(-1, x.shape[-1])  # the router, whatever its name
         _, shares, chosen = choose(rows)
         mixed: Tensor = self.experts(rows, chosen, shares)
         return mixed.view(x.shape)
