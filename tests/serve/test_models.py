@@ -161,7 +161,7 @@ def test_a_request_says_how_long_its_model_stays(offered: Served) -> None:
     assert (answer.status_code, answer.headers["penstock-ignored"]) == (200, "keep_alive")
     answer = ask("sk-admin-of-models", -1)
     assert answer.status_code == 200 and "penstock-ignored" not in answer.headers
-    assert models(offered)["d"]["state"] == "ready"
+    reached(offered, "d", "ready")
     assert ask("sk-admin-of-models", "0s").status_code == 200
     reached(offered, "d", "unloaded")
 
