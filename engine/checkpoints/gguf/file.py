@@ -9,7 +9,9 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+import time
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from ....schemas.errors import ModelLoadError
 from ....schemas.sources import split_pair
 
 _MAGIC = b"GGUF"
+_TICK = 10**9  # nanoseconds, and more than a tick of any system
 BLOCKS = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -122,7 +125,8 @@ class GgufStrings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """What the header of a model's file says, or those of all its shards; arrays of strings are `GgufStrings`.
+    """What the header of a model's file says, or those of all its shards; arrays of strings are `GgufStrings`. Whoever
+    reads the same file gets the same dictionaries: change none.
 
     `projector` is the file of its vision part, if it has one.
     """
@@ -199,13 +203,30 @@ def _broken(path: Path, why: str) -> ModelLoadError:
 
 def _read_file(path: Path) -> Gguf:
     try:
+        found = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    version = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    # Within a tick of the system's clock, a file can change without a new time.
+    is_settled = time.time_ns() - found.st_mtime_ns > _TICK
+    return _read_version(path, version) if is_settled else _read_version.__wrapped__(path, version)
+
+
+@lru_cache(maxsize=32)
+def _read_version(path: Path, version: tuple[int, ...]) -> Gguf:
+    """A load asks for the same header some twenty times, and to skip the tokens of a large vocabulary takes 0.1 s."""
+    try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise _broken(path, "it does not begin with GGUF")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).read()
     except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}; check its permissions") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ModelLoadError:
+    return ModelLoadError(f"{path} cannot be read: {error}; check its permissions")
 
 
 class _Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ def test_metadata_and_tensors_are_those_that_were_written(tmp_path: Path) -> Non
     one = found.tensors["one"]
     assert (one.shape, one.type, one.nbytes) == ((2, 32), "F32", 256)
     assert found.floats("two") == [0.0, 1.0, 2.0]
+
+
+def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
+    """One that does not is read once, whoever asks: a large vocabulary takes long to skip."""
+    path = write(tmp_path / "a.gguf")
+    old = path.read_bytes()
+    before, after = (b"context_length" + struct.pack("<II", 4, length) for length in (2048, 4096))
+    for second in (100, 200):
+        assert read_gguf(path).metadata["llama.context_length"] == 2048
+        written = path.stat()
+        path.write_bytes(old.replace(before, after))
+        os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # as within one tick of the clock
+        assert read_gguf(path).metadata["llama.context_length"] == 4096
+        os.utime(path, (second, second))
+        first = read_gguf(path)
+        assert first.metadata["llama.context_length"] == 4096 and read_gguf(path).metadata is first.metadata
+        path.write_bytes(old)
 
 
 def test_all_shards_are_read(tmp_path: Path) -> None:
