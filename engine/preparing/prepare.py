@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...schemas.bounds import load_json
 from ...schemas.errors import InvalidRequest, prompt_too_long
 from ...schemas.jobs import Form
-from ...schemas.openai.chat import ChatMessage, NamedTool, Tool
+from ...schemas.openai.chat import AllowedTools, ChatMessage, NamedTool, Tool
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.params import MAX_CHOICES, GenerationParams, Grammar
@@ -39,6 +39,8 @@ _NOT_FOR_TEMPLATES = frozenset(
     }
 )
 _THINKING = ("enable_thinking", "thinking")  # names of the switch in templates
+
+Choice = Literal["none", "auto", "required", "named"]  # whether a model calls tools
 
 
 class Prepared(NamedTuple):
@@ -113,18 +115,15 @@ class Preparer:
         grammar, param = _response_grammar(request)
         match request:
             case ChatRequest():
-                tools, named = _tools(request)
+                tools, choice, named = _tools(request)
                 given = self._sight.look(request.messages, name, fetched)
-                text, form = self._chat(request, tools, named)
+                text, form = self._chat(request, tools, choice)
                 ids, images = self._sight.encode(text, given, self.tokenizer, context_length)
                 prompts = [ids]
                 if form is not None:
-                    choice = (
-                        request.tool_choice if isinstance(request.tool_choice, str) else "named" if named else "auto"
-                    )
                     grammar = answer_grammar(
                         form,
-                        tool_choice=choice if tools else "none",
+                        tool_choice=choice,
                         named=named,
                         parallel=request.parallel_tool_calls is not False,
                         schemas=_schemas(tools),
@@ -161,7 +160,7 @@ class Preparer:
             params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
         return Prepared(prompts, params, form, grammar_param=param, images=images)
 
-    def _chat(self, request: ChatRequest, tools: Sequence[Tool], named: str | None) -> tuple[str, Form | None]:
+    def _chat(self, request: ChatRequest, tools: Sequence[Tool], choice: Choice) -> tuple[str, Form | None]:
         check_messages(request.messages)
         if tools and self._form.tool_format is None:
             raise InvalidRequest(
@@ -178,7 +177,7 @@ class Preparer:
             reasoning_format=self._form.reasoning_format,
             tools={tool.function.name: tool.function.parameters or {} for tool in tools},
             thinking=ends_in_thought(text, self._form),
-            choice="named" if named else "required" if request.tool_choice == "required" else "auto",
+            choice="auto" if choice == "none" else choice,
         )
         read = form.tool_format is not None or form.reasoning_format is not None
         return text, form if read else None
@@ -239,21 +238,26 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     return values
 
 
-def _tools(request: ChatRequest) -> tuple[Sequence[Tool], str | None]:
-    """The tools that the model may call, and the name of the one that it must call, if any."""
+def _tools(request: ChatRequest) -> tuple[Sequence[Tool], Choice, str | None]:
+    """The tools that the model may call, whether it must, and the name of the one that it must call, if any."""
     tools, choice = request.tools or [], request.tool_choice
     names = [tool.function.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InvalidRequest(f"tools: {', '.join(twice)} is defined twice; define it once.", param="tools")
     if not tools and choice not in (None, "none", "auto"):
         raise InvalidRequest("tool_choice needs tools; send some, or leave it out.", param="tool_choice")
-    if choice == "none":
-        return [], None
-    if not isinstance(choice, NamedTool):
-        return tools, None
-    if choice.function.name not in names:
-        raise InvalidRequest(f"tool_choice: {choice.function.name!r} is not in tools.", param="tool_choice")
-    return tools, choice.function.name
+    if not tools or choice == "none":
+        return [], "none", None
+    allowed = choice.allowed_tools if isinstance(choice, AllowedTools) else None
+    chosen = allowed.tools if allowed else [choice] if isinstance(choice, NamedTool) else []
+    if absent := [each.function.name for each in chosen if each.function.name not in names]:
+        raise InvalidRequest(f"tool_choice: {absent[0]!r} is not in tools.", param="tool_choice")
+    if allowed:
+        kept = {each.function.name for each in allowed.tools}
+        return [tool for tool in tools if tool.function.name in kept], allowed.mode, None
+    if isinstance(choice, NamedTool):
+        return tools, "named", choice.function.name
+    return tools, "required" if choice == "required" else "auto", None
 
 
 def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:

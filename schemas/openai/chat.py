@@ -190,12 +190,28 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
+class AllowedFunctions(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    """Some of the request's tools, as if it had no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 def _choice_kind(value: object) -> str:
-    return "<named>" if isinstance(value, dict) else "<mode>"
+    if not isinstance(value, dict):
+        return "<mode>"
+    return "<allowed>" if value.get("type") == "allowed_tools" else "<named>"
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(_choice_kind),
 ]
 

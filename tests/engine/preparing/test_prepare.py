@@ -64,6 +64,13 @@ def test_a_form_goes_along_where_there_is_something_to_read(prepare: Prepare) ->
     assert named is not None and named.choice == "named"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_as_if_there_were_no_others(prepare: Prepare, mode: str) -> None:
+    allowed = prepare(tools=[TOOL, OTHER], tool_choice=allowing("sub", "sub", mode=mode))
+    assert allowed == prepare(tools=[OTHER], tool_choice=mode) != prepare(tools=[TOOL, OTHER], tool_choice=mode)
+    assert allowed.form is not None and list(allowed.form.tools) == ["sub"]
+
+
 def test_marks_that_are_special_tokens_are_to_be_seen(tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text(HERMES)
@@ -183,6 +190,11 @@ def test_what_the_answer_must_look_like_becomes_a_grammar(
     assert prepare("plain").params.grammar is None
 
 
+def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("plain", {"tools": [TOOL], "tool_choice": "required"}, "tools", "takes no tools"),
@@ -194,6 +206,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "tool_choice",
         "'x' is not in tools",
     ),
+    ("hermes", {"tools": [TOOL], "tool_choice": allowing("add", "x")}, "tool_choice", "'x' is not in tools"),
+    ("hermes", {"tool_choice": allowing("add")}, "tool_choice", "needs tools"),
     ("hermes", {"reasoning_effort": "high"}, "reasoning_effort", "does not reason"),
     ("hermes", {"continue_final_message": True}, "continue_final_message", "last message"),
     ("hermes", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),

@@ -17,6 +17,7 @@ from pydantic import BaseModel, SecretStr
 
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.loops import LoopTool, TurnId
+from penstock.schemas.openai.chat import NamedTool
 from penstock.schemas.openai.completions import ChatRequest, generation_params, parse_request
 from penstock.schemas.openai.item_messages import chat_messages
 from penstock.schemas.openai.items import input_items
@@ -277,7 +278,7 @@ def test_a_choice_is_forced_in_the_first_turn_alone(choice: Any, shown: list[str
     forced = chat(request, READ, WRITE, FIND)
     assert [one.function.name for one in forced.tools or ()] == shown
     mode = forced.tool_choice
-    assert (mode if isinstance(mode, str | None) else mode.function.name) == first
+    assert (mode.function.name if isinstance(mode, NamedTool) else mode) == first
     after = chat(request, READ, WRITE, FIND, first=False)
     assert [one.function.name for one in after.tools or ()] == ALL
     assert after.tool_choice == later
