@@ -127,7 +127,7 @@ class _Sampling(Body):
     fit_max_tokens: bool | None = None  # reduce max_tokens to what the prompt leaves, instead of refusing it
     min_tokens: int | None = None
     temperature: float | None = None
-    top_p: float | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int | None, BeforeValidator(_is_limit)] = None  # in vLLM -1 and 0 mean no limit
     min_p: float | None = None
     repetition_penalty: float | None = None

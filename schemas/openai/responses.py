@@ -127,7 +127,7 @@ class ResponsesRequest(Body):
     max_turns: Annotated[int, Field(ge=1, le=MAX_TURNS)] | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
-    top_p: float | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: int | None = None
     include: list[Include] | None = None
     reasoning: ReasoningOptions | None = None
