@@ -27,10 +27,10 @@ from ..streams.topology import EVENTS, Subjects
 log = structlog.get_logger(__name__)
 
 PAGE = 1 << 20  # bytes of events in one answer, unless the first of them is larger
-MOST = 1_000  # questions at a time
-MOST_OF_TENANT = 200
+MOST = 4_000  # questions at a time
+MOST_OF_TENANT = 1_000
 _TOGETHER = 8  # that read the stream at the same time
-_LOOK = 1.0  # seconds between looks while nothing is heard
+_LOOK = 5.0  # seconds between looks while nothing is heard
 _SOON = 0.002  # until the first look after something was; it is stored about then
 _is_token = re.compile(TOKEN_PATTERN).fullmatch
 

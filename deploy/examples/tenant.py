@@ -14,7 +14,11 @@ async def main(model: str, prompt: str) -> None:
     connection = await nats.connect(os.environ["NATS_URL"])
     id = str(uuid.uuid4())
     job = {"id": id, "bridge": "example", "body": {"model": model, "messages": [{"role": "user", "content": prompt}]}}
-    await connection.request("penstock.jobs.normal.default", json.dumps(job).encode(), headers={"Nats-Msg-Id": id})
+    sent = await connection.request(
+        "penstock.jobs.normal.default", json.dumps(job).encode(), headers={"Nats-Msg-Id": id}
+    )
+    if "error" in (told := json.loads(sent.data)):  # not stored
+        sys.exit(told["error"]["description"])
     after, event = 0, {"type": ""}
     while event["type"] not in ("done", "failed", "cancelled", "expired"):
         question = json.dumps({"after": after, "wait": 30}).encode()
@@ -25,8 +29,10 @@ async def main(model: str, prompt: str) -> None:
             continue
         told = json.loads(answer.data)
         if "error" in told:
-            sys.exit(told["error"]["message"])
-        for stored in told["events"]:
+            if told["error"]["status"] != 503:
+                sys.exit(told["error"]["message"])
+            await asyncio.sleep(1)  # others ask as well
+        for stored in told.get("events", ()):
             after, event = stored["sequence"], stored["event"]
             if event["type"] == "token":
                 print(event["text"], end="", flush=True)
