@@ -123,7 +123,7 @@ class GgufStrings(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Gguf:
     """What the header of a model's file says, or those of all its shards; arrays of strings are `GgufStrings`. Whoever
     reads the same file gets the same dictionaries: change none.

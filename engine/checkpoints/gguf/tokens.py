@@ -7,6 +7,7 @@ tokenizers that it names. Needs no torch; transformers is imported when a tokeni
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ModelLoadError
@@ -57,8 +58,10 @@ _BEGINNING = _WHOLE - {"glm4"}  # a text begins with the token for that, unless 
 _COMPOSED = {"qwen2", "qwen35"}  # texts are brought into Unicode's composed form, which the models' own tokenizers do
 
 
+@lru_cache(maxsize=8)
 def end_ids(gguf: Gguf) -> tuple[int, ...]:
-    """The tokens that end an answer: those that the metadata names, and those known by their texts."""
+    """The tokens that end an answer: those that the metadata names, and those known by their texts, for which all texts
+    are read."""
     named = [gguf.metadata.get(f"{_KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     kinds = gguf.metadata.get(f"{_KEY}token_type") or []
     texts = gguf.strings(f"{_KEY}tokens")
