@@ -147,6 +147,9 @@ async def test_no_answer_goes_where_its_tenant_may_not_publish(accounts: Account
                 await anna.publish(subject, b"{}", reply=to)
         for subject in own:  # those of before have had their answers when these have theirs
             assert (await anna.request(subject, b"{}", timeout=30)).data
+        async with asyncio.timeout(30):
+            while len(heard) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     finally:
         await anna.close()
         await part.close()
