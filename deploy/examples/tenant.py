@@ -15,7 +15,7 @@ async def main(model: str, prompt: str) -> None:
     id = str(uuid.uuid4())
     job = {"id": id, "bridge": "example", "body": {"model": model, "messages": [{"role": "user", "content": prompt}]}}
     sent = await connection.request(
-        "penstock.jobs.normal.default", json.dumps(job).encode(), headers={"Nats-Msg-Id": id}
+        "penstock.jobs.normal.default", json.dumps(job).encode(), timeout=30, headers={"Nats-Msg-Id": id}
     )
     if "error" in (told := json.loads(sent.data)):  # not stored
         sys.exit(told["error"]["description"])

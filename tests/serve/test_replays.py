@@ -20,7 +20,8 @@ async def test_whatever_dies_a_client_that_asks_for_what_follows_has_each_event_
     client = await nats.connect(served.nats_url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": len(PROMPT)}
     job = {"id": "r1", "bridge": "me", "endpoint": "/v1/completions", "body": body}
-    assert b'"stream"' in (await client.request("penstock.jobs.normal.default", json.dumps(job).encode())).data
+    sent = await client.request("penstock.jobs.normal.default", json.dumps(job).encode(), timeout=60)
+    assert b'"stream"' in sent.data
     victims, text, after, event = dict(VICTIMS), "", 0, {"type": ""}
     while event["type"] != "done":
         assert event["type"] in ("", "accepted", "queued", "token"), event
