@@ -19,7 +19,7 @@ BUILT = Path(__file__).with_name("built")
 SOURCES = tuple(
     Path(__file__).with_name("source") / name
     for name in (
-        *("narrow.h", "neon.h", "vectors.h", "product.h", "threads.h", "tiles.h", "levels.h"),
+        *("names.h", "narrow.h", "neon.h", "vectors.h", "product.h", "threads.h", "tiles.h", "levels.h"),
         *("products.h", "mixture.h", "levels.c", "kernels.c", "packing.c", "sampling.c"),
     )
 )

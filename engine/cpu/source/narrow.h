@@ -10,6 +10,7 @@
 #undef _mm512_cmp_ps_mask
 #undef _mm512_roundscale_ps
 #undef _mm512_shuffle_f32x4
+#include "names.h"
 
 typedef struct {
     __m256 low, high;
@@ -57,27 +58,10 @@ EACH_SHIFT(ints_left, _mm256_slli_epi32)
 EACH_SHIFT(ints_right, _mm256_srli_epi32)
 EACH_SHIFT(shorts_right, _mm256_srli_epi16)
 
-#define _mm512_add_ps floats_add
-#define _mm512_sub_ps floats_sub
-#define _mm512_mul_ps floats_mul
-#define _mm512_div_ps floats_div
-#define _mm512_min_ps floats_min
-#define _mm512_max_ps floats_max
-#define _mm512_unpacklo_ps floats_unpacklo
-#define _mm512_unpackhi_ps floats_unpackhi
-#define _mm512_fmadd_ps floats_fmadd
-#define _mm512_fnmadd_ps floats_fnmadd
-#define _mm512_add_epi32 ints_add
-#define _mm512_and_si512 ints_and
-#define _mm512_xor_si512 ints_xor
-#define _mm512_sub_epi32 ints_sub
-#define _mm512_max_epu32 ints_max_unsigned
 #define _mm512_add_epi16 shorts_add
 #define _mm512_madd_epi16 ints_madd
 #define _mm512_maddubs_epi16 ints_maddubs
-#define _mm512_shuffle_epi8 bytes_shuffle
 #define _mm512_slli_epi32 ints_left
-#define _mm512_srli_epi32 ints_right
 #define _mm512_srli_epi16 shorts_right
 
 /* ---- Memory, constants and conversions ---- */
@@ -89,17 +73,8 @@ EACH_SHIFT(shorts_right, _mm256_srli_epi16)
 #define _mm512_set1_epi16(number) ints_of(_mm256_set1_epi16(number))
 #define _mm512_set1_epi8(number) ints_of(_mm256_set1_epi8(number))
 #define _mm512_broadcast_i32x4(quarter) ints_of(_mm256_broadcastsi128_si256(quarter))
-#define _mm512_castps_si512 ints_from_bits
-#define _mm512_castsi512_ps floats_from_bits
-#define _mm512_cvtepi32_ps floats_from_ints
-#define _mm512_cvtps_epi32 nearest_ints
-#define _mm512_cvtph_ps floats_from_halves
-#define _mm512_cvtepu16_epi32 ints_from_shorts
-#define _mm512_cvtepi32_epi16 shorts_from_ints
-#define _mm512_cvtsepi32_epi8 bytes_from_ints
 #define _mm512_loadu_ps(from) floats_at(from)
 #define _mm512_loadu_si512(from) ints_at(from)
-#define _mm512_storeu_ps floats_to
 
 INLINE Ints bytes_sizes(Ints v) { return (Ints){_mm256_abs_epi8(v.low), _mm256_abs_epi8(v.high)}; }
 INLINE Floats floats_of(__m256 v) { return (Floats){v, v}; }
@@ -140,13 +115,8 @@ INLINE __m128i bytes_from_ints(Ints v) {
 
 /* ---- Masks ---- */
 
-#define _mm512_maskz_loadu_ps floats_at_masked
-#define _mm512_mask_storeu_ps floats_to_masked
 #define _mm256_maskz_loadu_epi16 shorts_at_masked
 #define _mm256_mask_storeu_epi16 shorts_to_masked
-#define _mm512_mask_compressstoreu_ps floats_to_compressed
-#define _mm512_mask_mov_ps floats_select
-#define _mm512_mask_mov_epi32 ints_select
 #define _mm512_maskz_mov_ps(mask, v) floats_select(_mm512_setzero_ps(), mask, v)
 #define _mm512_mask_add_ps(other, mask, a, b) floats_select(other, mask, floats_add(a, b))
 #define _mm512_mask_max_ps(other, mask, a, b) floats_select(other, mask, floats_max(a, b))
@@ -217,12 +187,6 @@ INLINE __mmask16 mask_of(__m256 low, __m256 high) {
 
 /* ---- Over lanes ---- */
 
-#define _mm512_reduce_add_ps sum_of_lanes
-#define _mm512_reduce_max_ps largest_lane
-#define _mm512_reduce_add_epi32 sum_of_int_lanes
-#define _mm512_reduce_max_epu32 largest_int_lane
-#define _mm512_shuffle_f32x4 floats_shuffle_quarters
-
 /* `fold` the halves until four lanes are left, these by their halves, and the last two by `end`. */
 #define FOLD_FLOATS(name, fold256, fold128, end)                                                                      \
     INLINE float name(Floats v) {                                                                                     \
@@ -260,9 +224,6 @@ INLINE Floats floats_shuffle_quarters(Floats a, Floats b, const int which) {
 }
 
 /* ---- Exponents ---- */
-
-#define _mm512_roundscale_ps(v, digits) floats_round(v) /* to whole numbers: 0 digits */
-#define _mm512_scalef_ps floats_scale
 
 INLINE Floats floats_round(Floats v) {
     return (Floats){_mm256_round_ps(v.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),

@@ -6,6 +6,8 @@
 #include <arm_neon.h>
 #include <stdint.h>
 
+#include "names.h"
+
 typedef struct {
     float32x4_t a, b, c, d;
 } Floats;
@@ -32,23 +34,6 @@ typedef uint16_t __mmask16;
 #define OF_THREE(part, name, v, w, x) name((v).part, (w).part, (x).part)
 
 /* ---- Arithmetic ---- */
-
-#define _mm512_add_ps floats_add
-#define _mm512_sub_ps floats_sub
-#define _mm512_mul_ps floats_mul
-#define _mm512_div_ps floats_div
-#define _mm512_min_ps floats_min
-#define _mm512_max_ps floats_max
-#define _mm512_unpacklo_ps floats_unpacklo
-#define _mm512_unpackhi_ps floats_unpackhi
-#define _mm512_fmadd_ps floats_fmadd
-#define _mm512_fnmadd_ps floats_fnmadd
-#define _mm512_add_epi32 ints_add
-#define _mm512_sub_epi32 ints_sub
-#define _mm512_and_si512 ints_and
-#define _mm512_xor_si512 ints_xor
-#define _mm512_max_epu32 ints_max_unsigned
-#define _mm512_shuffle_epi8 bytes_shuffle
 
 INLINE Floats floats_add(Floats v, Floats w) { return FOUR(Floats, OF_TWO, vaddq_f32, v, w); }
 INLINE Floats floats_sub(Floats v, Floats w) { return FOUR(Floats, OF_TWO, vsubq_f32, v, w); }
@@ -82,7 +67,6 @@ INLINE Ints ints_max_unsigned(Ints v, Ints w) { return FOUR(Ints, OF_TWO, larger
 #define SHIFT_SHORTS(part, v, count) vreinterpretq_s32_u16(vshrq_n_u16(vreinterpretq_u16_s32((v).part), count))
 #define _mm512_slli_epi32(v, count) FOUR(Ints, SHIFT_LEFT, v, count)
 #define _mm512_srli_epi16(v, count) FOUR(Ints, SHIFT_SHORTS, v, count)
-#define _mm512_srli_epi32 ints_right
 
 INLINE int32x4_t int_right(int32x4_t v, int count) {
     return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v), vdupq_n_s32(-count)));
@@ -99,17 +83,8 @@ INLINE Ints ints_right(Ints v, int count) {
 #define _mm512_set1_epi32(number) ints_of(vdupq_n_s32(number))
 #define _mm512_set1_epi8(number) ints_of(vreinterpretq_s32_s8(vdupq_n_s8(number)))
 #define _mm512_broadcast_i32x4(quarter) ints_of(vreinterpretq_s32_s8(quarter))
-#define _mm512_castps_si512 ints_from_bits
-#define _mm512_castsi512_ps floats_from_bits
-#define _mm512_cvtepi32_ps floats_from_ints
-#define _mm512_cvtps_epi32 nearest_ints
-#define _mm512_cvtph_ps floats_from_halves
-#define _mm512_cvtepu16_epi32 ints_from_shorts
-#define _mm512_cvtepi32_epi16 shorts_from_ints
-#define _mm512_cvtsepi32_epi8 bytes_from_ints
 #define _mm512_loadu_ps floats_at
 #define _mm512_loadu_si512 ints_at
-#define _mm512_storeu_ps floats_to
 #define _mm256_loadu_si256(from) shorts_at((const uint16_t *)(from))
 #define _mm_loadu_si128(from) vld1q_s8((const int8_t *)(from))
 #define _mm_storeu_si128(to, v) vst1q_s8((int8_t *)(to), v)
@@ -164,13 +139,8 @@ INLINE int8x16_t bytes_from_ints(Ints v) {
 
 /* ---- Masks ---- */
 
-#define _mm512_maskz_loadu_ps floats_at_masked
-#define _mm512_mask_storeu_ps floats_to_masked
 #define _mm256_maskz_loadu_epi16 shorts_at_masked
 #define _mm256_mask_storeu_epi16 shorts_to_masked
-#define _mm512_mask_compressstoreu_ps floats_to_compressed
-#define _mm512_mask_mov_ps floats_select
-#define _mm512_mask_mov_epi32 ints_select
 #define _mm512_maskz_mov_ps(mask, v) floats_select(floats_of(0), mask, v)
 #define _mm512_mask_add_ps(other, mask, v, w) floats_select(other, mask, floats_add(v, w))
 #define _mm512_mask_max_ps(other, mask, v, w) floats_select(other, mask, floats_max(v, w))
@@ -250,12 +220,6 @@ INLINE __mmask16 mask_of(Floats v, Floats w, const int how) {
 
 /* ---- Over lanes ---- */
 
-#define _mm512_reduce_add_ps sum_of_lanes
-#define _mm512_reduce_max_ps largest_lane
-#define _mm512_reduce_add_epi32 sum_of_int_lanes
-#define _mm512_reduce_max_epu32 largest_int_lane
-#define _mm512_shuffle_f32x4 floats_shuffle_quarters
-
 INLINE float sum_of_lanes(Floats v) {
     float32x4_t four = vaddq_f32(vaddq_f32(v.a, v.c), vaddq_f32(v.b, v.d));
     float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
@@ -281,9 +245,6 @@ INLINE Floats floats_shuffle_quarters(Floats v, Floats w, const int which) {
 }
 
 /* ---- Exponents ---- */
-
-#define _mm512_roundscale_ps(v, digits) floats_round(v) /* to whole numbers: 0 digits */
-#define _mm512_scalef_ps floats_scale
 
 INLINE Floats floats_round(Floats v) { return FOUR(Floats, OF_ONE, vrndnq_f32, v); }
 
