@@ -9,7 +9,6 @@ loses nothing.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 
 import orjson
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 
 from ..schemas.errors import Fatal, GenerationFailed, InvalidRequest, Overloaded, Refusal
 from ..schemas.events import ErrorBody, ItemEvent, Token, Turn
-from ..schemas.jobs import TOKEN_PATTERN, ReplayRequest
+from ..schemas.jobs import ReplayRequest
 from ..schemas.wire import codec
 from ..streams.outages import outage_logged, through_outages
 from ..streams.port import Broker, Message, Reply
@@ -32,7 +31,6 @@ MOST_OF_TENANT = 1_000
 _TOGETHER = 8  # that read the stream at the same time
 _LOOK = 5.0  # seconds between looks while nothing is heard
 _SOON = 0.002  # until the first look after something was; it is stored about then
-_is_token = re.compile(TOKEN_PATTERN).fullmatch
 
 
 class Replays:
@@ -85,14 +83,14 @@ class Replays:
             await reply(answer)
 
     async def _events(self, message: Message) -> bytes:
-        names = message.subject.split(".")[-3:]
-        if not all(map(_is_token, names)):
-            raise InvalidRequest("Names in a subject may hold only letters, digits, '_' and '-'.", param="subject")
+        try:
+            subject = self._subjects.events(*message.subject.split(".")[-3:])
+        except ValueError as error:
+            raise InvalidRequest(f"{error}.", param="subject") from None
         try:
             question = ReplayRequest.model_validate_json(message.data or b"{}")
         except ValidationError as error:
             raise InvalidRequest(f"The question is malformed: {codec.faults(error)}.") from None
-        subject = self._subjects.events(*names)
         stored = await self._stored(subject, question.after)
         if not stored and question.wait:
             stored = await self._first(subject, question)

@@ -7,24 +7,21 @@ waits for a worker that has yet to come back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import structlog
-from pydantic import ValidationError
 
 from ..config.settings import Settings
 from ..schemas.errors import BrokerDenied, StartupError, StreamMissing
 from ..schemas.jobs import Priority
 from ..schemas.models.catalogue import Catalogue
 from ..schemas.registry import ModelCard, ModelLanes
-from .port import Broker, Entry, StreamSpec
+from .port import Broker, StreamSpec
+from .records import readable
 from .topology import CATALOGUE, DECLARED, MODELS, OFFERED, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes
 
 log = structlog.get_logger(__name__)
 
 PREFIX = "lanes."
-Record = TypeVar("Record", ModelLanes, ModelCard)
 
 
 async def open_lanes(broker: Broker, settings: Settings, model: str, revision: int = 1) -> None:
@@ -86,7 +83,7 @@ async def are_open(broker: Broker, lanes: str) -> bool:
 async def present_lanes(broker: Broker) -> dict[str, ModelLanes]:
     """All models that have lanes, by the token of their lanes, oldest first."""
     entries = await (await broker.bucket(STATE)).entries(PREFIX)
-    return {key.removeprefix(PREFIX): lanes for key, lanes in _readable(ModelLanes, entries)}
+    return {key.removeprefix(PREFIX): lanes for key, lanes in readable(ModelLanes, entries)}
 
 
 def streams_of(settings: Settings, lanes: str) -> list[StreamSpec]:
@@ -105,7 +102,7 @@ async def _is_left(broker: Broker, lanes: ModelLanes) -> bool:
     """Whether nothing waits there, and nobody can ask for the model, nor probes it."""
     catalogue = await broker.bucket(CATALOGUE)
     known = [*await (await broker.bucket(MODELS)).entries(), *await catalogue.entries(DECLARED)]
-    cards = _readable(ModelCard, known)
+    cards = readable(ModelCard, known)
     if any((card.name, card.revision) == (lanes.model, lanes.revision) for _, card in cards):
         return False
     offered = await catalogue.get(OFFERED)
@@ -113,12 +110,3 @@ async def _is_left(broker: Broker, lanes: ModelLanes) -> bool:
     if any((entry.name, entry.candidate) == (lanes.model, lanes.revision) for entry in entries):
         return False
     return not any((await waiting_in_lanes(broker, lanes_of(lanes.model, lanes.revision))).values())
-
-
-def _readable(kind: type[Record], entries: Iterable[Entry]) -> Iterator[tuple[str, Record]]:
-    """Keys and records of those entries that can be read; one that cannot must not stop the others."""
-    for entry in entries:
-        try:
-            yield entry.key, kind.model_validate_json(entry.value)
-        except ValidationError:
-            log.warning("invalid entry ignored", key=entry.key)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeVar
 
-import structlog
 from pydantic import BaseModel, ValidationError
 
 from ...config.process import has_ended
@@ -23,10 +22,9 @@ from ...schemas.registry import AddedAdapter, AgentCard, ModelCard, ModelLanes, 
 from ..lanes import present_lanes
 from ..outages import outage_logged
 from ..port import Broker, Entry
+from ..records import readable
 from ..topology import CATALOGUE, lanes_of
 from .declared import declared_models, follow, forget
-
-log = structlog.get_logger(__name__)
 
 Card = TypeVar("Card", bound=BaseModel)
 LOOK_PAUSE = 0.05  # seconds; the least between two looks for names that are not known
@@ -252,14 +250,8 @@ class Registry:
 
 def _cards(kind: type[Card], entries: list[Entry], prefix: str = "") -> list[Card]:
     """The cards among `entries`, ordered by key; skips those it cannot parse, such as another version's."""
-    cards = []
-    for entry in sorted(entries):
-        if entry.key.startswith(prefix):
-            try:
-                cards.append(kind.model_validate_json(entry.value))
-            except ValidationError:
-                log.warning("invalid card ignored", key=entry.key)
-    return cards
+    found = sorted(entry for entry in entries if entry.key.startswith(prefix))
+    return [card for _, card in readable(kind, found)]
 
 
 def _agent(entry: Entry) -> AgentCard:
