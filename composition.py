@@ -48,7 +48,7 @@ from .stages.catalogue import LIGHT, find_filters, find_stage, installed
 from .stages.loading import announced, early_card, model_card
 from .stages.stream import Stream
 from .stages.tools.stage import Tools
-from .stages.validate import Validate
+from .stages.validate.stage import Validate
 from .streams.family import watch_loop
 from .streams.lanes import open_lanes
 from .streams.nats.deployment import joined

@@ -21,7 +21,7 @@ from ..stages.batch.stage import Batch
 from ..stages.cancellations import Cancellations
 from ..stages.queue import Queue
 from ..stages.stream import Stream
-from ..stages.validate import Validate
+from ..stages.validate.stage import Validate
 from ..streams.lanes import open_lanes
 from ..streams.memory.broker import MemoryBroker
 from ..streams.nats.deployment import layout

@@ -15,7 +15,7 @@ from .filters import Filter
 from .queue import Queue
 from .stream import Stream
 from .tools.stage import Tools
-from .validate import Validate
+from .validate.stage import Validate
 
 GROUP = "penstock.stages"
 LIGHT: dict[str, type[Stage]] = {"validate": Validate, "queue": Queue, "batch": Batch, "stream": Stream, "tools": Tools}

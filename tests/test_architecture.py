@@ -114,10 +114,11 @@ ROOMS: dict[str, set[str]] = {
         "engine.text",
     },
     "engine.vllm": {"engine", "engine.grammar", "engine.text"},
-    "stages": {"stages.batch", "stages.tools"},
+    "stages": {"stages.batch", "stages.tools", "stages.validate"},
     "stages.batch": {"stages"},
     "stages.infer": {"stages"},
     "stages.tools": {"stages"},
+    "stages.validate": {"stages"},
     "api": set(),
     "api.batches": {"api.bridge", "api.render"},
     "api.bench": {"api.bench.chaos", "api.serve", "api.terminal"},
@@ -152,8 +153,8 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer/requests.py": {"engine"},
     "stages/infer/stage.py": {"engine"},
     "stages/loading.py": {"engine.adapters", "engine.discovery", "engine.models", "engine.sizing"},
-    "stages/remote_images.py": {"engine.vision.chat", "engine.vision.reading"},
-    "stages/validate.py": {
+    "stages/validate/remote_images.py": {"engine.vision.chat", "engine.vision.reading"},
+    "stages/validate/stage.py": {
         "engine.grammar.checker",
         "engine.plug_ins.found",
         "engine.preparing.preparers",
@@ -274,8 +275,8 @@ def test_imports_follow_the_table(name: str) -> None:
         ("engine/text/a.py", "from .. import sampler", "engine.sampler"),
         ("engine/cpu/a.py", "from ..paged import runner", "engine.paged.runner"),
         ("stages/a.py", "from ..engine.text.tokenizer import load_tokenizer", "engine.text.tokenizer"),
-        ("stages/validate.py", "from ..engine.text import tokenizer, chat_messages", "engine.text.chat_messages"),
-        ("stages/validate.py", "from ..engine.engine import InferenceEngine", "engine.engine"),
+        ("stages/validate/stage.py", "from ...engine.text import tokenizer, chat_messages", "engine.text.chat_messages"),
+        ("stages/validate/stage.py", "from ...engine.engine import InferenceEngine", "engine.engine"),
         ("stages/batch/a.py", "from ..tools.calls import Calls", "stages.tools.calls"),
         ("api/a.py", "from ..stages.endings import refuse", "stages.endings"),
         ("api/a.py", "from .. import __main__", "__main__"),
@@ -293,7 +294,7 @@ def test_arrow_against_the_tables_is_found(name: str, source: str, fault: str) -
     ("name", "source"),
     [
         ("stages/infer/stage.py", "from ...engine import InferenceEngine"),
-        ("stages/validate.py", "from ..engine.text.tokenizer import load_tokenizer"),
+        ("stages/validate/stage.py", "from ...engine.text.tokenizer import load_tokenizer"),
         (
             "stages/batch/stage.py",
             "from ..contract import Stage\nfrom .lanes import Lanes\nfrom ...streams import port",

@@ -13,7 +13,7 @@ from penstock.schemas.errors import BrokerUnavailable, StreamFull
 from penstock.schemas.events import FINAL, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.schemas.wire import codec
-from penstock.stages.validate import LONG, MAX_MISADDRESSED, Validate
+from penstock.stages.validate.stage import LONG, MAX_MISADDRESSED, Validate
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEADLINE, MESSAGE_ID, Headers, Message, Published
 

@@ -20,7 +20,7 @@ from penstock.schemas.wire import codec
 from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.stream import EventPublisher
-from penstock.stages.validate import MIN_DUPLICATE_CHECK
+from penstock.stages.validate.stage import MIN_DUPLICATE_CHECK
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, batch_stream, lanes_of, topology
 

@@ -15,7 +15,7 @@ from penstock.stages.cancellations import Cancellations
 from penstock.stages.leases import Leases
 from penstock.stages.queue import Queue
 from penstock.stages.stream import Stream
-from penstock.stages.validate import Validate
+from penstock.stages.validate.stage import Validate
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import Bucket, BucketSpec
 from penstock.streams.stores.registry import Registry

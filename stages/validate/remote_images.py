@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
-from ..engine.vision.chat import has_images, image_parts, is_remote
-from ..engine.vision.reading import not_fetched
-from ..schemas.errors import ConfigurationError
-from ..schemas.openai.completions import ChatRequest
-from ..schemas.urls import UrlLocation
+from ...engine.vision.chat import has_images, image_parts, is_remote
+from ...engine.vision.reading import not_fetched
+from ...schemas.errors import ConfigurationError
+from ...schemas.openai.completions import ChatRequest
+from ...schemas.urls import UrlLocation
 
 if TYPE_CHECKING:
     import httpx2

@@ -15,8 +15,8 @@ from vision_models import picture
 
 from penstock.schemas.errors import ConfigurationError, InvalidRequest
 from penstock.schemas.openai.completions import ChatRequest
-from penstock.stages import remote_images
-from penstock.stages.remote_images import RemoteImages, is_public
+from penstock.stages.validate import remote_images
+from penstock.stages.validate.remote_images import RemoteImages, is_public
 
 
 class Server:

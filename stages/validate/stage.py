@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
-from ..engine.grammar.checker import GrammarChecker
-from ..engine.plug_ins.found import PlugIns
-from ..engine.preparing.preparers import PreparerCache, PreparerKey
-from ..engine.vision.chat import has_images
-from ..engine.vision.reading import ImageLimits
-from ..schemas.errors import (
+from ...engine.grammar.checker import GrammarChecker
+from ...engine.plug_ins.found import PlugIns
+from ...engine.preparing.preparers import PreparerCache, PreparerKey
+from ...engine.vision.chat import has_images
+from ...engine.vision.reading import ImageLimits
+from ...schemas.errors import (
     STORE_FULL,
     DeadlineExceeded,
     InvalidRequest,
@@ -26,24 +26,24 @@ from ..schemas.errors import (
     StorageFull,
     StreamFull,
 )
-from ..schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
-from ..schemas.loops import LoopJob, is_response
-from ..schemas.openai.completions import parse_request
-from ..schemas.openai.embeddings import EmbeddingRequest
-from ..schemas.openai.responses import parse_responses
-from ..schemas.registry import ModelCard
-from ..schemas.wire import codec
-from ..schemas.wire.codec import DecodeError
-from ..streams.outages import through_outages
-from ..streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
-from ..streams.stores.quotas import Quotas
-from ..streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
-from . import endings
-from .contract import SETTLED, Intake, Pipe, Stage
-from .images import lean_body, stored_images
+from ...schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
+from ...schemas.loops import LoopJob, is_response
+from ...schemas.openai.completions import parse_request
+from ...schemas.openai.embeddings import EmbeddingRequest
+from ...schemas.openai.responses import parse_responses
+from ...schemas.registry import ModelCard
+from ...schemas.wire import codec
+from ...schemas.wire.codec import DecodeError
+from ...streams.outages import through_outages
+from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
+from ...streams.stores.quotas import Quotas
+from ...streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
+from .. import endings
+from ..contract import SETTLED, Intake, Pipe, Stage
+from ..images import lean_body, stored_images
+from ..visits import headers_until, traceparent
 from .remote_images import RemoteImages
 from .replays import Replays
-from .visits import headers_until, traceparent
 
 MAX_MISADDRESSED = 1_000  # jobs on subjects of no lane that wait for their refusal
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memory_pipeline import Pipeline
 
-from penstock.stages.validate import Validate
+from penstock.stages.validate.stage import Validate
 
 
 def test_it_tells_once_of_each_tokenizer_that_it_has_loaded(pipeline: Pipeline) -> None:

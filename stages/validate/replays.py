@@ -15,13 +15,13 @@ import orjson
 import structlog
 from pydantic import ValidationError
 
-from ..schemas.errors import Fatal, GenerationFailed, InvalidRequest, Overloaded, Refusal
-from ..schemas.events import ErrorBody, ItemEvent, Token, Turn
-from ..schemas.jobs import ReplayRequest
-from ..schemas.wire import codec
-from ..streams.outages import outage_logged, through_outages
-from ..streams.port import Broker, Message, Reply
-from ..streams.topology import EVENTS, Subjects
+from ...schemas.errors import Fatal, GenerationFailed, InvalidRequest, Overloaded, Refusal
+from ...schemas.events import ErrorBody, ItemEvent, Token, Turn
+from ...schemas.jobs import ReplayRequest
+from ...schemas.wire import codec
+from ...streams.outages import outage_logged, through_outages
+from ...streams.port import Broker, Message, Reply
+from ...streams.topology import EVENTS, Subjects
 
 log = structlog.get_logger(__name__)
 

@@ -16,8 +16,8 @@ from penstock.schemas.errors import BrokerUnavailable
 from penstock.schemas.events import FINAL, Accepted, Event, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.wire import codec
-from penstock.stages import replays
-from penstock.stages.replays import Replays
+from penstock.stages.validate import replays
+from penstock.stages.validate.replays import Replays
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import Message
 
