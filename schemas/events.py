@@ -73,7 +73,8 @@ class Started:
     """A worker has taken the request: the first output of its epoch, and all that a reader of deltas must know.
 
     `holder` is a name that no other announcement has, by which a worker knows its own. `form` is the job's, as JSON.
-    `fallback` is the backend that runs the request instead of the worker's first.
+    `fallback` is the backend that runs the request instead of the worker's first. `created` and `prompts` are those of
+    the event that accepts the request; a worker of an earlier release says neither.
     """
 
     request: str
@@ -88,6 +89,8 @@ class Started:
     endpoint: str = ""
     model: str = ""
     fallback: str | None = None
+    created: int = 0
+    prompts: tuple[tuple[int, ...], ...] = ()
     type: Literal["started"] = "started"
 
 

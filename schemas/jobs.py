@@ -128,6 +128,11 @@ class ValidatedJob(Record):
         return self.adapter.name if self.adapter else self.model
 
     @property
+    def shown_prompts(self) -> tuple[tuple[int, ...], ...]:
+        """The token ids that the client wants to see."""
+        return self.prompts if self.body.get("return_token_ids") is True else ()
+
+    @property
     def choices(self) -> int:
         return len(self.prompts) * self.params.n
 

@@ -104,6 +104,14 @@ class Pipe:
         subject = self.outputs_of(tenant, request)
         return Transcript.of(await through_outages(lambda: self.broker.replay("STREAM", subject), subject))
 
+    async def open(self, accepted: Accepted, *, tenant: str, bridge: str) -> None:
+        """Store what comes first, unless something of the request is stored: its answer was faster."""
+        subject = self.subjects.events(tenant, bridge, accepted.request)
+        if (trail := self.trails.get(subject)) is None:
+            trail = self.trails[subject] = await self._trail(subject)
+        if not trail.last:
+            await self.emit(accepted, tenant=tenant, bridge=bridge, key="accepted")
+
     async def emit(
         self,
         event: Event,

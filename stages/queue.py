@@ -147,8 +147,7 @@ class Queue(JobStage):
         if stored.sequence - gate.gone[job.priority] >= gate.control.full[job.priority]:
             self._is_due.set()  # jobs until the next regular update would be validated in vain
         gate.add(job, stored.sequence)
-        prompts = job.prompts if job.body.get("return_token_ids") is True else ()
-        accepted = Accepted(job.id, job.served_name, int(job.created), job.prompt_tokens, prompts)
+        accepted = Accepted(job.id, job.served_name, int(job.created), job.prompt_tokens, job.shown_prompts)
         await self.pipe.emit(accepted, tenant=job.tenant, bridge=job.bridge, key="accepted")
 
     def _check_model(self, job: ValidatedJob, gate: _ModelGate) -> None:

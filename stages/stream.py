@@ -18,6 +18,7 @@ from ..engine.text.answer_reader import AnswerReader
 from ..schemas.errors import GenerationFailed
 from ..schemas.events import (
     FINAL,
+    Accepted,
     Cancelled,
     Delta,
     Done,
@@ -228,6 +229,9 @@ class EventPublisher:
             said = event.usage if isinstance(event, Done | Cancelled) else self._transcript.usage
             charge = partial(rates.end, started.tenant, started.request, said.completion_tokens, self._at)
             await through_outages(charge, f"rates of {started.tenant}")
+        if started.created:
+            accepted = Accepted(started.request, started.model, started.created, started.prompt_tokens, started.prompts)
+            await self._pipe.open(accepted, tenant=started.tenant, bridge=started.bridge)
         key = f"{event.choice}.{event.index}" if isinstance(event, Token) else "end"
         if isinstance(event, FINAL) and (visit := CURRENT.get()) is not None:
             visit.trace = self._trace

@@ -138,6 +138,7 @@ def _output(value: dict[str, Any]) -> Output:
                 value["error"] = build(ErrorBody, error)
             return build(Delta, value)
         case "started":
+            value["prompts"] = tuple(map(tuple, value.get("prompts", ())))
             return build(Started, value)
         case _:
             raise DecodeError("unknown type of output")

@@ -99,6 +99,8 @@ class OutputPublisher:
             job.endpoint,
             job.served_name,
             self.fallback,
+            int(job.created),
+            job.shown_prompts,
         )
         visit = CURRENT.get()
         headers = visit.headers(None, epoch=self.epoch) if visit else {}

@@ -208,7 +208,7 @@ def test_a_job_dispatched_twice_is_told_once(pipeline: Pipeline) -> None:
     while not any(isinstance(event, Done) for event in heard):
         pipeline.runner.run(asyncio.sleep(0))
     assert "".join(event.text for event in heard if isinstance(event, Token)) == "hello"
-    assert [event.type for event in heard if not isinstance(event, Token)] == ["done"]
+    assert [event.type for event in heard if not isinstance(event, Token)] == ["accepted", "done"]
 
 
 def test_a_worker_refuses_what_it_cannot_answer(pipeline: Pipeline) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
+from collections import OrderedDict
 
+import pytest
 from memory_pipeline import Pipeline, validated
 
-from penstock.schemas.events import Delta, Output, Started, Token
+from penstock.schemas.events import Accepted, Delta, Event, Output, Started, Token
 from penstock.schemas.jobs import ValidatedJob
 from penstock.schemas.wire import codec
 from penstock.stages import Pipe
@@ -14,9 +17,11 @@ from penstock.stages.stream import EventPublisher
 from penstock.streams.port import Message
 
 
-async def say(pipe: Pipe, job: ValidatedJob, epoch: int, index: int, text: str) -> Message:
+async def say(pipe: Pipe, job: ValidatedJob, epoch: int, index: int, text: str, created: int = 0) -> Message:
     """As a worker does that begins an epoch; returns what is stored of it."""
-    started = Started(job.id, epoch, f"holder-{epoch}", job.tenant, job.bridge, job.choices, job.prompt_tokens)
+    address = job.tenant, job.bridge
+    started = Started(job.id, epoch, f"holder-{epoch}", *address, job.choices, job.prompt_tokens, created=created)
+    started = dataclasses.replace(started, model=job.model, prompts=job.shown_prompts)
     outputs: list[Output] = [started, Delta(job.id, epoch, 0, index, tuple(text.encode()), text)]
     await pipe.store(
         pipe.outputs_of(job.tenant, job.id), codec.encode_outputs(outputs), f"{job.id}.{epoch}", codec.OUTPUTS
@@ -25,12 +30,15 @@ async def say(pipe: Pipe, job: ValidatedJob, epoch: int, index: int, text: str) 
     return stored
 
 
+async def events(pipe: Pipe, job: ValidatedJob) -> list[Event]:
+    stored = await pipe.broker.replay("EVENTS", pipe.subjects.events(job.tenant, job.bridge, job.id))
+    return [codec.decode_event(message.data) for message in stored]
+
+
 async def told(pipe: Pipe, job: ValidatedJob) -> str:
     """The client's tokens, each at its place."""
-    stored = await pipe.broker.replay("EVENTS", pipe.subjects.events(job.tenant, job.bridge, job.id))
     text = ""
-    for message in stored:
-        event = codec.decode_event(message.data)
+    for event in await events(pipe, job):
         assert isinstance(event, Token)
         assert event.index == len(text)
         text += event.text
@@ -63,5 +71,28 @@ def test_what_comes_late_is_no_loss(pipeline: Pipeline) -> None:
         for place in (0, 2, 1):
             await publisher.publish(codec.decode_outputs(messages[place].data), messages[place])
         assert await told(pipe, job) == "hello, you there"
+
+    pipeline.runner.run(scene())
+
+
+@pytest.mark.parametrize("is_together", [True, False], ids=["in one process", "in two"])
+@pytest.mark.parametrize("shows", [True, False])
+def test_an_answer_that_is_faster_than_its_acceptance_comes_behind_it(
+    pipeline: Pipeline, is_together: bool, shows: bool
+) -> None:
+    """The stage queue passes a job on before it says so, and may be stopped in between."""
+
+    async def scene() -> None:
+        pipe = pipeline.pipe
+        job = validated(f"r-{uuid.uuid4().hex}", pipe)
+        job = job.model_copy(update={"body": job.body | {"return_token_ids": shows}})
+        accepted = Accepted(job.id, job.model, 17, job.prompt_tokens, job.shown_prompts)
+        assert bool(accepted.prompts) == shows
+        message = await say(pipe, job, 1, 0, "hello", created=17)
+        await EventPublisher(pipe, 0).publish(codec.decode_outputs(message.data), message)
+        own = pipe if is_together else dataclasses.replace(pipe, trails=OrderedDict())
+        await own.emit(accepted, tenant=job.tenant, bridge=job.bridge, key="accepted")
+        first, second = await events(pipe, job)
+        assert first == accepted and isinstance(second, Token)
 
     pipeline.runner.run(scene())

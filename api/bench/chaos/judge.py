@@ -95,6 +95,8 @@ def _read_events(request: str, messages: Sequence[Message], account: Account) ->
                 if accepted > 1:
                     yield Broken("accepted once", at)
             case Token():
+                if not accepted:
+                    yield Broken("accepted before it is answered", at)
                 yield from account.choice(event.choice).take("events", at, event)
             case ItemEvent() | Turn():
                 numbers.append(event.index)

@@ -119,7 +119,7 @@ PARAMETERS = [
     wrong_type("temperature", True, "valid number"),
     wrong("temperature", -0.1, "greater than or equal to 0"),
     wrong("temperature", 2.1, "less than or equal to 2"),
-    wrong("top_p", -0.1, "greater than 0"),
+    wrong("top_p", -0.1, "greater than or equal to 0"),
     wrong("top_p", 1.1, "less than or equal to 1"),
     wrong("top_k", -2, "greater than or equal to 1"),
     wrong_type("top_k", 1.5, "valid integer"),
