@@ -275,7 +275,11 @@ def test_imports_follow_the_table(name: str) -> None:
         ("engine/text/a.py", "from .. import sampler", "engine.sampler"),
         ("engine/cpu/a.py", "from ..paged import runner", "engine.paged.runner"),
         ("stages/a.py", "from ..engine.text.tokenizer import load_tokenizer", "engine.text.tokenizer"),
-        ("stages/validate/a.py", "from ...engine.text import tokenizer, chat_messages", "engine.text.chat_messages"),
+        (
+            "stages/validate/stage.py",
+            "from ...engine.text import tokenizer, chat_messages",
+            "engine.text.chat_messages",
+        ),
         ("stages/validate/stage.py", "from ...engine.engine import InferenceEngine", "engine.engine"),
         ("stages/batch/a.py", "from ..tools.calls import Calls", "stages.tools.calls"),
         ("api/a.py", "from ..stages.endings import refuse", "stages.endings"),

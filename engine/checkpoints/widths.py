@@ -13,7 +13,8 @@ WIDTHS = {"int8": 1.1, "int4": 0.6}
 
 _WIDTHS = {
     **{"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3},
-    **{"IQ4_NL": 0.6, "IQ4_XS": 0.65, "MXFP4": 0.6},
+    **{"IQ4_NL": 0.6, "IQ4_XS": 0.65, "MXFP4": 0.6, "IQ1_S": 0.65, "IQ2_XXS": 0.65, "IQ3_XXS": 0.65, "IQ3_S": 0.65},
+    **{"IQ1_M": 1.3, "IQ2_XS": 1.3, "IQ2_S": 1.3},
 }
 """The same in GGUF's; others are like int8."""
 

@@ -38,6 +38,13 @@ BLOCKS = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
 }
 """The types that can be read: the weights of a block, and its bytes. A block never spans two rows."""
 

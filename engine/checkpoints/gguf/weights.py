@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from torch import Tensor
 from ..experts import module_names
 from ..lazy import LazyWeight
 from ..mxfp4 import DOUBLED, half_powers_of_2
-from ..rounded import Blocks, ReadRounded, Rounded, looked_up
+from ..rounded import Blocks, ReadRounded, Rounded
 from .file import BLOCKS, Gguf, GgufWeight, Tiles
+from .grids import iq1_m, iq1_s, iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs
+from .levels import Levels, half_at
 from .pairs import weights_of
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
@@ -25,27 +26,6 @@ _LEVELS_CHUNK = 1 << 21  # the same of levels alone
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the sixteen levels of IQ4_NL and IQ4_XS stand for."""
-
-
-class Levels(NamedTuple):
-    """Blocks of weights, level by level: (level - middle) * scale + zero, or that of the number in a table.
-
-    Levels are [N, G, S], of 4 bits or up to 8; scales and zeros [N, G], as the file has them or in float32.
-    """
-
-    levels: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    bits: int = 8
-    middle: int = 0
-    table: tuple[int, ...] = ()
-
-    @property
-    def numbers(self) -> Tensor:
-        """What the levels stand for, float32 [N, G * S], by the arithmetic of the package `gguf`."""
-        whole = looked_up(self.levels, self.table) if self.table else self.levels
-        numbers = (whole.float() - self.middle) * self.scales.float()[..., None]
-        return (numbers if self.zeros is None else numbers + self.zeros.float()[..., None]).flatten(1)
 
 
 def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:
@@ -198,11 +178,6 @@ def dequantize(data: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> T
     return result.flatten()
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The 16-bit float at byte `at` of each block, [N, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16)
-
-
 def _nibbles(packed: Tensor) -> Tensor:
     """[N, B] → [N, 1, 2 B]: the low halves of all bytes, then the high ones."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)[:, None]
@@ -214,27 +189,27 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Levels:
-    return Levels(_nibbles(blocks[:, 2:]), _half(blocks, 0), bits=4, middle=8)
+    return Levels(_nibbles(blocks[:, 2:]), half_at(blocks, 0), bits=4, middle=8)
 
 
 def _q4_1(blocks: Tensor) -> Levels:
-    return Levels(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2), bits=4)
+    return Levels(_nibbles(blocks[:, 4:]), half_at(blocks, 0), half_at(blocks, 2), bits=4)
 
 
 def _q5_0(blocks: Tensor) -> Levels:
-    return Levels(_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4, _half(blocks, 0), middle=16)
+    return Levels(_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4, half_at(blocks, 0), middle=16)
 
 
 def _q5_1(blocks: Tensor) -> Levels:
-    return Levels(_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4, _half(blocks, 0), _half(blocks, 2))
+    return Levels(_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4, half_at(blocks, 0), half_at(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Levels:
-    return Levels(blocks[:, None, 2:].view(torch.int8), _half(blocks, 0))
+    return Levels(blocks[:, None, 2:].view(torch.int8), half_at(blocks, 0))
 
 
 def _q2_k(blocks: Tensor) -> Levels:
-    both, scale, least = blocks[:, :16], _half(blocks, 80).float(), _half(blocks, 82).float()
+    both, scale, least = blocks[:, :16], half_at(blocks, 80).float(), half_at(blocks, 82).float()
     return Levels(_pairs_of_bits(blocks[:, 16:80]), scale * (both & 15), -(least * (both >> 4)))
 
 
@@ -244,7 +219,7 @@ def _q3_k(blocks: Tensor) -> Levels:
     upper = (more[:, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(1)
     scales = (_nibbles(low)[:, 0] | upper << 4).to(torch.int8) - 32  # [N, 16]
     levels = _pairs_of_bits(blocks[:, 32:96]) | (high << 2).view(-1, 16, 16)
-    return Levels(levels, _half(blocks, 108).float() * scales, middle=4)
+    return Levels(levels, half_at(blocks, 108).float() * scales, middle=4)
 
 
 def _pairs_of_bits(packed: Tensor) -> Tensor:
@@ -254,7 +229,7 @@ def _pairs_of_bits(packed: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Levels:
-    return Levels(_nibbles(blocks[:, 2:]), _half(blocks, 0), bits=4, table=IQ4)
+    return Levels(_nibbles(blocks[:, 2:]), half_at(blocks, 0), bits=4, table=IQ4)
 
 
 def _iq4_xs(blocks: Tensor) -> Levels:
@@ -262,7 +237,7 @@ def _iq4_xs(blocks: Tensor) -> Levels:
     lower = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1)  # [N, 4, 2]
     scales = (lower.flatten(1) | upper.flatten(1) << 4).to(torch.int8) - 32
     levels = _nibbles(blocks[:, 8:].reshape(-1, 16)).view(-1, 8, 32)
-    return Levels(levels, _half(blocks, 0).float() * scales, bits=4, table=IQ4)
+    return Levels(levels, half_at(blocks, 0).float() * scales, bits=4, table=IQ4)
 
 
 def _mxfp4(blocks: Tensor) -> Levels:
@@ -274,7 +249,7 @@ def _scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, third = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), dim=-1)
     minima = torch.cat((second & 63, third >> 4 | second >> 2 & 48), dim=-1)
-    return _half(blocks, 0).float() * scales, -(_half(blocks, 2).float() * minima)
+    return half_at(blocks, 0).float() * scales, -(half_at(blocks, 2).float() * minima)
 
 
 def _q4_k(blocks: Tensor) -> Levels:
@@ -291,7 +266,7 @@ def _q5_k(blocks: Tensor) -> Levels:
 def _q6_k(blocks: Tensor) -> Levels:
     low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(-1, 2, 4, 32)
     high = blocks[:, 128:192].view(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
-    scales = _half(blocks, 208).float() * blocks[:, 192:208].view(torch.int8)  # [N, 16]
+    scales = half_at(blocks, 208).float() * blocks[:, 192:208].view(torch.int8)  # [N, 16]
     return Levels((low | high << 4).view(-1, 16, 16), scales, middle=32)
 
 
@@ -309,4 +284,11 @@ _LEVELS: dict[str, Callable[[Tensor], Levels]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "IQ1_S": iq1_s,
+    "IQ1_M": iq1_m,
+    "IQ2_XXS": iq2_xxs,
+    "IQ2_XS": iq2_xs,
+    "IQ2_S": iq2_s,
+    "IQ3_XXS": iq3_xxs,
+    "IQ3_S": iq3_s,
 }

@@ -10,14 +10,17 @@ from penstock.engine.checkpoints.gguf.file import BLOCKS
 from penstock.engine.checkpoints.gguf.weights import rounded_of
 from penstock.engine.checkpoints.rounded import Blocks, Rounded
 from penstock.engine.cpu.layouts import numbers
-from penstock.engine.cpu.library import Kernels, load_kernels
+from penstock.engine.cpu.library import UNEVEN, Kernels, load_kernels
 from penstock.engine.paged.quantization.blocks import Packer
 from penstock.engine.paged.quantization.quantize import ProductMaker
 
 KNOWN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"]
+OTHERS = [kind for kind, (weights, _) in BLOCKS.items() if weights > 1 and kind not in KNOWN]
+IN_4_BITS = {"IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S"}
 INPUTS = 512
 _SCALES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
-_SCALES |= {"IQ4_NL": [0], "Q6_K": [208]}
+_SCALES |= {"IQ4_NL": [0], "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}
+_SCALES |= {kind: [0] for kind in OTHERS if kind.startswith("IQ") and kind != "IQ1_M"}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,8 @@ def some(kind: str, rows: int, seed: int = 0) -> Blocks:
     if kind == "MXFP4":
         data[:, 0] = torch.randint(110, 140, (len(data),), generator=generator)
         data[0, 0], data[1, 0] = 0, 1
+    if kind == "IQ1_M":  # 0.125, four bits at a time
+        data[:, 49:57:2] = data[:, 49:57:2] & 15 | torch.tensor([0, 0, 0, 0x30], dtype=torch.uint8)
     for at in _SCALES.get(kind, []):
         powers = torch.randint(-22, 4, (len(data), 1), generator=generator).float().exp2()
         scales = (torch.randn(len(data), 1, generator=generator) * powers).half()
@@ -63,6 +68,21 @@ def test_one_weight(kind: str, rows: int, dtype: torch.dtype, kernels: Kernels) 
     x = torch.randn((3, INPUTS), generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = x.double() @ rounded_of(part.data.flatten(), kind, rows).numbers.double().T
     assert (found(x).double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_one_weight_that_torch_packs(kind: str, kernels: Kernels) -> None:
+    """In 4 bits, where no more levels share a scale than one of the kernels' has."""
+    part = some(kind, 100)
+    levels = rounded_of(part.data.flatten(), kind, 100)
+    module = nn.Linear(INPUTS, 100, bias=False, dtype=torch.bfloat16)
+    vars(module)["rounded"] = lambda: levels
+    linear = ProductMaker(None, torch.device("cpu"), kernels)([module], "some.proj", False)
+    assert linear.product is not None and (linear.product.kind == UNEVEN) == (kind in IN_4_BITS)
+    assert torch.equal(numbers(linear.product, torch.bfloat16, 0, 2)[:100], levels.numbers)
+    x = torch.randn((3, INPUTS), generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = x.double() @ levels.numbers.double().T
+    assert (linear(x).double() - expected).norm() <= 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize(
