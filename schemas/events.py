@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import Refusal
-from .jobs import Priority
+from .jobs import Priority, ValidatedJob
 
 FinishReason = Literal[
     "stop", "length", "stop_sequence", "tool_calls", "content_filter", "cancelled", "deadline", "error"
@@ -133,6 +133,10 @@ class Accepted:
     prompt_tokens: int
     prompts: tuple[tuple[int, ...], ...] = ()
     type: Literal["accepted"] = "accepted"
+
+    @classmethod
+    def of(cls, job: ValidatedJob) -> Accepted:
+        return cls(job.id, job.served_name, int(job.created), job.prompt_tokens, job.shown_prompts)
 
 
 @dataclass(frozen=True, slots=True)

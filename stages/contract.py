@@ -105,7 +105,10 @@ class Pipe:
         return Transcript.of(await through_outages(lambda: self.broker.replay("STREAM", subject), subject))
 
     async def open(self, accepted: Accepted, *, tenant: str, bridge: str) -> None:
-        """Store what comes first, unless something of the request is stored: its answer was faster."""
+        """Store what comes first, unless something of the request is stored.
+
+        The stage queue passes a job on before it says so: another stage may be faster.
+        """
         subject = self.subjects.events(tenant, bridge, accepted.request)
         if (trail := self.trails.get(subject)) is None:
             trail = self.trails[subject] = await self._trail(subject)

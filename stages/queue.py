@@ -147,8 +147,7 @@ class Queue(JobStage):
         if stored.sequence - gate.gone[job.priority] >= gate.control.full[job.priority]:
             self._is_due.set()  # jobs until the next regular update would be validated in vain
         gate.add(job, stored.sequence)
-        accepted = Accepted(job.id, job.served_name, int(job.created), job.prompt_tokens, job.shown_prompts)
-        await self.pipe.emit(accepted, tenant=job.tenant, bridge=job.bridge, key="accepted")
+        await self.pipe.emit(Accepted.of(job), tenant=job.tenant, bridge=job.bridge, key="accepted")
 
     def _check_model(self, job: ValidatedJob, gate: _ModelGate) -> None:
         """Raises `Overloaded` where the model cannot be loaded, or has enough waiting for it to be loaded."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
-from ..schemas.events import FINAL, Accepted, Event, ItemEvent, Token, Turn
+from ..schemas.events import FINAL, Accepted, Event, ItemEvent, Queued, Token, Turn
 from ..schemas.wire import codec
 from ..streams.port import Message
 
@@ -41,6 +41,8 @@ class Trail:
         match event:
             case Accepted():
                 return not self.accepted
+            case Queued():
+                return not self.next_index  # who has the first token does not wait any more
             case Token():
                 return event.choice not in self.finished and event.index >= self.next_index.get(event.choice, 0)
             case ItemEvent() | Turn():

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from pydantic import ValidationError
 
-from ...schemas.events import Queued
+from ...schemas.events import Accepted, Queued
 from ...schemas.registry import LoadProgress
 from ...streams.port import Message
 from ..admission import Drain
@@ -70,6 +70,7 @@ class WaitingNews:
         ):
             waiting.told = news
             key = f"queued.{news.position}.{news.model}.{news.progress}"
+            await self._pipe.open(Accepted.of(job), tenant=job.tenant, bridge=job.bridge)
             await self._pipe.emit(news, tenant=job.tenant, bridge=job.bridge, key=key)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from memory_pipeline import MODEL, Pipeline
 
-from penstock.schemas.events import FINAL, Event, Token
+from penstock.schemas.events import FINAL, Event, Queued, Token
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker
@@ -55,6 +55,8 @@ def check(events: list[Event], *, accepted: bool = True) -> str:
     assert [index for index, event in enumerate(events) if event.type == "accepted"] == [0] * accepted
     assert [event for event in events if isinstance(event, FINAL)] == events[-1:]
     tokens = [event for event in events if isinstance(event, Token)]
+    answered = events.index(tokens[0]) if tokens else len(events)
+    assert not any(isinstance(event, Queued) for event in events[answered:])
     place = 0
     for token in tokens:
         assert token.index == place

@@ -101,7 +101,8 @@ def _read_events(request: str, messages: Sequence[Message], account: Account) ->
             case ItemEvent() | Turn():
                 numbers.append(event.index)
             case Queued():
-                pass
+                if not accepted or account.choices:
+                    yield Broken("positions are told between acceptance and answer", at)
             case _:
                 account.final = account.final or event
     if sorted(numbers) != list(range(len(numbers))):

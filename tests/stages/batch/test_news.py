@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from absent_model import ABSENT, PATIENCE, asked, with_absent
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, Pipeline, validated
+from raw_events import stored
 
 from penstock.api.bridge.reading import Reading
-from penstock.schemas.events import Queued
+from penstock.schemas.events import Accepted, Queued, Token
 from penstock.schemas.registry import LoadProgress, ModelCard
 from penstock.stages import Pipe
+from penstock.stages.batch.lanes import Lanes, Waiting
+from penstock.stages.batch.news import WaitingNews
 from penstock.stages.batch.stage import Batch
 from penstock.stages.loading import announced
 from penstock.streams.lanes import remove_lanes
@@ -125,4 +128,21 @@ async def test_a_worker_reports_what_it_has_loaded() -> None:
         then = await seen.get()
     assert (first.worker, first.model, first.percent) == ("w7", "new", 0)
     assert (then.percent, then.remaining) == (75, then.elapsed / 3)
+    await pipeline.stop()
+
+
+async def test_news_stands_between_acceptance_and_answer() -> None:
+    """Of one job the stage queue has yet to say that it is accepted; another is answered before its turn to hear."""
+    pipeline = await Pipeline.start()
+    pipe, lanes = pipeline.pipe, Lanes(None)
+    unheard, answered = jobs = [validated(name, pipe) for name in ("unheard", "answered")]
+    for number, job in enumerate(jobs):
+        lanes.push(Waiting(job, number))
+    await pipe.emit(Accepted.of(answered), tenant=answered.tenant, bridge=answered.bridge, key="accepted")
+    token = Token(answered.id, 0, 0, (1,), "a")
+    await pipe.emit(token, tenant=answered.tenant, bridge=answered.bridge, key="0.0")
+    await WaitingNews(pipe).tell(ABSENT, 1, lanes)
+    await pipe.emit(Accepted.of(unheard), tenant=unheard.tenant, bridge=unheard.bridge, key="accepted")
+    heard = {job.id: [event.type for event in await stored(pipeline, job.id)] for job in jobs}
+    assert heard == {"unheard": ["accepted", "queued"], "answered": ["accepted", "token"]}
     await pipeline.stop()

@@ -67,6 +67,8 @@ def test_what_is_right_breaks_no_law() -> None:
         ("one final event", (*RIGHT, FAILED)),
         ("the final event is the last", (*RIGHT, QUEUED)),
         ("accepted once", (ACCEPTED, *RIGHT)),
+        ("positions are told between acceptance and answer", (QUEUED, *RIGHT)),
+        ("positions are told between acceptance and answer", (ACCEPTED, ONE, QUEUED, TWO, OTHER, DONE)),
         ("accepted before it is answered", (ONE, ACCEPTED, TWO, OTHER, DONE)),
         ("events are contiguous", (ACCEPTED, ONE, ONE, TWO, OTHER, DONE)),
         ("events are contiguous", (ACCEPTED, TWO, OTHER, DONE)),
