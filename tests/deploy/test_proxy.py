@@ -1,0 +1,107 @@
+"""nginx before a bridge, with the file of `deploy/proxy`: what comes through it is what the bridge says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+import trustme
+from pages import ROOT
+from serving import Serve, Served, until
+
+HOST = "llm.example.org"
+MAIN = """
+daemon off;
+pid {0}/nginx.pid;
+error_log {0}/error.log;
+events {{ }}
+http {{
+    access_log off;
+    client_body_temp_path {0}/body;
+    proxy_temp_path {0}/proxy;
+    fastcgi_temp_path {0}/fastcgi;
+    uwsgi_temp_path {0}/uwsgi;
+    scgi_temp_path {0}/scgi;
+    include {0}/site.conf;
+}}
+"""
+pytestmark = pytest.mark.skipif(not shutil.which("nginx"), reason="needs nginx")
+
+
+@pytest.fixture
+def served(serve: Serve, tiny_model: Path) -> Served:
+    arguments = ("--dtype", "float32", "--served-model-name", "tiny", "--cors-origins", f"https://{HOST}")
+    return serve(str(tiny_model), *arguments)
+
+
+@pytest.fixture
+def proxy(served: Served, tmp_path: Path) -> Iterator[httpx2.Client]:
+    """A client of nginx, which knows it by its name and certificate."""
+    folder = tmp_path / "nginx"
+    folder.mkdir()
+    authority = trustme.CA()
+    authority.issue_cert(HOST, "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "both.pem"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    site = (ROOT / "deploy" / "proxy" / "nginx.conf").read_text("utf-8")
+    for own, here in (
+        ("listen 443", f"listen 127.0.0.1:{port}"),
+        ("/etc/ssl/certs/llm.example.org.pem", str(folder / "both.pem")),
+        ("/etc/ssl/private/llm.example.org.key", str(folder / "both.pem")),
+        ("127.0.0.1:8000", served.url.removeprefix("http://")),
+    ):
+        assert own in site
+        site = site.replace(own, here)
+    (folder / "site.conf").write_text(site)
+    (folder / "nginx.conf").write_text(MAIN.format(folder))
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    with subprocess.Popen(["nginx", "-c", str(folder / "nginx.conf")], stderr=subprocess.PIPE, text=True) as nginx:
+        with httpx2.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=60, trust_env=False) as client:
+            client.headers["host"] = HOST
+            until(lambda: nginx.poll() is None and _listens(port))
+            yield client
+        nginx.terminate()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as looking:
+        return looking.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _text(lines: Iterable[str]) -> str:
+    """That of a streamed answer, which must have ended."""
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
+
+
+def test_what_comes_through_nginx_is_what_the_bridge_says(served: Served, proxy: httpx2.Client) -> None:
+    body = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+    whole = httpx2.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    assert proxy.post("/v1/completions", json=body).json()["choices"][0]["text"] == whole
+    page = proxy.get("/")
+    assert page.status_code == 200 and "Penstock" in page.text
+    from_page = {"origin": f"https://{HOST}", "sec-fetch-site": "same-origin"}
+    assert proxy.post("/v1/completions", json={**body, "max_tokens": 1}, headers=from_page).status_code == 200
+    large = proxy.post("/v1/completions", json={**body, "prompt": "x" * (8 << 20)})
+    assert large.status_code == 413 and large.json()["error"]["message"]
+
+    with proxy.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        begun = [next(lines)]
+        family = psutil.Process(served.process.pid).children()
+        (worker,) = (process for process in family if "worker" in process.cmdline())
+        worker.kill()
+        assert _text([*begun, *lines]) == whole, "with another worker's tokens, none missing"
+    with proxy.stream("POST", "/v1/completions", json={**body, "max_tokens": 1900, "stream": True}) as stream:
+        next(stream.iter_lines())
+    until(lambda: "disconnected=True" in served.process.output)
