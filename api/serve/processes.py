@@ -25,9 +25,9 @@ from .ahead import WORKER, AheadWorker
 log = structlog.get_logger(__name__)
 
 FATAL_EXIT = 2
-LEAST_DELAY, MOST_DELAY = 0.5, 15.0  # seconds before a dead child is restarted
+LEAST_DELAY, MOST_DELAY = 0.5, 15.0  # seconds before a child that dies again and again is restarted
 OUR_FAMILY = secrets.token_hex(8)  # by which children of this process know each other
-STEADY = 30.0  # seconds of life after which the delay starts again at LEAST_DELAY
+STEADY = 30.0  # seconds of life after which a child is restarted at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,11 @@ class ProcessKeeper:
         self._drain, self._most_delay, self._output = drain, most_delay, output
 
     async def keep(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> None:
-        """Run a child until `until` is set, restarting it when it dies; then end it."""
-        delay = LEAST_DELAY
+        """Run a child until `until` is set, restarting it when it dies; then end it.
+
+        The first death is followed by a restart at once, since clients wait.
+        """
+        delay = 0.0
         is_first = True
         while not until.is_set() and self.fatal is None:
             await self.may_start.wait()
@@ -76,11 +79,12 @@ class ProcessKeeper:
                 log.info("process ended itself, restarting", process=part.name)
                 continue
             lived = asyncio.get_running_loop().time() - born
-            delay = LEAST_DELAY if lived > STEADY else min(2 * delay, self._most_delay)
+            delay = 0.0 if lived > STEADY else delay
             log.error("process died, restarting", process=part.name, status=status, delay=delay)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await until.wait()
+            delay = min(max(2 * delay, LEAST_DELAY), self._most_delay)
 
     async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
         """Run a child once, and end it when `until` is set; returns its exit status."""

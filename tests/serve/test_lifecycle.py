@@ -19,9 +19,11 @@ from threading import Barrier
 import httpx2
 import psutil
 import pytest
+import structlog
 from serving import START_TIMEOUT, Serve, Start, until
 from setting_up import set_up
 
+from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
 from penstock.api.serve.supervisor import say
 from penstock.config.settings import Settings
@@ -230,6 +232,24 @@ async def test_a_part_that_finds_no_broker_while_it_restarts_waits_for_it(tmp_pa
         await keeping
     broker.cancel()
     await server.stop()
+
+
+@pytest.mark.parametrize(("steady", "delays"), [(1000.0, [0.0, 0.01, 0.01]), (-1.0, [0.0, 0.0, 0.0])])
+async def test_a_process_that_dies_is_restarted_at_once_and_less_often_if_it_dies_again(
+    steady: float, delays: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "STEADY", steady)
+    over, lives = asyncio.Event(), iter(range(len(delays)))
+
+    class Dying(ProcessKeeper):
+        async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
+            if next(lives, None) is None:
+                over.set()
+            return 1
+
+    with structlog.testing.capture_logs() as logs:
+        await Dying(5.0, most_delay=0.01).keep(Part("stage", ()), {}, over)
+    assert [entry["delay"] for entry in logs if entry["event"] == "process died, restarting"] == delays
 
 
 @pytest.mark.parametrize("name", ["worker", "nats-server"])
