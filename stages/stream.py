@@ -103,6 +103,7 @@ class EventPublisher:
         self._pipe = pipe
         self._filters = filters
         self._order = asyncio.Lock()
+        self._is_open = False  # its acceptance is stored; set by _open
         self._forget()
 
     def _forget(self) -> None:
@@ -245,6 +246,12 @@ class EventPublisher:
         )
         if self._final_stored:
             await self._stop_unsettled()
+
+    async def _open(self, started: Started) -> None:
+        if started.created:
+            accepted = Accepted(started.request, started.model, started.created, started.prompt_tokens, started.prompts)
+            await self._pipe.open(accepted, tenant=started.tenant, bridge=started.bridge)
+        self._is_open = True
 
     async def _stop_unsettled(self) -> None:
         """Stop the work on an answer that has ended already: by a filter, a refusal or a cancellation."""

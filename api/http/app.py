@@ -198,7 +198,9 @@ def _add_error_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_methods(request))
             text, code = f"this path has only the methods {headers['Allow']}.", "method_not_allowed"
         else:
-            text, code = "no such path; see /docs for the list.", "not_found"
+            intended = _intended(request)
+            advice = f"{intended} is one, so correct the client's base URL." if intended else "see /docs for the list."
+            text, code = f"no such path; {advice}", "not_found"
         text = f"{request.method} {request.url.path}: {text}"
         response = error_response(ErrorBody(error.status_code, text, "invalid_request_error", code))
         response.headers.update(headers)
@@ -216,8 +218,16 @@ def _add_error_handlers(app: FastAPI) -> None:
         )
 
 
-def _methods(request: Request) -> list[str]:
-    """The methods of a request's path, over all of its routes."""
+def _methods(request: Request, path: str | None = None) -> list[str]:
+    """The methods of a request's path, or another one, over all of its routes."""
+    scope = request.scope if path is None else {**request.scope, "path": path}
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    found = (route.methods or () for route in routes if route.matches(request.scope)[0] != Match.NONE)
+    found = (route.methods or () for route in routes if route.matches(scope)[0] != Match.NONE)
     return sorted(set().union(*found))
+
+
+def _intended(request: Request) -> str | None:
+    """The path that was meant, if the client's base URL lacks /v1, or has it once too often."""
+    path = request.url.path
+    intended = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    return intended if request.method in _methods(request, intended) else None
