@@ -288,7 +288,7 @@ async def _pipe(loaded: Loaded, name: str) -> AsyncIterator[Pipe]:
         await cancellations.listen(broker, subjects)
         registry = Registry(broker, interval=settings.heartbeat_interval)
         await registry.refresh()  # a copy that starts under load must know the models before its first job
-        yield Pipe(broker, subjects, settings, registry, cancellations, tracer=tracer)
+        yield Pipe(broker, subjects, settings, registry, cancellations, broker.now, tracer)
 
 
 async def _heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:

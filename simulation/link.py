@@ -43,6 +43,9 @@ class Link:
     def connected(self) -> bool:
         return self._up.is_set()
 
+    def now(self) -> float:
+        return self._broker.now()
+
     def cut(self) -> None:
         self._up.clear()
         self.outages += 1

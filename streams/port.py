@@ -234,6 +234,10 @@ class Broker(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    def now(self) -> float:
+        """Unix seconds by the broker's clock, which is that of all parts."""
+        ...
+
     @property
     def outages(self) -> int:
         """How often the connection has been lost so far."""

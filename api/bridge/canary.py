@@ -90,7 +90,7 @@ class Canary:
         patience = max(LEAST_PATIENCE, 2 * self._interval)
         job = Job(id=f"canary-{uuid.uuid4().hex}", endpoint=endpoint, bridge=self._bridge.name, body=body)
         try:
-            deadline = time.time() + patience
+            deadline = self._bridge.broker.now() + patience
             reading = await self._bridge.open(job, priority="high", tenant=CANARY, deadline=deadline)
         except Refusal:
             return None  # the queue is full, or this bridge drains

@@ -9,7 +9,6 @@ with its key is a new attempt.
 from __future__ import annotations
 
 import hashlib
-import time
 from typing import Any
 
 import orjson
@@ -50,7 +49,7 @@ async def open_once(
     name = hashlib.sha256(f"{tenant} {key}".encode()).hexdigest()
     body = orjson.dumps(job.body, option=orjson.OPT_SORT_KEYS)
     fingerprint = hashlib.sha256(f"{job.endpoint} ".encode() + body).hexdigest()
-    mine = orjson.dumps({"request": job.id, "fingerprint": fingerprint, "created": time.time()})
+    mine = orjson.dumps({"request": job.id, "fingerprint": fingerprint, "created": broker.now()})
     claims = await broker.bucket("idempotency")
     while True:
         entry = await claims.get(name)
@@ -73,7 +72,7 @@ async def open_once(
                     code="idempotency_key_spent",
                     param="Idempotency-Key",
                 ) from None
-            if time.time() - claim["created"] < events_ttl:
+            if broker.now() - claim["created"] < events_ttl:
                 first = job.model_copy(update={"id": claim["request"]})
                 return await bridge.open(
                     first, priority=priority, tenant=tenant, deadline=deadline, shared=True, trace=trace

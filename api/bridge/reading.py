@@ -214,7 +214,7 @@ class Reading:
 
     def expire_at(self, deadline: float) -> None:
         """End the reading soon after `deadline` (Unix seconds) unless a stage has: all may be dead."""
-        wait = max(0.0, deadline + GRACE - time.time())
+        wait = max(0.0, deadline + GRACE - self._broker.now())
         self._expiry = asyncio.get_running_loop().call_later(wait, self._expire)
 
     def leave(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -45,7 +44,7 @@ async def read_trace(broker: Broker, subjects: Subjects, partitions: int, tenant
     if not events:
         raise StreamNotFound("There is no such request, or its events have expired, or it has no event yet.")
     outputs = await broker.replay(STREAM, subjects.stream(partition(tenant, id, partitions), tenant, id))
-    trace, turns = await asyncio.to_thread(_traced, id, events, outputs)  # which may be long
+    trace, turns = await asyncio.to_thread(_traced, id, events, outputs, broker.now())  # which may be long
     found = []
     for turn in turns:
         try:
@@ -55,13 +54,15 @@ async def read_trace(broker: Broker, subjects: Subjects, partitions: int, tenant
     return trace.model_copy(update={"turns": tuple(found)})
 
 
-def _traced(id: str, events: Sequence[Message], outputs: Sequence[Message]) -> tuple[RequestTrace, list[str]]:
+def _traced(
+    id: str, events: Sequence[Message], outputs: Sequence[Message], now: float
+) -> tuple[RequestTrace, list[str]]:
     life = _Life(id)
     for message in outputs:
         life.add_outputs(message)
     for message in events:
         life.add_event(message)
-    return life.trace(), life.turns
+    return life.trace(now), life.turns
 
 
 class _Run:
@@ -207,7 +208,7 @@ class _Life:
             }
         )
 
-    def trace(self) -> RequestTrace:
+    def trace(self, now: float) -> RequestTrace:
         accepted, accepted_at = self._accepted or (None, None)
         final, ended = self._final or (None, None)
         started = self._runs[-1].started if self._runs else None
@@ -233,7 +234,7 @@ class _Life:
             endpoint=started.endpoint or None if started else None,
             priority=started.priority if started else None,
             began=self._earliest,
-            now=time.time(),
+            now=now,
             accepted=accepted_at,
             first_token=first_token,
             ended=ended,

@@ -121,8 +121,8 @@ class Service:
         if given is None and (given := body.get("timeout")) is None:
             left = context.time_remaining()
             given = max(left, 0.001) if left is not None and left < longest else None
-        deadline = time.time() + check_timeout(given, "timeout", self._settings)
         bridge = self._bridge
+        deadline = bridge.broker.now() + check_timeout(given, "timeout", self._settings)
         job = Job.model_validate(
             {"id": f"grpc-{uuid.uuid4().hex}", "endpoint": endpoint, "bridge": bridge.name, "body": body}
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import Any
 
@@ -35,7 +34,7 @@ class BatchRoutes(Routes):
     async def create(self, request: Request) -> Any:
         """Create a batch, which runs the requests of a file within a day, at low priority."""
         asked = await read_parsed(BatchRequest, request, self._settings)
-        tenant, now, lifetime = tenant_of(request), int(time.time()), self._settings.files_ttl
+        tenant, now, lifetime = tenant_of(request), int(self._broker.now()), self._settings.files_ttl
         if (expires := asked.output_expires_after) is not None:
             if expires.seconds > lifetime:
                 message = f"output_expires_after: files expire after {int(lifetime)} seconds here; ask for no more."
@@ -70,7 +69,7 @@ class BatchRoutes(Routes):
         """Cancel a batch; requests that were answered keep their answers."""
 
         def cancelling(batch: Batch) -> Batch:
-            return batch.after({"validating": "cancelling", "in_progress": "cancelling"}, time.time())
+            return batch.after({"validating": "cancelling", "in_progress": "cancelling"}, self._broker.now())
 
         batch = await change_batch(self._broker, tenant_of(request), id, cancelling)
         if batch.status not in ("cancelling", "cancelled"):

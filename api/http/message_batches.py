@@ -4,7 +4,6 @@ of the output files."""
 from __future__ import annotations
 
 import re
-import time
 import uuid
 from collections.abc import AsyncIterator
 from functools import partial
@@ -50,7 +49,7 @@ class MessageBatchRoutes(Routes):
     async def create(self, request: Request) -> Any:
         """Create a batch of messages, answered within a day at low priority; each is validated when it runs."""
         lines = await read_as(partial(_lines, request, self._gateway), request, self._settings)
-        tenant, now, lifetime = tenant_of(request), int(time.time()), self._settings.files_ttl
+        tenant, now, lifetime = tenant_of(request), int(self._broker.now()), self._settings.files_ttl
         file = f"file-{uuid.uuid4().hex}"
         batch = Batch(
             id=f"msgbatch_{uuid.uuid4().hex}",
@@ -106,7 +105,10 @@ class MessageBatchRoutes(Routes):
         """Cancel a batch; requests that were answered keep their answers."""
         await self._find(id, request)
         batch = await change_batch(
-            self._broker, tenant_of(request), id, lambda batch: batch.after({"in_progress": "cancelling"}, time.time())
+            self._broker,
+            tenant_of(request),
+            id,
+            lambda batch: batch.after({"in_progress": "cancelling"}, self._broker.now()),
         )
         if batch.status in FINAL and batch.status != "cancelled":
             raise InvalidRequest("A batch that has ended cannot be cancelled.", code="batch_over")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -193,7 +192,7 @@ async def _opened(
     request.state.metered = tenant
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
     streaming = body.get("stream") is True
-    deadline = time.time() + _timeout(body, headers, gateway.settings)
+    deadline = bridge.broker.now() + _timeout(body, headers, gateway.settings)
     priority = priority_of(body, caller, gateway.settings)
     job = Job(id=f"{prefix}{uuid.uuid4().hex}", endpoint=endpoint, bridge=bridge.name, body=body)
     progress, trace = None, headers.get(TRACE_PARENT)

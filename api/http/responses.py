@@ -141,7 +141,7 @@ class ResponseRoutes(Routes):
         stored, query = await self._find(id, request), request.query_params
         after = query.get("starting_after", "-1")
         if query.get("stream") != "true":
-            return Response(orjson.dumps(shown(stored)), media_type="application/json")
+            return Response(orjson.dumps(shown(stored, self._broker.now())), media_type="application/json")
         if re.fullmatch("-1|[0-9]{1,9}", after) is None:
             raise InvalidRequest("starting_after must be the number of an event.", param="starting_after")
         job = stored.begun.job
@@ -164,10 +164,10 @@ class ResponseRoutes(Routes):
     async def cancel(self, id: str, request: Request) -> Any:
         """Cancel a response that has not ended."""
         before = await self._find(id, request)
-        status = shown(before)["status"]
+        status = shown(before, self._broker.now())["status"]
         if status not in ("queued", "in_progress", "cancelled"):
             raise InvalidRequest(f"A response that is {status} cannot be cancelled.", code="response_over")
-        return shown(await self._stop(before))
+        return shown(await self._stop(before), self._broker.now())
 
     async def input_items(self, id: str, request: Request) -> Any:
         """List the input items of a response, in pages."""
@@ -199,7 +199,7 @@ class ResponseRoutes(Routes):
     async def _stop(self, stored: Stored) -> Stored:
         """Ask the stage `tools` to stop a response, and wait a while until it has ended."""
         job, log = stored.begun.job, await ResponseLog.of(self._broker)
-        if stored.ended is not None or stored.is_lost(time.time()):
+        if stored.ended is not None or stored.is_lost(self._broker.now()):
             return stored
         await log.ask_to_stop(job.tenant, job.id)
         for attempt in range(MAX_POLLS):
@@ -216,10 +216,10 @@ def _is_call(event: Event) -> bool:
     return isinstance(event, ItemEvent) and event.item["type"] == "mcp_call"
 
 
-def shown(stored: Stored) -> dict[str, Any]:
-    """A stored response as its client sees it."""
+def shown(stored: Stored, now: float) -> dict[str, Any]:
+    """A stored response as its client sees it at the time `now`."""
     ended, deadline = stored.ended, stored.begun.job.deadline
-    if stored.is_lost(time.time()):
+    if stored.is_lost(now):
         lost = DeadlineExceeded("The deadline passed before the end of the response was stored.")
         ended = Ended(status="failed", at=deadline, error=asdict(ErrorBody.of(lost)))
     return response_object(stored.begun, stored.turns, ended)

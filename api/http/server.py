@@ -67,7 +67,7 @@ async def serve_http(
     serve_metrics(settings.host, settings.metrics_port, shown.whole)
     tasks = [asyncio.create_task(shown.keep_fresh())] if settings.metrics_port else []
     tasks += [asyncio.create_task(canary.run())] if settings.canary_interval else []
-    batches = asyncio.create_task(BatchRunner(bridge, settings).run())
+    batches = asyncio.create_task(BatchRunner(bridge, settings, now=broker.now).run())
     batches.add_done_callback(lambda _: stopping.set())  # a bridge without its batch runner restarts
 
     async def stop() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import ceil
@@ -120,7 +119,7 @@ class ModelAgent:
 
     async def _step(self) -> bool:
         """Plan, and do it; returns whether the next plan is due soon."""
-        now = time.time()
+        now = self._broker.now()
         await self._tell()
         catalogue = self._catalogue = await self._store.read()
         await self._host.examine(catalogue, {hosted.key.first for hosted in self._workers})

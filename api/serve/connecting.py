@@ -13,6 +13,7 @@ from ...config.settings import Settings
 from ...schemas.errors import BrokerAway, BrokerUnavailable, StartupError
 from ...streams.nats.access import Access
 from ...streams.nats.broker import JetStreamBroker
+from ...streams.nats.clock import BrokerClock
 from .processes import LEAST_DELAY
 
 log = structlog.get_logger(__name__)
@@ -48,7 +49,7 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
         await asyncio.sleep(delay)
         delay = min(2 * delay, BROKER_DELAY)
     try:
-        async with _until_refused(broker):
+        async with _until_refused(broker), _following(broker.clock):
             yield broker
     except BrokerUnavailable as error:
         if patient:
@@ -56,6 +57,16 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
         raise StartupError(f"{error}; try again when it does") from error
     finally:
         await broker.close()
+
+
+@contextlib.asynccontextmanager
+async def _following(clock: BrokerClock) -> AsyncIterator[None]:
+    await clock.look()
+    following = asyncio.create_task(clock.follow())
+    try:
+        yield
+    finally:
+        following.cancel()
 
 
 @contextlib.asynccontextmanager

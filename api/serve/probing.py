@@ -7,7 +7,6 @@ revision. A worker has loaded the tokenizer of its revision by the time it is re
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
@@ -51,7 +50,7 @@ def _is_usable(adapter: AdapterSource) -> bool:
 
 
 async def _probe(broker: Broker, settings: Settings, card: ModelCard, adapter: AdapterSource | None) -> str | None:
-    job = _job(card, settings.probe_timeout, adapter)
+    job = _job(card, settings.probe_timeout, adapter, broker.now())
     name = f" with the adapter {adapter.name!r}" if adapter else ""
     subjects = Subjects(settings.namespace)
     events = subjects.events(TENANT, BRIDGE, job.id)
@@ -61,7 +60,7 @@ async def _probe(broker: Broker, settings: Settings, card: ModelCard, adapter: A
     )
     await through_outages(publish, events)
     try:
-        while time.time() < job.deadline + min(GRACE, settings.probe_timeout):
+        while broker.now() < job.deadline + min(GRACE, settings.probe_timeout):
             newest = await through_outages(lambda: broker.last(EVENTS, events), events)
             if newest is not None and isinstance(event := codec.decode_event(newest.data), FINAL):
                 return _fault(event, name)
@@ -72,10 +71,9 @@ async def _probe(broker: Broker, settings: Settings, card: ModelCard, adapter: A
     return f"it did not answer a test request{name} within {settings.probe_timeout:g} s"
 
 
-def _job(card: ModelCard, timeout: float, adapter: AdapterSource | None) -> ValidatedJob:
+def _job(card: ModelCard, timeout: float, adapter: AdapterSource | None, now: float) -> ValidatedJob:
     endpoint: Endpoint = "/v1/embeddings" if card.backend == "sentence_transformers" else "/v1/completions"
     params = GenerationParams(max_tokens=min(TOKENS, card.context_length - 1), temperature=0.0)
-    now = time.time()
     return ValidatedJob(
         id=f"probe-{uuid.uuid4().hex}",
         endpoint=endpoint,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
@@ -100,7 +99,7 @@ class Swaps:
         log.error("swap failed", model=key.name, revision=key.revision, reason=reason)
         with contextlib.suppress(ModelNotFound):
             entry = (await self._store.read()).find(key.name)
-            await self._store.change_state(RevisionKey(entry.name, entry.revision), _restored)
+            await self._store.change_state(RevisionKey(entry.name, entry.revision), self._restored)
         return True
 
     def close(self) -> None:
@@ -131,7 +130,7 @@ class Swaps:
             return await self.fail(key, reason)
         with contextlib.suppress(IllegalTransition):  # it is not loaded
             former = RevisionKey(entry.name, entry.revision)
-            await self._store.change_state(former, partial(touch, now=time.time()))  # it stays a little longer
+            await self._store.change_state(former, partial(touch, now=self._store.now()))  # it stays a little longer
         if not await self._change(lambda catalogue: catalogue.promote(key)):
             return False
         log.info("model swapped", model=key.name, revision=key.revision, source=entry.sources[key.revision])
@@ -184,9 +183,8 @@ class Swaps:
             return False
         return True
 
-
-def _restored(state: ModelState) -> ModelState:
-    """The state of a revision after the failed swap for which it had to make room."""
-    if state.status == "unloaded" and state.reason == displacing(state.name):
-        return enqueue(state, time.time(), requested=True)
-    return state
+    def _restored(self, state: ModelState) -> ModelState:
+        """The state of a revision after the failed swap for which it had to make room."""
+        if state.status == "unloaded" and state.reason == displacing(state.name):
+            return enqueue(state, self._store.now(), requested=True)
+        return state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,7 +139,7 @@ class HostedWorkers:
 
     def _ended(self, state: ModelState, *, reason: str | None, is_final: bool) -> ModelState:
         """The state after a worker has ended: asked to (no `reason`), by its own decision (`is_final`), or killed."""
-        now = time.time()
+        now = self._store.now()
         if state.agent != self._agent or state.status not in RESIDENT:
             return state
         if reason is None and self._closing and state.status != "draining":

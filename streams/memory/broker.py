@@ -63,6 +63,9 @@ class MemoryBroker:
     def connected(self) -> bool:
         return not self._closed
 
+    def now(self) -> float:
+        return self._now()
+
     @property
     def outages(self) -> int:
         return 0

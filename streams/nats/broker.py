@@ -31,6 +31,7 @@ from .access import Access
 from .answers import Respond, answering
 from .buckets import JetStreamBucket
 from .checks import check_jetstream, check_version
+from .clock import BrokerClock
 from .direct import backlog, consumers_of, held_subjects, last_message, stored_messages, used
 from .link import Link
 from .management import (
@@ -78,6 +79,7 @@ class JetStreamBroker:
         self._configs: dict[str, Json] = {}  # of streams in memory, as `ensure` requested them, by name
         self._consumers: list[PullConsumer] = []
         self._buckets: dict[str, JetStreamBucket] = {}  # by name; set by bucket
+        self.clock = BrokerClock(partial(call, link, f"STREAM.INFO.{self._stream('EVENTS')}", at_once=True))
         link.on_recover(self._restore)
 
     @classmethod
@@ -125,6 +127,9 @@ class JetStreamBroker:
     @property
     def outages(self) -> int:
         return self._link.outages
+
+    def now(self) -> float:
+        return self.clock.now()
 
     async def refused(self) -> StartupError:
         """Return when a server that accepted us goes on refusing to have us back."""

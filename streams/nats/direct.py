@@ -197,7 +197,7 @@ def _direct(answer: Msg) -> Message:
     headers = dict(answer.headers or {})
     subject = headers.pop("Nats-Subject")
     sequence = int(headers.pop(_SEQUENCE))
-    time = _seconds(headers.pop("Nats-Time-Stamp"))
+    time = unix_seconds(headers.pop("Nats-Time-Stamp"))
     for name in ("Nats-Stream", "Nats-Last-Sequence", "Nats-UpTo-Sequence", _REMAINING):
         headers.pop(name, None)
     return Message(subject, answer.data, headers, sequence, time)
@@ -214,9 +214,9 @@ async def _from_leader(link: Link, stream: str, request: Json) -> Message | None
     _, *lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
     headers = {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
     data = base64.b64decode(found.get("data", ""))
-    return Message(found["subject"], data, headers, found["seq"], _seconds(found["time"]))
+    return Message(found["subject"], data, headers, found["seq"], unix_seconds(found["time"]))
 
 
-def _seconds(stamp: str) -> float:
+def unix_seconds(stamp: str) -> float:
     """Unix seconds of a time stamp in RFC 3339, as the server writes it."""
     return datetime.fromisoformat(stamp).timestamp()

@@ -31,10 +31,12 @@ class CatalogueStore:
     written a format that this one does not know, and the errors of the bucket."""
 
     _bucket: Bucket
+    now: Callable[[], float]
+    """Unix seconds, by the clock that all agents share."""
 
     @classmethod
     async def of(cls, broker: Broker) -> Self:
-        return cls(await broker.bucket(CATALOGUE))
+        return cls(await broker.bucket(CATALOGUE), broker.now)
 
     async def read(self) -> Catalogue:
         entry = await self._bucket.get(OFFERED)

@@ -6,7 +6,6 @@ A dead letter is the original message with headers that say why it failed. New l
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -121,7 +120,7 @@ class DeadLetters:
             name = f"{(job.id or 'job')[:48]}-r{letter.sequence}" + (f"-{index}" if index else "")
             change: dict[str, object] = {"id": name}
             if isinstance(job, ValidatedJob):
-                change["deadline"] = time.time() + settings.default_timeout
+                change["deadline"] = self._broker.now() + settings.default_timeout
                 if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH):  # its worker may be gone
                     headers[SCHEMA] = codec.VALIDATED_JOB
                 if codec.is_schema(letter.headers.get(SCHEMA), codec.BATCH) or subject.startswith(

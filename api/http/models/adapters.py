@@ -144,7 +144,9 @@ class AdapterRoutes(Routes):
         bridge = self._gateway.bridge
         body = {"model": adapter.name, "prompt": [1], "max_tokens": 1}
         job = Job(id=f"cmpl-{uuid.uuid4().hex}", endpoint="/v1/completions", bridge=bridge.name, body=body)
-        reading = await bridge.open(job, priority="normal", tenant=tenant_of(request), deadline=time.time() + PATIENCE)
+        reading = await bridge.open(
+            job, priority="normal", tenant=tenant_of(request), deadline=bridge.broker.now() + PATIENCE
+        )
         try:
             while not reading.ended:
                 await reading.take(PATIENCE)

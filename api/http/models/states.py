@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -130,7 +129,7 @@ class ModelRoutes:
     async def load(self, request: Request) -> Any:
         """Load a model before it is asked for."""
         key = await self._key(request)
-        await self._change(key, partial(_requested, now=time.time()))
+        await self._change(key, partial(_requested, now=self._gateway.broker.now()))
         return {"success": True}
 
     async def unload(self, request: Request) -> Any:
@@ -138,7 +137,7 @@ class ModelRoutes:
         key = await self._key(request)
         replicas = [each for each in await (await self._store()).states() if each.first == key and each != key]
         for each in (key, *replicas):
-            await self._change(each, partial(_unwanted, now=time.time()))
+            await self._change(each, partial(_unwanted, now=self._gateway.broker.now()))
         return {"success": True}
 
     async def news(self, request: Request) -> StreamingResponse:

@@ -1,0 +1,52 @@
+"""The broker's clock. Deadlines are absolute, and machines' clocks may differ: a virtual machine's by hours, after its
+host has slept."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from ...schemas.errors import BrokerUnavailable
+from .direct import unix_seconds
+from .management import ApiError, Json
+
+log = structlog.get_logger(__name__)
+
+_LOOK = 10.0  # seconds between two comparisons
+_NOTEWORTHY = 1.0  # seconds
+
+
+class BrokerClock:
+    """Our own clock, changed by no more than makes it agree with the answers of `ask`, which have the server's time."""
+
+    def __init__(self, ask: Callable[[], Awaitable[Json]], own: Callable[[], float] = time.time) -> None:
+        self._ask = ask
+        self._own = own
+        self._ahead = 0.0  # seconds by which the server's clock is; set by look
+        self._told = 0.0  # the same, as the log has it; set by look
+
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._own() + self._ahead
+
+    async def look(self) -> None:
+        """Compare the clocks, if the server answers."""
+        asked = self._own()
+        try:
+            said = unix_seconds((await self._ask())["ts"])
+        except (BrokerUnavailable, ApiError):
+            return
+        self._ahead = min(max(self._ahead, said - self._own()), said - asked)
+        if abs(self._ahead - self._told) > _NOTEWORTHY:
+            self._told = self._ahead
+            way = "behind" if self._ahead > 0 else "ahead of"
+            log.warning(f"this clock is {way} the broker's, which counts", seconds=round(abs(self._ahead), 1))
+
+    async def follow(self) -> None:
+        """Look again and again, until cancelled: either clock may be set."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            await self.look()

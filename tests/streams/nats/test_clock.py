@@ -1,0 +1,65 @@
+"""A machine whose clock is wrong keeps the deadlines that others have set."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+import structlog
+
+from penstock.schemas.errors import BrokerUnavailable
+from penstock.streams.nats.clock import BrokerClock
+from penstock.streams.nats.management import Json
+
+
+class Machine:
+    """Its clock, that of a server, and how long a message takes."""
+
+    def __init__(self, own: float, server: float, delay: float = 0.0) -> None:
+        self.own, self.server, self.delay = own, server, delay
+        self.is_away = False
+        self.clock = BrokerClock(self._ask, lambda: self.own)
+
+    def pass_time(self, seconds: float) -> None:
+        self.own += seconds
+        self.server += seconds
+
+    async def _ask(self) -> Json:
+        if self.is_away:
+            raise BrokerUnavailable("away")
+        self.pass_time(self.delay)
+        stamp = datetime.fromtimestamp(self.server, UTC).isoformat()
+        self.pass_time(self.delay)
+        return {"ts": stamp}
+
+
+@pytest.mark.parametrize("ahead", [7200.0, -7200.0, 0.5])
+async def test_the_brokers_clock_counts(ahead: float) -> None:
+    machine = Machine(10_000.0 + ahead, 10_000.0, 0.02)
+    await machine.clock.look()
+    assert machine.clock.now() == pytest.approx(machine.server, abs=0.021)
+    machine.pass_time(500)
+    assert machine.clock.now() == pytest.approx(machine.server, abs=0.021)
+
+
+async def test_a_clock_that_may_be_right_is_left_alone() -> None:
+    """However long messages take: processes of one machine have the very same time."""
+    machine = Machine(10_000.0, 10_000.0, 0.3)
+    await machine.clock.look()
+    assert machine.clock.now() == machine.own
+
+
+async def test_a_clock_that_is_set_is_found_out_and_told_once() -> None:
+    machine = Machine(10_000.0, 10_000.0)
+    with structlog.testing.capture_logs() as logs:
+        await machine.clock.look()
+        machine.own -= 3600
+        await machine.clock.look()
+        machine.is_away = True
+        await machine.clock.look()
+        assert machine.clock.now() == machine.server
+        machine.is_away = False
+        await machine.clock.look()
+    assert [(entry["event"], entry["seconds"]) for entry in logs] == [
+        ("this clock is behind the broker's, which counts", 3600.0)
+    ]
