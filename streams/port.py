@@ -323,14 +323,13 @@ class Broker(Protocol):
 
 def message_size(data: bytes, headers: Headers) -> int:
     """Bytes that NATS needs for a message with this body and these headers."""
-    size = len(data) + _HEADER_LINES
-    for name, value in headers.items():
-        size += len(name) + len(value.encode()) + _PER_HEADER
-    return size
+    texts = len("".join(headers).encode()) + len("".join(headers.values()).encode())
+    return len(data) + _HEADER_LINES + texts + _PER_HEADER * len(headers)
 
 
-def check_size(data: bytes, headers: Headers, most: int) -> None:
-    """Raises `PayloadTooLarge` if the message needs more than `most` bytes."""
+def check_size(data: bytes, headers: Headers, most: int) -> int:
+    """The bytes that a message needs. Raises `PayloadTooLarge` if they are more than `most`."""
     size = message_size(data, headers)
     if size > most:
         raise PayloadTooLarge(f"The message has {size:,} bytes, but the broker accepts {most:,} at most: send less.")
+    return size

@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ..schemas.jobs import Priority, ValidatedJob
@@ -67,6 +67,7 @@ def lane_stream(name: str, priority: str) -> str:
     return f"{name}_{_token(priority).upper()}"
 
 
+@lru_cache(1024)
 def lanes_of(model: str, revision: int = 1) -> str:
     """The token that names the lanes of a revision of a model, whose own name may hold any character."""
     return hashlib.sha256(f"{model}\0{revision}".encode()).hexdigest()[:16]
@@ -293,8 +294,7 @@ def topology(
         # Longer than the life of a file, because a batch may still need an expired one.
         *(BucketSpec(name, ttl=files_ttl + GRACE, storage="file") for name in (FILES, BATCH_STATES, BATCH_RESULTS)),
     )
-    room = store_limit - _for_models(store_limit) - 2 * relay_bytes
-    return Topology(*bounded((*work, *relays, dead), buckets, room))
+    return Topology(*bounded((*work, *relays, dead), buckets, store_limit - _for_models(store_limit) - 2 * relay_bytes))
 
 
 def model_lanes(

@@ -32,7 +32,8 @@ from ..port import (
     message_size,
 )
 from .consumer import ConsumerGroups, MemoryConsumer
-from .stream import MemoryStream, matcher
+from .listening import Listeners
+from .stream import MemoryStream, head_of, matcher
 
 
 class MemoryBroker:
@@ -50,7 +51,7 @@ class MemoryBroker:
         self._groups: dict[str, ConsumerGroups] = {}  # by stream
         self._consumers: list[MemoryConsumer] = []
         self._buckets: dict[str, MemoryBucket] = {}
-        self._listeners: list[_Listener] = []
+        self._listeners = Listeners(self._loop)
         self._refusers: list[_Refuser] = []
         self._answerers: list[_Answerer] = []
         self._closed = False
@@ -98,13 +99,14 @@ class MemoryBroker:
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
     ) -> Published:
         whole = {**(headers or {}), MESSAGE_ID: message_id}
-        check_size(data, whole, self._max_payload)
+        size = check_size(data, whole, self._max_payload)
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
-        self._notify_listeners(Message(subject, data, whole))  # as NATS does, even if the stream refuses it
-        for name, stream in self._streams_beginning(subject):
+        head = head_of(subject)
+        self._listeners.notify(subject, head, data, whole)  # as NATS does, even if the stream refuses it
+        for name, stream in self._streams_beginning(head):
             if stream.accepts(subject):
-                published = stream.store(subject, data, whole, expect)
+                published = stream.store(subject, data, whole, size, expect)
                 if not published.duplicate:
                     self._groups[name].offer(subject, published.sequence)
                 # A publisher in a loop must not starve the other tasks.
@@ -161,14 +163,11 @@ class MemoryBroker:
             groups.remove(consumer)
 
     async def notify(self, subject: str, data: bytes) -> None:
-        message = Message(subject, data, {})
-        self._notify_listeners(message)
-        self._refuse(message)
+        self._listeners.notify(subject, head_of(subject), data, {})
+        self._refuse(Message(subject, data, {}))
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Subscription:
-        listener = _Listener(self._listeners, subject, callback)
-        self._listeners.append(listener)
-        return listener
+        return self._listeners.add(subject, callback)
 
     async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> Subscription:
         refuser = _Refuser(self._refusers, matcher(subject), group, why)
@@ -205,9 +204,8 @@ class MemoryBroker:
         self._listeners.clear()
         self._closed = True
 
-    def _streams_beginning(self, subject: str) -> list[tuple[str, MemoryStream]]:
+    def _streams_beginning(self, head: str) -> list[tuple[str, MemoryStream]]:
         """The streams, in order, that may accept a subject with these first two tokens."""
-        head = ".".join(subject.split(".", 2)[:2])
         found = self._by_head.get(head)
         if found is None:
             found = [one for one in self._streams.items() if one[1].may_accept(head)]
@@ -220,34 +218,9 @@ class MemoryBroker:
             raise StreamMissing(f"the stream {stream} does not exist")
         return found
 
-    def _notify_listeners(self, message: Message) -> None:
-        for listener in self._listeners:
-            if listener.pattern.fullmatch(message.subject):
-                # Deferred, as over a network: a callback's error must not reach the publisher.
-                self._loop.call_soon(listener.hear, message)
-
     def _refuse(self, message: Message) -> str:
         one_each = {refuser.group: refuser for refuser in self._refusers if refuser.pattern.fullmatch(message.subject)}
         return " ".join(filter(None, [refuser.why(message) for refuser in one_each.values()]))
-
-
-class _Listener:
-    """Implements `Subscription`."""
-
-    def __init__(self, listeners: list[_Listener], subject: str, callback: Callable[[Message], None]) -> None:
-        self.pattern = matcher(subject)
-        self._listeners = listeners
-        self._callback = callback
-        self._closed = False
-
-    def hear(self, message: Message) -> None:
-        if not self._closed:
-            self._callback(message)
-
-    async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._listeners.remove(self)
 
 
 class _Refuser(NamedTuple):

@@ -1,13 +1,14 @@
 """Consumers in memory: a group leases a stream's messages to the copies that opened it.
 
 A message waits in `_pending` until its first delivery, and stays in `_leases` from then on until it is settled; after
-its lease has expired, or after a nak, it waits in `_redeliver`. Leases expire by the event loop's clock.
+its lease has expired, or after a nak, it waits in `_redeliver`. Leases expire by the event loop's clock: those that
+run are in order of their beginnings, so that one timer serves them all.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,11 +41,14 @@ class MemoryDelivery:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """`timer` ends the lease or, after a nak, the delay; None while the message waits for a consumer with room."""
+    """`since` is the loop time of its beginning or renewal. After a nak, `timer` ends the delay. Without either, the
+    message waits for a consumer with room."""
 
     attempt: int
     holder: MemoryConsumer
-    timer: asyncio.TimerHandle | None
+    delivery: MemoryDelivery
+    since: float | None
+    timer: asyncio.TimerHandle | None = None
 
 
 class ConsumerGroup:
@@ -56,8 +60,11 @@ class ConsumerGroup:
         self._stream = stream
         self._loop = loop
         self._pattern = matcher(spec.subject)
+        self.matches = self._pattern.fullmatch  # whether a subject is the consumer's
         self._pending = deque(stream.sequences(self._pattern))  # that were never leased; some may be stored no more
         self._leases: dict[int, _Lease] = {}  # by sequence
+        self._running: OrderedDict[int, _Lease] = OrderedDict()  # those that expire, the next one first
+        self._expiry: asyncio.TimerHandle | None = None  # when the first of them may do so
         self._redeliver: deque[int] = deque()  # sequences to deliver again
         self._members: list[MemoryConsumer] = []  # the one whose turn it is comes first
 
@@ -65,19 +72,20 @@ class ConsumerGroup:
         """Open another copy; with `takeover`, the only one, which starts behind the contiguous settled messages."""
         if spec.subject != self.spec.subject:
             self._pattern = matcher(spec.subject)
+            self.matches = self._pattern.fullmatch
             first = self._pending[0] if self._pending else self._stream.last + 1
             self._pending = deque(self._stream.sequences(self._pattern, first))
         self.spec = spec
         if spec.takeover:
             if self._leases:
                 self._pending = deque(self._stream.sequences(self._pattern, min(self._leases)))
-            for lease in self._leases.values():
-                _cancel(lease)
             for former in self._members:
                 former.clear()
-            self._leases.clear()
-            self._redeliver.clear()
+            self._forget_leases()
             self._members.clear()
+        if self._expiry is not None:  # by the `ack_wait` of before
+            self._expiry.cancel()
+            self._expire_due()
         member = MemoryConsumer(self, prefetch)
         self._members.append(member)
         self.dispatch()
@@ -85,10 +93,7 @@ class ConsumerGroup:
 
     def begin_again(self) -> bool:
         """Forget who has leased what; returns whether copies are open, which reopen the consumer at once."""
-        for lease in self._leases.values():
-            _cancel(lease)
-        self._leases.clear()
-        self._redeliver.clear()
+        self._forget_leases()
         self._pending = deque(self._stream.sequences(self._pattern))
         for member in self._members:
             member.clear()
@@ -100,31 +105,32 @@ class ConsumerGroup:
         pending = sum(self._stream.get(sequence) is not None for sequence in self._pending)
         return pending, len(self._leases), sum(lease.attempt > 1 for lease in self._leases.values())
 
-    def matches(self, subject: str) -> bool:
-        return self._pattern.fullmatch(subject) is not None
-
     def leave(self, member: MemoryConsumer) -> None:
         if member in self._members:
             self._members.remove(member)
 
     def offer(self, sequence: int) -> None:
         """A message on the consumer's subject has been stored."""
-        first = self._stream.first
-        while self._pending and self._pending[0] < first:  # or those of a consumer without copies would be kept
-            self._pending.popleft()
+        if self._pending:
+            first = self._stream.first
+            while self._pending and self._pending[0] < first:  # or those of a consumer without copies would be kept
+                self._pending.popleft()
         self._pending.append(sequence)
         self.dispatch()
 
     def dispatch(self) -> None:
         """Lease waiting messages to the copies with room, in turn."""
-        while (member := self._with_room()) is not None and (message := self._take_next()) is not None:
-            self._members.remove(member)
-            self._members.append(member)
+        while self._pending or self._redeliver:
+            if (member := self._with_room()) is None or (message := self._take_next()) is None:
+                return
+            if len(self._members) > 1:
+                self._members.remove(member)
+                self._members.append(member)
             sequence = message.sequence
             attempt = self._leases[sequence].attempt + 1 if sequence in self._leases else 1
             delivery = MemoryDelivery(self, message, attempt)
-            timer = self._loop.call_later(self.spec.ack_wait, self._expire, delivery)
-            self._leases[sequence] = _Lease(attempt, member, timer)
+            lease = self._leases[sequence] = _Lease(attempt, member, delivery, self._loop.time())
+            self._run(sequence, lease)
             member.receive(delivery)
 
     def settle(self, sequence: int) -> None:
@@ -132,7 +138,7 @@ class ConsumerGroup:
         lease = self._leases.pop(sequence, None)
         if lease is None:
             return
-        _cancel(lease)
+        self._halt(lease)
         if self._stream.spec.retention == "work_queue":
             self._stream.remove(sequence)
         self.dispatch()
@@ -141,25 +147,57 @@ class ConsumerGroup:
         lease = self._current(delivery)
         if lease is None:
             return
-        _cancel(lease)
+        self._halt(lease)
         if delay > 0:
-            lease.timer = self._loop.call_later(delay, self._expire, delivery)
+            lease.timer = self._loop.call_later(delay, self._expire, lease)
         else:
-            self._expire(delivery)
+            self._expire(lease)
 
     def extend(self, delivery: MemoryDelivery) -> None:
         lease = self._current(delivery)
-        if lease is not None and lease.timer is not None:
-            _cancel(lease)
-            lease.timer = self._loop.call_later(self.spec.ack_wait, self._expire, delivery)
+        if lease is not None and (lease.since is not None or lease.timer is not None):
+            self._halt(lease)
+            lease.since = self._loop.time()
+            self._run(delivery.message.sequence, lease)
 
-    def _expire(self, delivery: MemoryDelivery) -> None:
-        lease = self._current(delivery)
-        if lease is not None:
+    def _run(self, sequence: int, lease: _Lease) -> None:
+        """Have a lease expire that begins now."""
+        self._running[sequence] = lease
+        if self._expiry is None:
+            self._expiry = self._loop.call_later(self.spec.ack_wait, self._expire_due)
+
+    def _halt(self, lease: _Lease) -> None:
+        """Have a lease not expire, nor its delay end."""
+        if lease.since is not None:
+            del self._running[lease.delivery.message.sequence]
+            lease.since = None
+        if lease.timer is not None:
+            lease.timer.cancel()
             lease.timer = None
-            lease.holder.drop(delivery)
-            self._redeliver.append(delivery.message.sequence)
-            self.dispatch()
+
+    def _expire_due(self) -> None:
+        """End the leases whose time is over, and look again when that of the next one is."""
+        while self._running:
+            lease = next(iter(self._running.values()))
+            assert lease.since is not None
+            if (due := lease.since + self.spec.ack_wait) > self._loop.time():
+                self._expiry = self._loop.call_at(due, self._expire_due)
+                return
+            self._halt(lease)
+            self._expire(lease)
+        self._expiry = None
+
+    def _expire(self, lease: _Lease) -> None:
+        lease.timer = None
+        lease.holder.drop(lease.delivery)
+        self._redeliver.append(lease.delivery.message.sequence)
+        self.dispatch()
+
+    def _forget_leases(self) -> None:
+        for lease in self._leases.values():
+            self._halt(lease)
+        self._leases.clear()
+        self._redeliver.clear()
 
     def _current(self, delivery: MemoryDelivery) -> _Lease | None:
         """The lease of this `delivery`; None if the message has been settled or leased again since."""
@@ -167,13 +205,16 @@ class ConsumerGroup:
         return lease if lease is not None and lease.attempt == delivery.attempt else None
 
     def _with_room(self) -> MemoryConsumer | None:
-        return next((member for member in self._members if member.has_room), None)
+        for member in self._members:
+            if member.has_room:
+                return member
+        return None
 
     def _take_next(self) -> Message | None:
         while self._redeliver:
             sequence = self._redeliver.popleft()
             lease = self._leases.get(sequence)
-            if lease is None or lease.timer is not None:
+            if lease is None or lease.since is not None or lease.timer is not None:
                 continue
             message = self._stream.get(sequence)
             spent = 0 < self.spec.max_deliver <= lease.attempt
@@ -299,9 +340,3 @@ class MemoryConsumer:
 
 def _is_wild(subject: str) -> bool:
     return "*" in subject or ">" in subject
-
-
-def _cancel(lease: _Lease) -> None:
-    if lease.timer is not None:
-        lease.timer.cancel()
-        lease.timer = None

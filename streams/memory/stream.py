@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ...schemas.errors import StartupError, StreamFull, Superseded
-from ..port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec, Usage, message_size
+from ..port import MESSAGE_ID, Headers, Held, Message, Published, StreamSpec, Usage
 
 
 class _Stored(NamedTuple):
     message: Message
     at: float
     size: int
-
-
-class _Seen(NamedTuple):
-    sequence: int
-    at: float
 
 
 class MemoryStream:
@@ -35,8 +30,10 @@ class MemoryStream:
         self._now = now
         # OrderedDict, because a plain dict takes ever longer to find its first key as earlier ones are deleted.
         self._messages: OrderedDict[int, _Stored] = OrderedDict()  # by sequence, oldest first
-        self._ids: OrderedDict[str, _Seen] = OrderedDict()  # by message id, oldest first
-        self._of_subject: defaultdict[str, OrderedDict[int, None]] = defaultdict(OrderedDict)  # sequences
+        self._ids: dict[str, int] = {}  # sequences by message id
+        self._seen: deque[str] = deque()  # these ids, oldest first
+        self._seen_at: deque[float] = deque()  # and when each was stored
+        self._of_subject: defaultdict[str, dict[int, None]] = defaultdict(dict)  # sequences, oldest first
         self._bytes = 0
         self._adopt(spec)
 
@@ -58,32 +55,34 @@ class MemoryStream:
         return next(iter(self._messages), self.last + 1)
 
     def accepts(self, subject: str) -> bool:
-        return any(pattern.fullmatch(subject) for pattern in self._patterns)
+        return self._pattern.fullmatch(subject) is not None
 
     def may_accept(self, head: str) -> bool:
         """Whether it accepts a subject that begins with these tokens, as far as they tell."""
-        depth = head.count(".") + 1
-        heads = [".".join(subject.split(".")[:depth]) for subject in self.spec.subjects]
-        return any(overlap(one, head) for one in heads)
+        return any(may_match(subject, head) for subject in self.spec.subjects)
 
-    def store(self, subject: str, data: bytes, headers: Headers, expect: int | None = None) -> Published:
-        """Store a message whose headers include its id. Raises `StreamFull` and `Superseded`."""
+    def store(self, subject: str, data: bytes, headers: Headers, size: int, expect: int | None = None) -> Published:
+        """Store a message of so many bytes, whose headers include its id. Raises `StreamFull` and `Superseded`."""
         self._expire()
         message_id = headers[MESSAGE_ID]
         if (seen := self._ids.get(message_id)) is not None:
-            return Published(seen.sequence, True)
+            return Published(seen, True)
         if expect is not None and expect != (newest := next(reversed(self._of_subject.get(subject, {})), 0)):
             raise Superseded(f"{subject}: the last sequence is {newest}, not {expect}")
-        size = len(subject) + message_size(data, headers)
+        size += len(subject)
         if self.spec.discard == "new":
             self._check_limits(subject, size)
         self.last += 1
         now = self._clock()
+        data = bytes(memoryview(data))  # a copy, since what orjson writes may hold ten times the memory of its text
         self._messages[self.last] = _Stored(Message(subject, data, headers, self.last, self._now()), now, size)
         self._of_subject[subject][self.last] = None
-        self._ids[message_id] = _Seen(self.last, now)
+        self._ids[message_id] = self.last
+        self._seen.append(message_id)
+        self._seen_at.append(now)
         self._bytes += size
-        self._drop_oldest(subject)
+        if self.spec.discard == "old":
+            self._drop_oldest(subject)
         return Published(self.last, False)
 
     def get(self, sequence: int) -> Message | None:
@@ -134,7 +133,7 @@ class MemoryStream:
 
     def _adopt(self, spec: StreamSpec) -> None:
         self.spec = spec
-        self._patterns = [matcher(subject) for subject in spec.subjects]
+        self._pattern = re.compile("|".join(matcher(subject).pattern for subject in spec.subjects))
 
     def _check_limits(self, subject: str, size: int) -> None:
         spec = self.spec
@@ -146,10 +145,7 @@ class MemoryStream:
             raise StreamFull(f"{spec.name}: maximum messages per subject exceeded", per_subject=True)
 
     def _drop_oldest(self, subject: str) -> None:
-        spec = self.spec
-        if spec.discard == "new":
-            return
-        sequences = self._of_subject[subject]
+        spec, sequences = self.spec, self._of_subject[subject]
         while spec.max_messages_per_subject and len(sequences) > spec.max_messages_per_subject:
             self.remove(next(iter(sequences)))
         while (spec.max_messages and len(self._messages) > spec.max_messages) or (
@@ -159,8 +155,9 @@ class MemoryStream:
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._ids and now - next(iter(self._ids.values())).at >= self.spec.dedup_window:
-            self._ids.popitem(last=False)
+        while self._seen_at and now - self._seen_at[0] >= self.spec.dedup_window:
+            self._seen_at.popleft()
+            del self._ids[self._seen.popleft()]
         if not self.spec.max_age:
             return
         while self._messages and now - next(iter(self._messages.values())).at >= self.spec.max_age:
@@ -174,6 +171,16 @@ def matcher(pattern: str) -> re.Pattern[str]:
     """
     tokens = (r"[^.]+" if token == "*" else r".+" if token == ">" else re.escape(token) for token in pattern.split("."))
     return re.compile(r"\.".join(tokens))
+
+
+def head_of(subject: str) -> str:
+    """Its first two tokens, which tell most subjects apart."""
+    return ".".join(subject.split(".", 2)[:2])
+
+
+def may_match(pattern: str, head: str) -> bool:
+    """Whether a subject that begins with the tokens of `head` may match a pattern."""
+    return overlap(".".join(pattern.split(".")[: head.count(".") + 1]), head)
 
 
 def overlap(one: str, other: str) -> bool:
