@@ -108,7 +108,7 @@ class Choice:
     @property
     def is_complete(self) -> bool:
         """Whether all tokens are chosen."""
-        return self.finish is not None or self.index >= self._limit
+        return self.finish is not None or len(self.tokens) + self.pending >= self._limit
 
     @property
     def num_left(self) -> int:
@@ -211,7 +211,9 @@ class Choice:
         if self._unsent:  # the rest belongs to tokens that are still held back
             kept = self._length - taken[-1][0]
             text, self._text = text[: len(text) - kept], text[len(text) - kept :]
-        logprobs = [logprob for _, logprob in taken if logprob is not None]
+        logprobs = None
+        if self.request.params.logprobs is not None:
+            logprobs = tuple(logprob for _, logprob in taken if logprob is not None)
         return Delta(
             request=self.request.id,
             epoch=self.request.epoch,
@@ -219,7 +221,7 @@ class Choice:
             index=index,
             token_ids=tuple(self.tokens[index : index + count]),
             text=text,
-            logprobs=tuple(logprobs) if self.request.params.logprobs is not None else None,
+            logprobs=logprobs,
             finish_reason=self.finish,
             stop_reason=self._stop_reason() if self.finish is not None else None,
             cached_tokens=self.cached_tokens if self.finish is not None else 0,

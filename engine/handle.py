@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 
 from ..schemas.events import Delta
 from .request import EngineRequest, Preemption
@@ -26,8 +27,8 @@ def _join(parts: list[Delta]) -> Delta:
     return replace(
         last,
         index=first.index,
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        text="".join(part.text for part in parts),
+        token_ids=tuple(chain.from_iterable([part.token_ids for part in parts])),
+        text="".join([part.text for part in parts]),
         logprobs=None if last.logprobs is None else tuple(entry for part in parts for entry in part.logprobs or ()),
         prompt_logprobs=first.prompt_logprobs,
     )

@@ -45,7 +45,8 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_known + self.choice.pending
+        choice = self.choice
+        return len(choice.prompt) + len(choice.tokens) + choice.pending
 
     def whole(self, count: int, matched: int = 0, is_first: bool = False) -> int:
         """The most of the `count` tokens behind those that are computed and `matched` ones, between which and the next

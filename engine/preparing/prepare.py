@@ -38,6 +38,7 @@ _NOT_FOR_TEMPLATES = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
+_UNSTRUCTURED = StructuredOutputs()
 _THINKING = ("enable_thinking", "thinking")  # names of the switch in templates
 
 Choice = Literal["none", "auto", "required", "named"]  # whether a model calls tools
@@ -283,7 +284,7 @@ def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
 
 def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar | None, str]:
     """The grammar that `response_format` or a `guided_` parameter asks for, and the parameter's name."""
-    own = request.structured_outputs or StructuredOutputs()
+    own = request.structured_outputs or _UNSTRUCTURED
     asked: dict[str, Any] = {
         "response_format": request.response_format,
         "guided_json": request.guided_json,

@@ -8,13 +8,15 @@ from ...schemas.events import Delta, FinishReason, Token, Usage
 from ...schemas.jobs import Form
 from .output_parser import OutputParser, Parsed
 
+_PLAIN = Form()
+
 
 class AnswerReader:
     """Reads one request of `choices` choices, each delta once and in order; the same deltas give the same tokens."""
 
     def __init__(self, request: str, form: Form | None, choices: int) -> None:
         self._request = request
-        self._form = form or Form()
+        self._form = form or _PLAIN
         self._choices = choices
         self._parsers: dict[int, OutputParser] = {}
         self._begun: set[int] = set()  # choices of which something was read; set by `_echo`

@@ -9,6 +9,7 @@ unknown version and a missing field without a default raise `DecodeError`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -64,6 +65,7 @@ class DecodeError(PenstockError):
     """The bytes do not match their header. The message names the fault, never the content."""
 
 
+@functools.lru_cache(256)
 def is_schema(header: str | None, schema: str) -> bool:
     """Whether a message with this header can be read as `schema`: it has its version or the one before.
 
