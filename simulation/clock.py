@@ -7,8 +7,10 @@ work takes, and the same program does the same in every run.
 from __future__ import annotations
 
 import asyncio
-import selectors
+from collections import deque
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Any
 
 EPOCH = 1_700_000_000.0  # Unix seconds at which every simulation begins
@@ -19,9 +21,17 @@ class Stuck(RuntimeError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
+    """Keeps its own timers, and selects nothing: a simulation spends much of its time in its event loop."""
+
+    _ready: deque[asyncio.Handle]  # of asyncio's own loop
+    _stopping: bool
+
     def __init__(self) -> None:
         self._now = 0.0
-        super().__init__(_JumpingSelector(self._jump))
+        self._numbers = count()  # of timers: of those for one moment, the one that was set first goes first
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap
+        self._num_cancelled = 0  # of these at most; set by _timer_handle_cancelled
+        super().__init__()
 
     def time(self) -> float:
         """Seconds since the beginning."""
@@ -31,8 +41,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Unix seconds."""
         return EPOCH + self._now
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
-        return self.call_soon(callback, *args, context=context)  # there are no other threads
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there are no other threads
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         done: asyncio.Future[Any] = self.create_future()
@@ -42,20 +63,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             done.set_exception(error)
         return done
 
-    def _jump(self, seconds: float | None) -> None:
-        if seconds is None:
+    def _run_once(self) -> None:
+        """One turn: what was ready when it began, and the timers that are due. Asyncio calls this in a loop."""
+        ready, timers = self._ready, self._timers
+        if not (ready or self._stopping):
+            self._jump()
+        while timers and timers[0][0] <= self._now:
+            ready.append(heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _jump(self) -> None:
+        """Let the time of the next timer come."""
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not timers:
             raise Stuck("the simulation waits for something that never comes")
-        self._now += seconds
+        self._now = max(self._now, timers[0][0])
 
-
-class _JumpingSelector(selectors.SelectSelector):
-    """Selects nothing, but tells how long it was asked to wait."""
-
-    def __init__(self, jump: Callable[[float | None], None]) -> None:
-        super().__init__()
-        self._jump = jump
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or timeout > 0:
-            self._jump(timeout)
-        return []
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Drop the cancelled timers once they may be half of all. A handle calls this before it is cancelled."""
+        self._num_cancelled += handle.when() > self._now
+        if self._num_cancelled > len(self._timers) // 2:
+            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+            heapify(self._timers)
+            self._num_cancelled = 0

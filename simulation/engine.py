@@ -120,12 +120,13 @@ class SimulatedBackend(NoAdapters, NoPrefixes):
         prompt_tokens = decoding = seen = 0
         pairs = 0.0
         for row, count, _ in launched:
-            if row.num_computed < row.num_known - 1:
+            computed = row.num_computed
+            if count > 1 or computed < row.num_known - 1:
                 prompt_tokens += count
-                pairs += count * (row.num_computed + count / 2)
+                pairs += count * (computed + count / 2)
             else:
                 decoding += 1
-                seen += row.num_computed + 1
+                seen += computed + 1
         return self.clock.seconds(prompt_tokens, pairs, decoding, seen)
 
     def finish(self) -> list[Delta]:

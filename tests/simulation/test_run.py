@@ -72,6 +72,33 @@ def test_a_run_of_so_many_requests_leaves_nothing_behind(caplog: pytest.LogCaptu
     assert "never retrieved" not in caplog.text
 
 
+def test_the_laws_hold_at_the_rate_of_a_hundred_workers_of_whom_ten_die() -> None:
+    """And no request leaves a cycle behind: garbage is seldom collected in a run."""
+    loaded = parse_scenario(
+        {
+            "jobs": 2000,
+            "settings": {"relay_interval": 1.0},
+            "workers": [WORKERS | {"count": 100, "seats": 16}],
+            "tenants": [
+                ADA | {"rate": 500.0},
+                ADA | {"name": "bob", "rate": 50.0, "priority": "high"},
+                ADA | {"name": "flood", "rate": 400.0, "begins": 1.0, "ends": 2.0},
+            ],
+            "events": [{"at": 1.0, "kill": 10, "back_after": 1.0}],
+        }
+    )
+    cycles: list[int] = []
+    gc.disable()
+    try:
+        found = simulate(loaded, lambda moment: cycles.append(gc.collect()))
+    finally:
+        gc.enable()
+    assert found.ledger.broken == []
+    assert found.takeovers > 0
+    assert {code for tally in found.ledger.tallies.values() for code in tally.outcomes} == {"done"}
+    assert sum(cycles[1:]) < 2000  # those that began leave some, and those that died
+
+
 def test_a_worker_that_is_cut_off_to_the_end_holds_nothing_up() -> None:
     found = run(events=[{"at": 0.5, "cut": 1, "lasts": 100.0}])
     assert found.ledger.broken == []
