@@ -81,6 +81,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.cpu",
         "engine.paged",
         "engine.paged.cuda",
+        "engine.paged.state",
         "engine.plain",
         "engine.vision",
     },

@@ -33,13 +33,13 @@ from .decoding.decoder import Decoder
 from .decoding.experts import pack_experts
 from .decoding.linear import Adaptable, Applied, Linear, Views, release
 from .decoding.precision import in_float32
-from .decoding.proof import Setting, differences, distance
+from .decoding.proof import Setting, distance, fault
 from .kv_cache import LayerSpec, Pool
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .probes import BLOCKS, SPLIT, STRIDE, image_probe, probe_ids, probes, probes_apart
 from .state.memory import States
-from .state.probes import NUM_SLOTS, in_steps, with_slots
+from .state.probes import NUM_SLOTS, NUM_TRIED, after_others, in_steps, with_slots
 
 if TYPE_CHECKING:  # some need Triton
     from transformers import PreTrainedModel
@@ -193,7 +193,8 @@ class Runner:
         seen = self.vision.see(step.images, self.device) if self.vision is not None else None
         with self.adaptation.using(step.users, len(step.ids)):
             if self._decoder is not None:
-                return self._decoder(step.ids, step.positions, step.keep, partial(self._attend, step.groups), seen)
+                attend = partial(self._attend, step.groups)
+                return self._decoder(step.ids, step.positions, step.keep, attend, seen, step.states)
             attend = partial(self._attend_apart, step.groups)
             return self._run(step.ids, step.positions, step.keep, attend, seen, step.states)
 
@@ -320,15 +321,15 @@ class Runner:
         compiled.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
         ids, count = self._probe().tolist(), len(self.groups)
         tried = sorted([*probes(ids, count), *probes_apart(ids, count)], key=rank)
+        if self.states:
+            self.states.allocate(NUM_TRIED, len(tried), self.dtype)
+            self._compute(self._probes())  # leaves states for others to continue
+            tried = after_others(tried)
         step = self._pack(tried)
         setting = Setting(self._rules, self.specs, self._packed_groups, self._group_of, self.block_size, self.dtype)
-        for part, far, bound in differences(
-            self._decoder, compiled, setting, tried, step, partial(self._attend, step.groups)
-        ):
-            if not far <= bound:
-                return f"the compiled decoder is {far:.3g} from float32 in {part}, more than {bound:.3g}"
-        self._compiled = compiled
-        return ""
+        reason = fault(self._decoder, compiled, setting, tried, step, partial(self._attend, step.groups))
+        self._compiled = None if reason else compiled
+        return reason
 
     def _fuse(self, make: MakeProduct, parts: Sequence[nn.Linear]) -> Linear:
         """Make one product of modules that share their input, and free their memory."""

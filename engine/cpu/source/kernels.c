@@ -7,6 +7,7 @@
    values. Sums, the residual stream and the logits are float32. `half`, `kind` and the rows of a tile are constants
    at every use: the compiler specialises each `INLINE` function for each of their values. */
 
+#include "delta.h"
 #include "mixture.h"
 
 enum { AHEAD = 64 };  /* keys that attention fetches ahead */
@@ -20,31 +21,36 @@ typedef struct {
     float scale;
 } LowRank;
 
-enum { QKV, OUTPUT = 3, GATE, UP, DOWN, NUM_PARTS }; /* the parts of a layer; `qkv` has three */
+/* The parts of a layer; `qkv` has three. A delta net has one, and others behind it. */
+enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, NUM_PARTS };
 
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [E] */
     const float *head_norm;                 /* [Hq + H, D] or NULL */
     const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
-    const float *cosines, *sines;           /* by position, [P, D]; the sines of the first half are negated */
+    const float *cosines, *sines;           /* by position, [P, rotated]; the sines of the first half are negated */
     Product qkv, output, gate, up, down;    /* the last three are all zeros where there is a mixture */
     const Mixture *mixture;                 /* or NULL */
+    const Delta *delta;                     /* in the place of attention, or NULL; `qkv` is [C, E] */
     const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
     void *pool;                 /* T [2 H, N, block, D], keys before values */
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
     int64_t group, has_gelu;    /* gates are GELU's, not SiLU's */
+    int64_t has_gates;          /* whether each query is followed by a gate of what its head finds */
     float epsilon, mlp_epsilon, head_epsilon, scaling, softcap; /* of the scores; 0 for none */
 } Layer;
 
 typedef struct {
     int64_t half, threads, num_layers, vocabulary, embedding, num_q_heads, num_kv_heads, head_dim; /* V, E, Hq, H, D */
-    int64_t num_groups, block_size;
+    int64_t rotated, num_groups, block_size; /* the first so many numbers of each head are rotated */
+    int64_t num_slots; /* of running states; 0 without */
     const void *embeddings; /* T [V, E] */
     const Layer *layers;
     const float *norm; /* [E] */
     Product head;
     void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: buffers for the inputs of products */
-    float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D]; [R, I] */
+    float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D] or [R, C]; [R, I] or [R, H V] */
+    float *convolved, *rates, *decays; /* of `Strides` */
     void *levels;                /* `Inputs` of any product but a mixture's */
     const Room *room;            /* of any mixture, or NULL */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
@@ -65,21 +71,6 @@ typedef struct {
 typedef struct {
     int64_t first, count;
 } Run;
-
-/* [count] -> T [count]: x / sqrt(mean(x^2) + epsilon) * weight */
-INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t count, void *to, int half) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i += 16) {
-        __m512 v = load(x, i, tail_mask(count - i), 0);
-        sum = _mm512_fmadd_ps(v, v, sum);
-    }
-    __m512 scale = _mm512_set1_ps(1 / sqrtf(_mm512_reduce_add_ps(sum) / count + epsilon));
-    for (int64_t i = 0; i < count; i += 16) {
-        __mmask16 mask = tail_mask(count - i);
-        __m512 v = _mm512_mul_ps(load(x, i, mask, 0), scale);
-        store(to, i, _mm512_mul_ps(v, load(weight, i, mask, 0)), mask, half);
-    }
-}
 
 /* softcap * tanh(x / softcap) */
 INLINE __m512 capped(__m512 x, float softcap) {
@@ -235,14 +226,18 @@ PRODUCT(product_f32, 0)
 
 INLINE const int64_t *table_of(const Token *token, const Layer *l) { return token->tables + l->group * token->width; }
 
+/* From one query to the next, in heads. */
+INLINE int64_t spread(const Layer *l) { return l->has_gates ? 2 : 1; }
+
 /* Normalise and rotate every token's queries and keys in place, then store its keys and values in their cache slots. */
 INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
-    const int64_t head_dim = m->head_dim, middle = head_dim / 2;
+    const int64_t head_dim = m->head_dim, middle = m->rotated / 2, each = spread(l);
     const int64_t rotated = m->num_q_heads + m->num_kv_heads, num_heads = rotated + m->num_kv_heads;
     EACH(item, t, rows * num_heads) {
-        const int64_t row = item / num_heads, head = item % num_heads;
-        float *x = m->qkv + item * head_dim;
-        const int64_t position = tokens[row].position, angle = tokens[row].turn * head_dim;
+        const int64_t row = item / num_heads, head = item % num_heads, gates = (each - 1) * m->num_q_heads;
+        float *x = m->qkv + row * (num_heads + gates) * head_dim;
+        x += (head < m->num_q_heads ? head * each : head + gates) * head_dim;
+        const int64_t position = tokens[row].position, angle = tokens[row].turn * m->rotated;
         const int64_t other_angle = angle + middle;
         if (head < rotated) {
             if (l->head_norm) rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
@@ -298,12 +293,13 @@ INLINE void widen_rows(const void *pool, int64_t from, int64_t count, int64_t he
 /* Causal attention of every token's queries over its cached keys, 16 at a time -> T `mixed` [rows, Hq D]. */
 INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim,
                    int half) {
-    const int64_t group_size = m->num_q_heads / m->num_kv_heads, num_heads = m->num_q_heads + 2 * m->num_kv_heads;
+    const int64_t group_size = m->num_q_heads / m->num_kv_heads, each = spread(l) * head_dim;
+    const int64_t width = m->num_q_heads * each + 2 * m->num_kv_heads * head_dim;
     const int64_t stride = (head_dim + 63) / 64 * 64, block_numbers = m->block_size * head_dim;
     const int64_t to_values = m->num_kv_heads * l->num_blocks * block_numbers; /* from a key to its value */
     NEXT(item, t, rows * m->num_kv_heads) {
         const int64_t row = item / m->num_kv_heads, head = item % m->num_kv_heads, length = tokens[row].position + 1;
-        const float *queries = m->qkv + (row * num_heads + head * group_size) * head_dim;
+        const float *queries = m->qkv + row * width + head * group_size * each;
         const int64_t *table = table_of(tokens + row, l);
         float keys[16 * stride], values[16 * stride], sums[group_size * stride]; /* values weighted by their shares */
         float most[group_size]; /* the largest score of each query */
@@ -335,7 +331,7 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
 #pragma GCC unroll 16
                 for (int j = 0; j < 16; j++) products[j] = _mm512_setzero_ps();
                 for (int64_t i = 0; i < head_dim; i += 16) {
-                    __m512 query = load(queries, g * head_dim + i, tail_mask(head_dim - i), 0);
+                    __m512 query = load(queries, g * each + i, tail_mask(head_dim - i), 0);
 #pragma GCC unroll 16
                     for (int j = 0; j < 16; j++) /* the products beyond `count` are garbage and masked below */
                         products[j] = _mm512_fmadd_ps(query, _mm512_loadu_ps(keys + j * stride + i), products[j]);
@@ -367,8 +363,10 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
             __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total[g]));
             const int64_t to = (row * m->num_q_heads + head * group_size + g) * head_dim;
             for (int64_t i = 0; i < head_dim; i += 16) {
+                const __mmask16 mask = tail_mask(head_dim - i);
                 __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + g * stride + i), scale);
-                store(m->mixed, to + i, v, tail_mask(head_dim - i), half);
+                if (l->has_gates) v = _mm512_mul_ps(v, sigmoid(load(queries, g * each + head_dim + i, mask, 0)));
+                store(m->mixed, to + i, v, mask, half);
             }
         }
     }
@@ -472,7 +470,42 @@ typedef struct {
     int64_t kept;
     float *logits, *most;
     int64_t *best;
+    Strides strides;
 } Step;
+
+/* Attention of the normalised stream, into `mixed`. */
+INLINE void look_up(Thread *t, const Model *m, const Layer *l, const Token *tokens, Adapters *own, int64_t rows,
+                    const Inputs *in, int half) {
+    norms(t, m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), in, half);
+    adapted(t, &l->qkv, own, QKV, 3, m->input, in, rows, m->qkv, STORE, NULL, half);
+    wait_for_all(t);
+    rotate_and_store(t, m, l, tokens, rows, half);
+    switch (m->head_dim) { /* a constant head_dim halves the time */
+    case 32: attend(t, m, l, tokens, rows, 32, half); break;
+    case 64: attend(t, m, l, tokens, rows, 64, half); break;
+    case 128: attend(t, m, l, tokens, rows, 128, half); break;
+    default: attend(t, m, l, tokens, rows, m->head_dim, half);
+    }
+}
+
+/* What a delta net reads from its states for the normalised stream, into `mixed`. */
+INLINE void remember(Thread *t, const Model *m, const Layer *l, const Strides *step, Adapters *own, int64_t rows,
+                     const Inputs *in, int half) {
+    const Delta *d = l->delta;
+    const Product *products[] = {&l->qkv, &d->gates, &d->rates, &d->decays};
+    float *results[] = {m->qkv, step->gates, step->rates, step->decays};
+    int to_levels = 0;
+    for (int i = 0; i < 4; i++) to_levels |= takes_levels(products[i], half);
+    norms(t, m, l->attention_norm, l->epsilon, NULL, rows, to_levels, in, half);
+    for (int i = 0; i < 4; i++) {
+        if (i && own->num_runs) wait_for_all(t); /* they share `low` */
+        adapted(t, products[i], own, QKV + i, 1, m->input, in, rows, results[i], STORE, NULL, half);
+    }
+    wait_for_all(t);
+    convolve(t, d, step, m->qkv, half);
+    advance_states(t, d, step);
+    gate_heads(t, d, step, rows, m->mixed, half);
+}
 
 /* The whole model. */
 INLINE void forward(Thread *t, const Step *s, int half) {
@@ -489,16 +522,8 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     wait_for_all(t);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
-        norms(t, m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), &in, half);
-        adapted(t, &l->qkv, &own, QKV, 3, m->input, &in, rows, m->qkv, STORE, NULL, half);
-        wait_for_all(t);
-        rotate_and_store(t, m, l, tokens, rows, half);
-        switch (m->head_dim) { /* a constant head_dim halves the time */
-        case 32: attend(t, m, l, tokens, rows, 32, half); break;
-        case 64: attend(t, m, l, tokens, rows, 64, half); break;
-        case 128: attend(t, m, l, tokens, rows, 128, half); break;
-        default: attend(t, m, l, tokens, rows, m->head_dim, half);
-        }
+        if (l->delta) remember(t, m, l, &s->strides, &own, rows, &in, half);
+        else look_up(t, m, l, tokens, &own, rows, &in, half);
         const Inputs mixed = inputs_at(m->levels, MOST_ROWS, groups(&l->output));
         quantize(t, &l->output, m->mixed, rows, &mixed, half);
         added(t, m, &l->output, &own, OUTPUT, m->mixed, &mixed, rows, l->attention_after, l->epsilon, half);
@@ -539,20 +564,32 @@ static void compute_step(void *given) {
 
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
    last token are wanted, the width of the tables, the address of the adapter or 0, by how much the positions of
-   rotations differ from the tokens' own; then ids [count] and tables [groups, width]. The model must have cosines and
-   sines for every position of a rotation. Writes the wanted `logits` [kept, V] and the ids of their maxima, `best`
-   [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an id without an
-   embedding or a token without a block. */
+   rotations differ from the tokens' own, the slot of the running state before it and how many slots to write; then ids
+   [count], tables [groups, width] and, for each slot to write, how many of its tokens come before and the slot. The
+   model must have cosines and sines for every position of a rotation. Writes the wanted `logits` [kept, V] and the ids
+   of their maxima, `best` [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an
+   id without an embedding, a token without a block, or a state without a slot. */
 int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
     Token tokens[MOST_ROWS];
     Run runs[MOST_ROWS];
+    Stretch stretches[MOST_ROWS];
+    int64_t targets[MOST_ROWS];
     int64_t keep[MOST_ROWS], rows = 0, kept = 0, num_runs = 0;
     float most[MOST_ROWS];
     for (int64_t s = 0; s < count; s++) {
         const int64_t length = segments[0], start = segments[1], wanted = segments[2], width = segments[3];
         const LowRank *adapter = (const LowRank *)segments[4];
-        const int64_t shift = segments[5], *ids = segments + 6, *tables = ids + length;
+        const int64_t shift = segments[5], source = segments[6], num_targets = segments[7];
+        const int64_t *ids = segments + 8, *tables = ids + length, *pairs = tables + m->num_groups * width;
         if ((start + length - 1) / m->block_size >= width) return 1;
+        stretches[s] = (Stretch){rows, length, source};
+        for (int64_t i = 0; i < length; i++) targets[rows + i] = -1;
+        for (int64_t i = 0; i < num_targets; i++) {
+            const int64_t before = pairs[2 * i], slot = pairs[2 * i + 1];
+            if (before < 1 || before > length || slot < 0 || slot >= m->num_slots || slot == source) return 1;
+            targets[rows + before - 1] = slot;
+        }
+        if (m->num_slots && (source < 0 || source > m->num_slots || targets[rows + length - 1] < 0)) return 1;
         for (int64_t i = 0; i < length; i++) {
             if (ids[i] < 0 || ids[i] >= m->vocabulary) return 1;
             if (adapter) {
@@ -563,9 +600,10 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
             tokens[rows++] = (Token){ids[i], start + i, start + i + shift, tables, width, adapter};
         }
         if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
-        segments = tables + m->num_groups * width;
+        segments = pairs + 2 * num_targets;
     }
-    Step step = {{0}, m, tokens, rows, runs, num_runs, keep, kept, logits, most, best};
+    const Strides strides = {stretches, count, targets, m->convolved, m->gates, m->rates, m->decays};
+    Step step = {{0}, m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, strides};
     run_threads(compute_step, &step, m->threads);
     return 0;
 }

@@ -16,12 +16,32 @@ INLINE __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
+INLINE __m512 sigmoid(__m512 x) {
+    __m512 one = _mm512_set1_ps(1);
+    return _mm512_div_ps(one, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
 /* x / 2 * (1 + tanh(y)) is x * sigmoid(2 y). */
 INLINE __m512 gelu(__m512 x) {
     const __m512 one = _mm512_set1_ps(1), cubic = _mm512_set1_ps(0.044715f);
     __m512 inner = _mm512_mul_ps(x, _mm512_fmadd_ps(_mm512_mul_ps(x, x), cubic, one));
     __m512 faded = exponential(_mm512_mul_ps(inner, _mm512_set1_ps(-2 * 0.79788456f))); /* sqrt(2 / pi) */
     return _mm512_div_ps(x, _mm512_add_ps(one, faded));
+}
+
+/* [count] -> T [count]: x / sqrt(mean(x^2) + epsilon) * weight */
+INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t count, void *to, int half) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += 16) {
+        __m512 v = load(x, i, tail_mask(count - i), 0);
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    __m512 scale = _mm512_set1_ps(1 / sqrtf(_mm512_reduce_add_ps(sum) / count + epsilon));
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 mask = tail_mask(count - i);
+        __m512 v = _mm512_mul_ps(load(x, i, mask, 0), scale);
+        store(to, i, _mm512_mul_ps(v, load(weight, i, mask, 0)), mask, half);
+    }
 }
 
 /* The even (first) or odd (second) number of each pair, as float32. */

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import ClassVar, Self
 
 import torch
@@ -25,6 +24,7 @@ from ..packing import Computed, LayerGroup, Segment
 from .decoder import Decoder, Layer
 from .linear import Adaptable, Linear
 from .mixtures import Routed, router_of
+from .remembering import Remembering, slots_of
 
 _MOST_KEYS = 1024
 """The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
@@ -35,7 +35,8 @@ RANK_UNIT = 16
 
 _FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step goes beyond
 
-_NUM_PARTS = 7  # of a layer that adapters may change, as in the source
+_PARTS = {"qkv": 0, "delta_gates": 1, "rates": 2, "decays": 3, "output": 4, "gate": 5, "up": 6, "down": 7}
+_NUM_PARTS = 8  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -53,8 +54,8 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
-        *((name, _POINTER) for name in ("mixture", "sinks", "pool")),
-        *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu")),
+        *((name, _POINTER) for name in ("mixture", "delta", "sinks", "pool")),
+        *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
         *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
     ]
 
@@ -63,10 +64,11 @@ class _Model(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
         *((name, _INT) for name in ("embedding", "num_q_heads", "num_kv_heads", "head_dim")),
-        *((name, _INT) for name in ("num_groups", "block_size")),
+        *((name, _INT) for name in ("rotated", "num_groups", "block_size", "num_slots")),
         *((name, _POINTER) for name in ("embeddings", "layers", "norm")),
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
+        *((name, _POINTER) for name in ("convolved", "rates", "decays")),
         *((name, _POINTER) for name in ("levels", "room", "low", "after")),
         ("most_rank", _INT),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
@@ -85,39 +87,30 @@ class CompiledDecoder:
         self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
         self._num_angles = 0  # P
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
-        first, (qkv, output) = decoder.layers[0], _products(decoder.layers[0])[:2]
-        (head,) = known_products([decoder.head])
-        self._products = [*chain.from_iterable(map(_products, decoder.layers)), head]
+        first = next(layer for layer in decoder.layers if layer.delta is None)
+        head = _product(decoder.head)
+        self._products = known_products(decoder.linears())
         self._logits = torch.empty((MOST_ROWS, head.outputs))  # reused: allocating would cost each step 0.1 ms
         self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
         self._parts: list[Part | None] = []  # by layer, so many each; None where no adapter can change anything
         self.routed = [self._route(layer) for layer in decoder.layers]
+        self.remembering: list[Remembering] = []  # of the layers that keep running states
+        self._states: Tensor | None = None  # those of the first of these; set by `_attach_states`
         self._layers = (_Layer * len(decoder.layers))()
+        self._attending: list[_Layer] = []
         for layer, routed, to in zip(decoder.layers, self.routed, self._layers, strict=True):
-            to.attention_norm, to.epsilon = self._numbers(layer.attention_norm.weight), layer.attention_norm.epsilon
-            to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
-            if layer.head_norm is not None:
-                to.head_norm, to.head_epsilon = self._numbers(layer.head_norm), layer.epsilon
-            if layer.attention_after is not None and layer.mlp_after is not None:
-                to.attention_after = self._numbers(layer.attention_after.weight)
-                to.mlp_after = self._numbers(layer.mlp_after.weight)
-            to.has_gelu = layer.has_gelu
-            to.qkv, to.output, *gated = _products(layer)
-            if routed is not None:
-                to.mixture = routed.address
-            else:
-                to.gate, to.up, to.down = gated
-            parts = [part for linear in layer.linears() if isinstance(linear, Adaptable) for part in linear.parts]
-            self._parts += [*parts, *[None] * (_NUM_PARTS - len(parts))]
+            self._fill(layer, routed, to)
+        embedding = decoder.embedding.shape[1]
         self._model = model = _Model(
             half=dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
             num_layers=len(self._layers),
             vocabulary=len(decoder.embedding),
-            embedding=output.outputs,
+            embedding=embedding,
             num_q_heads=first.num_q_heads,
             num_kv_heads=first.num_kv_heads,
-            head_dim=output.inputs // first.num_q_heads,
+            head_dim=first.head_dim,
+            rotated=decoder.rotated,
             embeddings=self._address(decoder.embedding.contiguous()),
             layers=ctypes.addressof(self._layers),
             norm=self._numbers(decoder.norm.weight),
@@ -126,15 +119,22 @@ class CompiledDecoder:
             scale=1 if decoder.scale is None else float(decoder.scale),
             softcap=decoder.softcap or 0,
         )
-        inner = max((one.inputs for layer in decoder.layers for one in _products(layer)[4:]), default=0)
+        wide = max(_product(layer.qkv).outputs for layer in decoder.layers)
+        found = max(_product(layer.output).inputs for layer in decoder.layers)
+        inner = max((_product(layer.down).inputs for layer in decoder.layers if layer.mixture is None), default=0)
         model.input, model.mixed, model.gated = (
-            self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (qkv.inputs, output.inputs, inner)
+            self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (embedding, found, inner)
         )
         levels = max(product.room(MOST_ROWS) for product in self._products)
         model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
-        self._stream = torch.zeros((MOST_ROWS, output.outputs))
+        self._stream = torch.zeros((MOST_ROWS, embedding))
         model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
-        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (qkv.outputs, inner))
+        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(inner, found)))
+        if self.remembering:
+            heads = self.remembering[0].num_values
+            model.convolved, model.rates, model.decays = (
+                self._address(torch.zeros((MOST_ROWS, size))) for size in (self.remembering[0].width, heads, heads)
+            )
         self.room: Room | None = None  # of all mixtures, if there are any
         for routed in filter(None, self.routed):
             self.room = routed.experts.room(routed.used, dtype)
@@ -148,25 +148,28 @@ class CompiledDecoder:
         products = [linear.product for linear in decoder.linears()]
         if None in products:
             return None
-        shapes = {(layer.num_q_heads, layer.num_kv_heads, *_sizes(layer)[:2]) for layer in decoder.layers}
-        gated = {_sizes(layer)[2:] for layer in decoder.layers if layer.mixture is None}
+        attending = [layer for layer in decoder.layers if layer.delta is None]
+        shapes = {(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, *_sizes(layer)[:2]) for layer in attending}
+        deltas = {(layer.delta.memory[0].shape[1:], layer.delta.state_shape) for layer in decoder.layers if layer.delta}
+        gated = {_sizes(layer)[-3:] for layer in decoder.layers if layer.mixture is None}
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
             return None
         mixed = {(router_of(one).top_k, one.experts.compiled.sizes) for one in mixtures}
-        if max(len(shapes), len(gated), len(mixed)) > 1:
+        if max(len(shapes), len(deltas), len(gated), len(mixed)) > 1:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
-        for rule, layer in zip(rules, compiled._layers, strict=True):
+        for rule, layer in zip(rules, compiled._attending, strict=True):
             layer.scaling, layer.softcap = rule.scaling, rule.softcap or 0
             if rule.sinks is not None:
                 layer.sinks = compiled._numbers(rule.sinks)
         return compiled
 
     def attach(self, pools: Sequence[Pool], groups: Sequence[LayerGroup], group_of: Sequence[int], block: int) -> None:
-        """Use `pools`, one a layer, from now on; `group_of` is each layer's index in `groups`, `block` is in tokens."""
+        """Use `pools`, one a layer that attends, from now on; `group_of` is each one's index in `groups`, `block` is in
+        tokens."""
         self._pools, self._model.num_groups, self._model.block_size = pools, len(groups), block
-        for pool, layer, index in zip(pools, self._layers, group_of, strict=True):
+        for pool, layer, index in zip(pools, self._attending, group_of, strict=True):
             layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
             layer.window = groups[index].window or 1 << 62
 
@@ -202,27 +205,30 @@ class CompiledDecoder:
     def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         """Compute a step that `takes` accepts; see `pack` for `chosen`. The logits, float32, last until the next call.
 
-        Raises `IndexError` for a token without an embedding or a block.
+        Raises `IndexError` for a token without an embedding or a block, or a segment without slots for its state.
         """
+        self._attach_states()
         numbers, sampled = array("q"), []
         known = [] if chosen is None else chosen.tolist()
         order: Sequence[int] = range(len(segments))
         if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
             order = sorted(order, key=lambda index: id(segments[index].adapter))
         for index in order:
-            ids, start, tables, samples, _, adapter, _, shift, *_ = segments[index]
+            ids, start, tables, samples, _, adapter, state, shift, *_ = segments[index]
             address = ctypes.addressof(adapter.compiled) if adapter else 0
-            numbers.extend((len(ids), start, samples, len(tables[0]), address, shift))
+            source, targets = slots_of(state, len(ids), self._model.num_slots)
+            numbers.extend((len(ids), start, samples, len(tables[0]), address, shift, source, len(targets) // 2))
             numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
             for table in tables:
                 numbers.extend(table)
+            numbers.extend(targets)
             if samples:
                 sampled.append(index)
         self._reach(max(segment.end + segment.shift for segment in segments))
         best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
         buffers = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
         if self._kernels.library.step(ctypes.byref(self._model), *buffers):
-            raise IndexError(f"a token has no block or is outside the vocabulary of {self._model.vocabulary}")
+            raise IndexError(f"a token has no block, slot or place in the vocabulary of {self._model.vocabulary}")
         return Computed(self._rows[len(sampled)], sampled, best)
 
     def part(self, segments: Sequence[Segment], inputs: Tensor, layers: range) -> tuple[Tensor, Tensor]:
@@ -248,6 +254,37 @@ class CompiledDecoder:
         chosen, shares = (self.room.tensors[name][:rows].clone() for name in ("chosen", "shares"))
         return chosen, shares
 
+    def _fill(self, layer: Layer, routed: Routed | None, to: _Layer) -> None:
+        to.attention_norm, to.epsilon = self._numbers(layer.attention_norm.weight), layer.attention_norm.epsilon
+        to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
+        if layer.head_norm is not None:
+            to.head_norm, to.head_epsilon = self._numbers(layer.head_norm), layer.epsilon
+        if layer.attention_after is not None and layer.mlp_after is not None:
+            to.attention_after = self._numbers(layer.attention_after.weight)
+            to.mlp_after = self._numbers(layer.mlp_after.weight)
+        to.has_gelu, to.has_gates = layer.has_gelu, layer.has_gates
+        to.qkv, to.output = _product(layer.qkv), _product(layer.output)
+        if layer.delta is None:
+            self._attending.append(to)
+        else:
+            self.remembering.append(Remembering(layer, self._numbers))
+            to.delta = self.remembering[-1].address
+        if routed is not None:
+            to.mixture = routed.address
+        else:
+            to.gate, to.up, to.down = (_product(linear) for linear in (layer.gate, layer.up, layer.down))
+        own: list[Part | None] = [None] * _NUM_PARTS
+        for name, linear in zip(layer.names, layer.linears(), strict=True):
+            if isinstance(linear, Adaptable):
+                own[_PARTS[name] : _PARTS[name] + len(linear.parts)] = linear.parts
+        self._parts += own
+
+    def _attach_states(self) -> None:
+        """Use the memory of running states, if it is another one than before."""
+        if self.remembering and self._states is not self.remembering[0].module.memory[1]:
+            (self._model.num_slots,) = {one.attach() for one in self.remembering}
+            self._states = self.remembering[0].module.memory[1]
+
     def _route(self, layer: Layer) -> Routed | None:
         return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels)
 
@@ -272,14 +309,15 @@ class CompiledDecoder:
         return tensor.data_ptr()
 
 
-def _products(layer: Layer) -> list[Product]:
-    return known_products(layer.linears())
-
-
 def known_products(linears: Sequence[Linear]) -> list[Product]:
     """Those of them that have one."""
     return [linear.product for linear in linears if linear.product is not None]
 
 
+def _product(linear: Linear) -> Product:
+    assert linear.product is not None
+    return linear.product
+
+
 def _sizes(layer: Layer) -> tuple[tuple[int, int], ...]:
-    return tuple((product.inputs, product.outputs) for product in _products(layer))
+    return tuple((product.inputs, product.outputs) for product in known_products(layer.linears()))

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...vision.tower import Seen
 from ..cuda import kernels
 from ..cuda.attention import power_of_2
+from ..state.step import StateStep
 
 if TYPE_CHECKING:  # it takes `through` from here
     from .decoder import Angles, Attention, Layer, Norm, Rotations
@@ -23,9 +24,14 @@ _BLOCK = 1024  # numbers of one program of `gate`
 
 
 def through(
-    layers: Sequence[Layer], x: Tensor, rotations: Rotations, attention: Attention, seen: Seen | None
+    layers: Sequence[Layer],
+    x: Tensor,
+    rotations: Rotations,
+    attention: Attention,
+    seen: Seen | None,
+    states: StateStep | None = None,
 ) -> Tensor:
-    """As the function of the same name in `decoder`."""
+    """As the function of the same name in `decoder`; there are no layers with `states`."""
     (angles,) = rotations.values()
     angles = angles._replace(cosines=angles.cosines.contiguous(), sines=angles.sines.contiguous())
     update: Tensor | None = None  # of the residual stream, to be added with the next norm
@@ -33,7 +39,7 @@ def through(
         x, h = add_norm(x, update, layer.attention_norm)
         heads = layer.qkv(h).view(len(x), -1, angles.cosines.shape[-1]).transpose(0, 1)  # [Hq + 2 H, T, D]
         rotate(heads[: layer.num_q_heads + layer.num_kv_heads], angles, layer.head_norm, layer.epsilon)
-        mixed = attention(index, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
+        mixed = attention(layer.number, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
         x, h = add_norm(x, layer.output(mixed), layer.mlp_norm)
         update = layer.down(gate(layer.gate(h), layer.up(h)))
         if seen is not None and index < len(seen.deep):

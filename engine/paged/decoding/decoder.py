@@ -3,7 +3,8 @@
 Llama, Mistral, Qwen 2 and 3 and many others have this structure. transformers' modules compute the same with four times
 as many small operations, which on a CPU cost a tenth of a decoding step. There, a layer may have a mixture of experts
 instead of the last product, which its own module computes, or be one of Gemma's, with norms also behind attention and
-product. `Decoder.of` checks the structure alone: the caller must compare results with the original model's.
+product; and it may be a gated delta net (`state/delta_net.py`), which keeps a running state, in the place of attention.
+`Decoder.of` checks the structure alone: the caller must compare results with the original model's.
 """
 
 from __future__ import annotations
@@ -11,29 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ...vision.tower import Seen
-from .linear import SILU, Linear
+from ..state.step import StateStep
+from .linear import Linear
+from .structure import BODY, GELU, OFFSET, children, epsilon_of, has_gates, is_plain, scale_of
+
+if TYPE_CHECKING:  # it imports transformers
+    from ..state.delta_net import SplitDeltaNet
 
 MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
 """Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
 
 Attention = Callable[[int, Tensor, Tensor], Tensor]
-"""Layer, query [Hq, T, D], keys and then values [2 H, T, D] → [T, Hq · D]."""
-
-_BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_GELU = {"GELUTanh"}  # the name of transformers' class
-_OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}  # their weights are to be added to 1
-_MIXTURES = {"gate", "experts"}, {"router", "experts"}
+"""Number of the layer among those that attend, query [Hq, T, D], keys and then values [2 H, T, D] → [T, Hq · D]."""
 
 
 class Angles(NamedTuple):
@@ -51,8 +48,8 @@ class Norm:
     """RMSNorm: x / sqrt(mean(x²) + ε) · w. Concatenated with -x a row has mean zero, so layer_norm fits."""
 
     def __init__(self, module: Any) -> None:
-        self.weight, self.epsilon = _scale_of(module), _epsilon_of(module)
-        self._is_wide = type(module).__name__ in _OFFSET
+        self.weight, self.epsilon = scale_of(module), epsilon_of(module)
+        self._is_wide = type(module).__name__ in OFFSET
 
     def __call__(self, x: Tensor) -> Tensor:
         size, weight = x.shape[-1], self.weight if self._is_wide else self.weight.to(x.dtype)
@@ -66,19 +63,28 @@ class Layer:
     """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head.
 
     A layer with a `mixture`, the model's module, has no `gate`, `up` and `down`. Gemma's have norms of what attention
-    and the last product add, and gates with GELU; Gemma 3's are of two kinds, which rotate by different angles.
+    and the last product add, and gates with GELU; Gemma 3's are of two kinds, which rotate by different angles. With
+    `has_gates` each head's query brings a gate, whose sigmoid is multiplied by what the head finds.
+
+    A layer with a `delta` net, whose projections are `qkv`, `delta_gates`, `rates` and `decays`, does not attend.
     """
 
     gate: Linear
     up: Linear
     down: Linear
+    delta_gates: Linear
+    rates: Linear
+    decays: Linear
     attention_after: Norm | None = None
     mlp_after: Norm | None = None
-    has_gelu = False
+    head_norm: Tensor | None = None
+    epsilon = 0.0
+    has_gelu = has_gates = False
+    num_q_heads = num_kv_heads = head_dim = 0
 
-    def __init__(self, module: Any, make: MakeLinear, kind: str | None = None) -> None:
-        """`kind` is whose rotations it uses."""
-        attention, mlp, self.kind = module.self_attn, module.mlp, kind
+    def __init__(self, module: Any, make: MakeLinear, kind: str | None = None, number: int = 0) -> None:
+        """`kind` is whose rotations it uses, `number` its own among the layers that attend."""
+        mlp, self.kind, self.number = module.mlp, kind, number
         self.attention_norm = Norm(module.input_layernorm)
         if hasattr(module, "pre_feedforward_layernorm"):
             self.attention_after, self.mlp_after = (
@@ -87,26 +93,42 @@ class Layer:
             self.mlp_norm = Norm(module.pre_feedforward_layernorm)
         else:
             self.mlp_norm = Norm(module.post_attention_layernorm)
-        head_dim = attention.head_dim
-        self.num_q_heads = attention.q_proj.out_features // head_dim
-        self.num_kv_heads = attention.k_proj.out_features // head_dim
-        self.head_norm: Tensor | None = None
-        self.epsilon = 0.0
-        if hasattr(attention, "q_norm"):
-            query, key = _scale_of(attention.q_norm), _scale_of(attention.k_norm)
-            self.head_norm = torch.stack([query] * self.num_q_heads + [key] * self.num_kv_heads)[:, None]
-            self.epsilon = _epsilon_of(attention.q_norm)
-        self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = make([attention.o_proj])
+        self.delta: SplitDeltaNet | None = getattr(module, "linear_attn", None)
+        if self.delta is None:
+            self._take_attention(module.self_attn, make)
+        else:
+            self._take_delta_net(self.delta, make)
         self.mixture: Any = None if hasattr(mlp, "gate_proj") else mlp
         if self.mixture is None:
             self.gate, self.up, self.down = make([mlp.gate_proj]), make([mlp.up_proj]), make([mlp.down_proj])
-            self.has_gelu = type(mlp.act_fn).__name__ in _GELU
+            self.has_gelu = type(mlp.act_fn).__name__ in GELU
+
+    @property
+    def names(self) -> list[str]:
+        """Those of its products in the order of their use, without those of a mixture."""
+        before = ["qkv"] if self.delta is None else ["qkv", "delta_gates", "rates", "decays"]
+        return [*before, "output", *(["gate", "up", "down"] if self.mixture is None else [])]
 
     def linears(self) -> list[Linear]:
         """Its products in the order of their use, without those of a mixture."""
-        after = [self.gate, self.up, self.down] if self.mixture is None else []
-        return [self.qkv, self.output, *after]
+        return [getattr(self, name) for name in self.names]
+
+    def _take_attention(self, attention: Any, make: MakeLinear) -> None:
+        self.head_dim = attention.head_dim
+        self.num_q_heads = attention.o_proj.in_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.has_gates = has_gates(attention)
+        if hasattr(attention, "q_norm"):
+            query, key = scale_of(attention.q_norm), scale_of(attention.k_norm)
+            self.head_norm = torch.stack([query] * self.num_q_heads + [key] * self.num_kv_heads)[:, None]
+            self.epsilon = epsilon_of(attention.q_norm)
+        self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = make([attention.o_proj])
+
+    def _take_delta_net(self, delta: SplitDeltaNet, make: MakeLinear) -> None:
+        self.qkv, self.delta_gates = make([delta.in_proj_qkv]), make([delta.in_proj_z])
+        self.rates, self.decays = make([delta.in_proj_b]), make([delta.in_proj_a])
+        self.output = make([delta.out_proj])
 
 
 class Decoder:
@@ -127,9 +149,13 @@ class Decoder:
             self._through = cuda_layers.through
         self._rotary: nn.Module = body.rotary_emb
         has_kinds = hasattr(body.rotary_emb, "layer_types")
-        self.layers = [Layer(one, make, one.self_attn.layer_type if has_kinds else None) for one in body.layers]
+        self.layers: list[Layer] = []
+        for one in body.layers:
+            attending = [layer for layer in self.layers if layer.delta is None]
+            self.layers.append(Layer(one, make, one.self_attn.layer_type if has_kinds else None, len(attending)))
         self._kinds = {layer.kind for layer in self.layers}
-        self._head_dim: int = body.layers[0].self_attn.head_dim
+        rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
+        self.rotated = int(max(layer.head_dim for layer in self.layers) * rotated)
         self.norm = Norm(body.norm)
         self.head = make([model.lm_head])
 
@@ -137,18 +163,27 @@ class Decoder:
     def of(cls, model: Any, make: MakeLinear, dtype: torch.dtype) -> Self | None:
         """Take over the weights of a transformers model; None if its modules do not have the plain structure."""
         body = getattr(model, "model", None)
-        if body is None or _children(model) != {"model", "lm_head"} or _children(body) != _BODY:
+        if body is None or children(model) != {"model", "lm_head"} or children(body) != BODY:
             return None
-        return cls(model, make, dtype) if all(map(_is_plain, body.layers)) else None
+        return cls(model, make, dtype) if all(map(is_plain, body.layers)) else None
 
     def __call__(
-        self, ids: Tensor, positions: Tensor, keep: Tensor, attention: Attention, seen: Seen | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        attention: Attention,
+        seen: Seen | None = None,
+        states: StateStep | None = None,
     ) -> Tensor:
-        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [3, T]."""
+        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [3, T].
+
+        `states` says which slots of running states the step uses, if the model keeps some.
+        """
         x = self.embed(ids)
         if seen is not None:
             x = x.index_copy(0, seen.rows, seen.features.to(self._dtype))
-        x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen)
+        x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen, states)
         logits = self.head(self.norm(x[keep]))
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
@@ -164,7 +199,7 @@ class Decoder:
     def _angles(self, positions: Tensor, dtype: torch.dtype, kind: str | None) -> Angles:
         given = self.embedding[None, :1].to(dtype), positions.unsqueeze(-2), *(() if kind is None else (kind,))
         cos, sin = self._rotary(*given)
-        if cos.shape[-1] < self._head_dim:  # gpt-oss's are those of one half
+        if cos.shape[-1] < self.rotated:  # gpt-oss's are those of one half
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = cos.shape[-1] // 2
         return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
@@ -175,91 +210,59 @@ class Decoder:
 
 
 def through(
-    layers: Sequence[Layer], x: Tensor, rotations: Rotations, attention: Attention, seen: Seen | None
+    layers: Sequence[Layer],
+    x: Tensor,
+    rotations: Rotations,
+    attention: Attention,
+    seen: Seen | None,
+    states: StateStep | None = None,
 ) -> Tensor:
     """The residual stream [T, E] after all layers."""
     for index, layer in enumerate(layers):
-        x = advance(layer, index, x, rotations[layer.kind], attention)
+        x = advance(layer, x, rotations[layer.kind], attention, states)
         if seen is not None and index < len(seen.deep):
             x = x.index_add(0, seen.rows, seen.deep[index].to(x.dtype))
     return x
 
 
-def advance(layer: Layer, index: int, x: Tensor, angles: Angles, attention: Attention) -> Tensor:
+def advance(layer: Layer, x: Tensor, angles: Angles, attention: Attention, states: StateStep | None) -> Tensor:
     """Run one layer: the residual stream [T, E] after it."""
-    cos, sin = angles
-    head_dim = cos.shape[-1]
-    rotated = layer.num_q_heads + layer.num_kv_heads
-    heads = layer.qkv(layer.attention_norm(x)).view(len(x), -1, head_dim).transpose(0, 1)  # [Hq + 2 H, T, D]
-    query_key = heads[:rotated]
-    if layer.head_norm is not None:
-        query_key = functional.rms_norm(query_key, (head_dim,), None, layer.epsilon) * layer.head_norm.to(x.dtype)
-    swapped = query_key.view(rotated, len(x), 2, head_dim // 2).flip(-2).flatten(-2)
-    torch.addcmul(query_key * cos, swapped, sin, out=heads[:rotated])
-    attended = attention(index, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
+    h = layer.attention_norm(x)
+    if layer.delta is None:
+        found = _attend(layer, h, angles, attention)
+    else:
+        given = layer.qkv(h), layer.delta_gates(h), layer.rates(h), layer.decays(h)
+        found = layer.delta.mix(layer.delta.projected(*given), states)
     after = layer.attention_after
-    x = layer.output.add(attended, x) if after is None else x + after(layer.output(attended))
+    x = layer.output.add(found, x) if after is None else x + after(layer.output(found))
     h = layer.mlp_norm(x)
     if layer.mixture is not None:
-        found = layer.mixture(h[None])  # [1, T, E], or a tuple that starts with it
-        mixed: Tensor = found if isinstance(found, Tensor) else found[0]
-        return x + mixed[0]
+        mixed: Tensor | Sequence[Tensor] = layer.mixture(h[None])  # [1, T, E], or a tuple that starts with it
+        return x + (mixed if isinstance(mixed, Tensor) else mixed[0])[0]
     gate = functional.gelu(layer.gate(h), approximate="tanh") if layer.has_gelu else layer.gate.silu(h)
     gated = layer.up.mul(h, gate)
     return layer.down.add(gated, x) if layer.mlp_after is None else x + layer.mlp_after(layer.down(gated))
 
 
-def _scale_of(norm: Any) -> Tensor:
-    """What a norm multiplies by."""
-    weight: Tensor = norm.weight
-    return 1 + weight.float() if type(norm).__name__ in _OFFSET else weight
+def _attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Tensor:
+    """What the layer's heads find for inputs [T, E], [T, Hq · D]."""
+    heads = layer.qkv(h).view(len(h), -1, layer.head_dim).transpose(0, 1)  # [Hq + 2 H, T, D]
+    gates: Tensor | None = None
+    if layer.has_gates:
+        both = heads[: 2 * layer.num_q_heads]
+        heads, gates = torch.cat((both[::2], heads[len(both) :])), both[1::2]
+    query_key = heads[: layer.num_q_heads + layer.num_kv_heads]
+    if layer.head_norm is not None:
+        normed = functional.rms_norm(query_key, (layer.head_dim,), None, layer.epsilon) * layer.head_norm.to(h.dtype)
+        query_key = normed if angles.cosines.shape[-1] == layer.head_dim else query_key.copy_(normed)
+    _rotate(query_key, angles, heads)
+    found = attention(layer.number, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
+    return found if gates is None else found * gates.transpose(0, 1).flatten(1).sigmoid()
 
 
-def _epsilon_of(norm: Any) -> float:
-    epsilon: float = norm.eps if type(norm).__name__ in _OFFSET else norm.variance_epsilon
-    return epsilon
-
-
-def _is_plain(layer: Any) -> bool:
-    children = _children(layer)
-    around = _AROUND if children == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(layer.mlp) else set[str]()
-    if children - around != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
-        return False
-    attention = layer.self_attn
-    extra = _children(attention) - _ATTENTION
-    norms = [
-        *(layer.input_layernorm, layer.post_attention_layernorm),
-        *(getattr(layer, name) for name in around),
-        *(getattr(attention, name) for name in extra),
-    ]
-    head_dim = attention.head_dim
-    return (
-        _children(attention) >= _ATTENTION
-        and extra in (set(), {"q_norm", "k_norm"})
-        and all(hasattr(norm, "variance_epsilon") or _is_offset(norm) for norm in norms)
-        and all(len(getattr(attention, name).weight) == head_dim for name in extra)
-    )
-
-
-def _is_gated(mlp: nn.Module) -> bool:
-    if _children(mlp) != _MLP:
-        return False
-    name = type(mlp.act_fn).__name__
-    return name in SILU or (name in _GELU and _is_on_cpu(mlp))
-
-
-def _is_mixture(mlp: nn.Module) -> bool:
-    return _children(mlp) in _MIXTURES and _is_on_cpu(mlp)
-
-
-def _is_offset(norm: nn.Module) -> bool:
-    return type(norm).__name__ in _OFFSET and _is_on_cpu(norm)
-
-
-def _is_on_cpu(module: nn.Module) -> bool:
-    """On a GPU the kernels know plain layers alone; transformers' own are recorded for others."""
-    return all(weight.device.type == "cpu" for weight in module.parameters())
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
+def _rotate(query_key: Tensor, angles: Angles, heads: Tensor) -> None:
+    """Write the rotated numbers of each head, its first ones if not all rotate, into the first `heads`."""
+    (count, num_tokens, _), size = query_key.shape, angles.cosines.shape[-1]
+    part = query_key[..., :size]
+    swapped = part.reshape(count, num_tokens, 2, size // 2).flip(-2).flatten(-2)
+    torch.addcmul(part * angles.cosines, swapped, angles.sines, out=heads[:count, :, :size])

@@ -20,6 +20,7 @@ from ...cpu.library import BLOCK, PLAIN, Kernels, Product
 from ..attention import MatmulAttention, Rules
 from ..kv_cache import LayerSpec
 from ..packing import LayerGroup, PackedStep, Segment, pack
+from ..state.probes import moved, slots_of
 from .compiled_decoder import CompiledDecoder, known_products
 from .decoder import Attention, Decoder, advance
 from .linear import Unfused
@@ -53,6 +54,21 @@ class Setting(NamedTuple):
     dtype: torch.dtype
 
 
+def fault(
+    decoder: Decoder,
+    candidate: CompiledDecoder,
+    setting: Setting,
+    probes: Sequence[Segment],
+    step: PackedStep,
+    attend: Attention,
+) -> str:
+    """Why the compiled decoder must not be used; empty if it may be. See `differences`."""
+    for part, far, bound in differences(decoder, candidate, setting, probes, step, attend):
+        if not far <= bound:
+            return f"the compiled decoder is {far:.3g} from float32 in {part}, more than {bound:.3g}"
+    return ""
+
+
 @torch.inference_mode()
 def differences(
     decoder: Decoder,
@@ -84,7 +100,7 @@ def differences(
     compiled, _ = candidate.part(every, given, range(0))
     note("the head", reference.head(given[ends].float()), compiled, _LAYER[dtype])
     right = reference.head(exact[ends])
-    rounding = distance(right, decoder(step.ids, step.positions, ends, attend))
+    rounding = distance(right, decoder(step.ids, step.positions, ends, attend, None, step.states))
     least = _MODEL[dtype] if candidate.room is None else _MIXED
     note("the model", right, candidate(every).logits, max(least, _FACTOR * rounding))
     return found
@@ -163,13 +179,16 @@ class _Reference:
         twice: list[Segment] = []
         rows: list[int] = []  # of the first inputs and, behind them, the second ones: the order of `twice`
         count = sum(len(segment.tokens) for segment in probes)
+        self._num_slots = max((1 + slot for segment in probes for slot in slots_of(segment.state)), default=0)
         for segment in probes:
             tables = [[block + first for block in table] for table, first in zip(segment.tables, others, strict=True)]
-            twice += [segment, segment._replace(tables=tables)]
+            other = None if segment.state is None else moved(segment.state, self._num_slots)
+            twice += [segment, segment._replace(tables=tables, state=other)]
             own = range(start := len(rows) // 2, start + len(segment.tokens))
             rows += [*own, *(count + row for row in own)]
         self._rows = torch.tensor(rows)
-        self._step = pack(twice, self._groups, setting.block_size, device, self._attention.pack_group)
+        make, slots = self._attention.pack_group, 2 * self._num_slots
+        self._step = pack(twice, self._groups, setting.block_size, device, make, num_slots=slots)
         self._rotations = decoder.angles(self._step.positions, torch.float32)
 
     def advance(self, index: int, first: Tensor, second: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor]:
@@ -180,11 +199,13 @@ class _Reference:
 
     def _advance(self, index: int, x: Tensor, choice: Choice | None) -> Tensor:
         layer: Any = copy(self._decoder.layers[index])
-        for name in ("qkv", "output", *(("gate", "up", "down") if choice is None else ())):
+        for name in layer.names:
             setattr(layer, name, self._exact(getattr(layer, name).product))
+        if layer.delta is not None:
+            layer.delta = layer.delta.apart(2 * self._num_slots, len(x))
         if choice is not None:
             layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)
-        return advance(layer, index, x, self._rotations[layer.kind], self._attend)
+        return advance(layer, x, self._rotations[layer.kind], self._attend, self._step.states)
 
     def head(self, x: Tensor) -> Tensor:
         logits = self._exact(self._decoder.head.product)(self._decoder.norm(x))

@@ -7,8 +7,9 @@ norms run over the whole row, convolution and delta rule by sequence. Source: `Q
 
 from __future__ import annotations
 
+from copy import copy
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +40,16 @@ class DeltaNet(nn.Module):
         self.key_size: int = layer.head_k_dim
         self.value_size: int = layer.head_v_dim
         self.norm, self.out_proj = layer.norm, layer.out_proj
-        self._activation = ACT2FN[layer.activation]
-        self._taps: Tensor = layer.conv1d.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
-        self._bias: Tensor | None = None if layer.conv1d.bias is None else layer.conv1d.bias.detach().float()
-        self._decay: Tensor = -layer.A_log.detach().float().exp()  # [H]
-        self._dt_bias: Tensor = layer.dt_bias.detach().float()
+        self.activation: nn.Module = ACT2FN[layer.activation]
+        self.taps: Tensor = layer.conv1d.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
+        self.bias: Tensor | None = None if layer.conv1d.bias is None else layer.conv1d.bias.detach().float()
+        self.decay: Tensor = -layer.A_log.detach().float().exp()  # [H]
+        self.dt_bias: Tensor = layer.dt_bias.detach().float()
         self._inputs = self._states = self._buffer = torch.empty(0)  # set by `allocate`
 
     @property
     def device(self) -> torch.device:
-        return self._taps.device
+        return self.taps.device
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
@@ -79,51 +80,64 @@ class DeltaNet(nn.Module):
     @property
     def flops(self) -> int:
         """The floating-point operations for a token, besides those of the projections."""
-        return 2 * self._taps.numel() + 6 * prod(self.state_shape)
+        return 2 * self.taps.numel() + 6 * prod(self.state_shape)
 
     def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
         """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
-        if penstock_states is None:
+        projected: Tensor = self.out_proj(self.mix(self.project(hidden_states[0]), penstock_states)[None])
+        return projected
+
+    def mix(self, projected: Projected, step: StateStep | None) -> Tensor:
+        """What the tokens read from the states that they change, normalised and gated: [T, H · V]."""
+        if step is None:
             raise RuntimeError("a layer with a state needs to know the slots of its sequences")
-        mixed, gate, b, a = self.project(hidden_states[0])
-        num_single = len(penstock_states.sources)
+        mixed, gate, b, a = projected
+        num_single = len(step.sources)
         convolved = torch.empty(mixed.shape, dtype=torch.float32, device=mixed.device)
         if num_single:
-            convolved[:num_single] = self._convolve_singles(mixed[:num_single], penstock_states)
-        for start, end, source, target in penstock_states.pieces:
+            convolved[:num_single] = self._convolve_singles(mixed[:num_single], step)
+        for start, end, source, target in step.pieces:
             convolved[start:end] = self._convolve(mixed[start:end], source, target)
-        tokens = self._tokens(self._activation(convolved), b, a)
+        tokens = self._tokens(self.activation(convolved), b, a)
         out = torch.empty(tokens.value.shape, dtype=torch.float32, device=mixed.device)
         if num_single:
             states = self._buffer[: num_single * prod(self.state_shape)].view(num_single, *self.state_shape)
-            torch.index_select(self._states, 0, penstock_states.sources, out=states)
+            torch.index_select(self._states, 0, step.sources, out=states)
             out[:num_single] = one_each(tokens.part(0, num_single), states)
-            self._states.index_copy_(0, penstock_states.targets, states)
-        for start, end, source, target in penstock_states.pieces:
+            self._states.index_copy_(0, step.targets, states)
+        for start, end, source, target in step.pieces:
             out[start:end], self._states[target] = in_chunks(tokens.part(start, end), self._states[source])
-        normed = self.norm(out.to(mixed.dtype).flatten(0, 1), gate.flatten(0, 1))
-        projected: Tensor = self.out_proj(normed.view(1, len(out), -1))
-        return projected
+        normed: Tensor = self.norm(out.to(mixed.dtype).flatten(0, 1), gate.flatten(0, 1))
+        return normed.view(len(out), -1)
+
+    def apart(self, num_slots: int, max_batch_size: int) -> Self:
+        """A copy in float32 with memory of its own, which starts with the states of this one's slots."""
+        other = copy(self)
+        buffer = torch.empty(max_batch_size * prod(self.state_shape))
+        other.allocate(num_slots, torch.float32, buffer)
+        for own, theirs in zip(self.memory, other.memory, strict=True):
+            theirs[: len(own)] = own
+        return other
 
     @property
     def _input_shape(self) -> tuple[int, int]:
-        return len(self._taps) - 1, self._taps.shape[1]
+        return len(self.taps) - 1, self.taps.shape[1]
 
     def _convolve_singles(self, x: Tensor, step: StateStep) -> Tensor:
         window = torch.cat((self._inputs[step.sources], x[:, None]), dim=1)  # [T, K, C]
         self._inputs.index_copy_(0, step.targets, window[:, 1:])
-        found = (window.float() * self._taps).sum(1)
-        return found if self._bias is None else found + self._bias
+        found = (window.float() * self.taps).sum(1)
+        return found if self.bias is None else found + self.bias
 
     def _convolve(self, x: Tensor, source: int, target: int) -> Tensor:
         window = torch.cat((self._inputs[source], x))
-        count, taps = len(x), self._taps
+        count, taps = len(x), self.taps
         self._inputs[target] = window[count:]
         window = window.float()
         found = window[:count] * taps[0]
         for index in range(1, len(taps)):
             found.addcmul_(window[index : index + count], taps[index])
-        return found if self._bias is None else found.add_(self._bias)
+        return found if self.bias is None else found.add_(self.bias)
 
     def _tokens(self, convolved: Tensor, b: Tensor, a: Tensor) -> Tokens:
         width = self.num_keys * self.key_size
@@ -133,7 +147,7 @@ class DeltaNet(nn.Module):
         shared = self.num_values // self.num_keys
         if shared > 1:  # consecutive value heads share a query and a key
             query, key = (each.repeat_interleave(shared, dim=1) for each in (query, key))
-        log_decay = self._decay * functional.softplus(a.float() + self._dt_bias)
+        log_decay = self.decay * functional.softplus(a.float() + self.dt_bias)
         value = value.view(len(value), -1, self.value_size)
         return Tokens(query * self.key_size**-0.5, key, value, log_decay, b.float().sigmoid())
 
@@ -163,8 +177,11 @@ class SplitDeltaNet(DeltaNet):
         self.in_proj_b, self.in_proj_a = layer.in_proj_b, layer.in_proj_a
 
     def project(self, x: Tensor) -> Projected:
-        gate = self.in_proj_z(x).view(len(x), -1, self.value_size)
-        return Projected(self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x))
+        return self.projected(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
+
+    def projected(self, mixed: Tensor, gate: Tensor, b: Tensor, a: Tensor) -> Projected:
+        """What the four projections made of a row of tokens."""
+        return Projected(mixed, gate.view(len(gate), -1, self.value_size), b, a)
 
 
 def _unit(x: Tensor) -> Tensor:

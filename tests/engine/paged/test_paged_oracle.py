@@ -39,9 +39,8 @@ FAR = 1e-4 if DEVICE == "cpu" else 5e-4  # of a log-probability from the oracle'
 
 BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
-SOME = ["llama", "mistral", "gemma2", "qwen3_moe", "qwen3_next", "gpt_oss"]
+SOME = ["llama", "mistral", "gemma2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gpt_oss"]
 MORE = ["cohere", "gemma3_text", "glm4", "gpt2", "granite", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"]
-MORE += ["qwen3_5_text"]
 STATEFUL = {"qwen3_next", "qwen3_5_text"}
 all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE])
 some_shapes = pytest.mark.parametrize("shape", SOME)
@@ -164,7 +163,7 @@ def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracl
     assert {(output.finish_reason, output.stats.cached_tokens) for output in outputs} == {("length", 0)}
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"])
 def test_without_kernels_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:
     """What is compiled computes these shapes' steps everywhere else in this file."""
     engine = start(shape, compile_kernels=False, prefill_chunk_size=60)

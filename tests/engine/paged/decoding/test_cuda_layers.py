@@ -21,7 +21,7 @@ def norm(size: int) -> SimpleNamespace:
     return SimpleNamespace(weight=torch.rand(size) + 0.5, variance_epsilon=1e-5)
 
 
-def layer(head_dim: int, *, has_head_norms: bool) -> Layer:
+def layer(head_dim: int, number: int, *, has_head_norms: bool) -> Layer:
     def linear(inputs: int, outputs: int) -> nn.Linear:
         return nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
 
@@ -39,7 +39,7 @@ def layer(head_dim: int, *, has_head_norms: bool) -> Layer:
         gate_proj=linear(SIZE, WIDE), up_proj=linear(SIZE, WIDE), down_proj=linear(WIDE, SIZE), act_fn=nn.SiLU()
     )
     norms = {"input_layernorm": norm(SIZE), "post_attention_layernorm": norm(SIZE)}
-    return Layer(SimpleNamespace(self_attn=attention, mlp=mlp, **norms), Views)
+    return Layer(SimpleNamespace(self_attn=attention, mlp=mlp, **norms), Views, None, number)
 
 
 @pytest.mark.parametrize("has_head_norms", [False, True])
@@ -49,7 +49,7 @@ def layer(head_dim: int, *, has_head_norms: bool) -> Layer:
 def test_layers_compute_what_torch_does(head_dim: int, num_deep: int, *, has_head_norms: bool) -> None:
     torch.manual_seed(head_dim)
     with torch.device(DEVICE):
-        own = [layer(head_dim, has_head_norms=has_head_norms) for _ in range(2)]
+        own = [layer(head_dim, number, has_head_norms=has_head_norms) for number in range(2)]
         x, turns = torch.randn(3, SIZE), torch.rand(1, 3, head_dim // 2) * 6
         half = turns.sin()
         angles = Angles(turns.cos().repeat(1, 1, 2), torch.cat((-half, half), dim=-1))

@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -49,6 +50,9 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
     shape |= {"num_experts_per_tok": 2, "num_local_experts": 8} if kind in (MixtralConfig, GptOssConfig) else {}
     shape |= {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True} if kind is Qwen3MoeConfig else {}
     shape |= {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0} if kind is Gemma2Config else {}
+    if kind is Qwen3_5TextConfig:  # of its layers only the one with the index 3 attends
+        shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        shape |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
     config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
@@ -70,7 +74,7 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
     "kind",
     [
         *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
-        *(GemmaConfig, Gemma2Config, Gemma3TextConfig),
+        *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Qwen3_5TextConfig),
     ],
 )
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
@@ -173,6 +177,61 @@ def test_what_is_wrong_in_a_model_like_gemma_is_refused_and_named(
 ) -> None:
     breaking(break_, monkeypatch)
     made = run(make_model(spread=0.2, kind=Gemma2Config), load_kernels())  # with others both gates are much alike
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def take_other_inputs(decoder: CompiledDecoder) -> None:
+    decoder.remembering[1].delta.taps = decoder.remembering[2].delta.taps
+
+
+def forget_to_shift(decoder: CompiledDecoder) -> None:
+    decoder.remembering[1].delta.shift = decoder.remembering[1].delta.fading
+
+
+def exchange_rates(decoder: CompiledDecoder) -> None:
+    delta = decoder.remembering[1].delta
+    delta.rates, delta.decays = type(delta.rates).from_buffer_copy(delta.decays), delta.rates
+
+
+def read_others(name: str) -> Callable[[CompiledDecoder], None]:
+    """Read what another layer keeps, whenever there is new memory."""
+
+    def change(decoder: CompiledDecoder) -> None:
+        attach = decoder._attach_states
+
+        def attach_others() -> None:
+            attach()
+            setattr(decoder.remembering[1].delta, name, getattr(decoder.remembering[2].delta, name))
+
+        decoder._attach_states = attach_others  # type: ignore[method-assign]
+
+    return change
+
+
+def rotate_less(decoder: CompiledDecoder) -> None:
+    decoder._model.rotated //= 2
+
+
+@compiled
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (take_other_inputs, "layer 1"),
+        (forget_to_shift, "layer 1"),
+        (exchange_rates, "layer 1"),
+        (read_others("states"), "layer 1"),
+        (read_others("inputs"), "layer 1"),
+        (rotate_less, "layer 3"),
+        (scale("scaling", 0.3), "layer 3"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_a_hybrid_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.6, kind=Qwen3_5TextConfig), load_kernels())
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
 

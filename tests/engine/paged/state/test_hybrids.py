@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from threads import torch_threads
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backends.registry import load_backend
 from penstock.engine.choice import Choice
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quality import Reader, compare
 from penstock.engine.paged.state.delta_rule import Tokens, in_chunks, one_each
@@ -31,6 +33,7 @@ PROMPT = [3 + (7 * index * index + 5) % 500 for index in range(40)]
 OTHER = [3 + (11 * index * index + 2) % 500 for index in range(37)]
 
 Directory = Callable[[str], Path]
+has_kernels = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,6 +125,28 @@ def test_a_successor_gives_the_same_tokens(
             finish(backend)
             assert tuple(first.tokens) == whole
             assert tuple(second.tokens) == expected(reference_of, shape, OTHER)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@has_kernels
+def test_a_step_is_one_compiled_call(model_directory: Directory, dtype: str, quantization: str | None) -> None:
+    with loaded(model_directory("qwen3_5_text"), dtype=dtype, quantization=quantization) as backend:
+        assert backend.info.slow_paths == ()
+        compiled: Any = backend.runner._compiled
+        calls, own = list[int](), compiled._kernels.library.step
+
+        def step(*given: Any) -> int:
+            calls.append(1)
+            return int(own(*given))
+
+        compiled._kernels.library = SimpleNamespace(step=step)
+        choices = [add(backend, PROMPT), add(backend, OTHER)]
+        steps = 0
+        while backend.num_running or backend.num_waiting:
+            backend.step()
+            steps += 1
+        assert len(calls) == steps and all(len(choice.tokens) == COUNT for choice in choices)
 
 
 def test_a_step_that_fails_has_changed_no_state(

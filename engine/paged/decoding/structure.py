@@ -1,0 +1,100 @@
+"""Which modules of transformers' models have the structure of the plain decoder, and what their norms multiply by.
+
+The structure says less than the results: who takes a model for plain must compare them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .linear import SILU
+
+BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "norm"}
+GELU = {"GELUTanh"}  # the name of transformers' class
+OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
+"""The names of norms whose weights are to be added to 1."""
+_MIXTURES = {"gate", "experts"}, {"router", "experts"}
+
+
+def scale_of(norm: Any) -> Tensor:
+    """What a norm multiplies by."""
+    weight: Tensor = norm.weight
+    return 1 + weight.float() if type(norm).__name__ in OFFSET else weight
+
+
+def epsilon_of(norm: Any) -> float:
+    epsilon: float = norm.eps if type(norm).__name__ in OFFSET else norm.variance_epsilon
+    return epsilon
+
+
+def has_gates(attention: Any) -> bool:
+    """Whether the product that makes the queries makes as many numbers once more."""
+    return bool(attention.q_proj.out_features == 2 * attention.o_proj.in_features)
+
+
+def is_plain(layer: Any) -> bool:
+    own = children(layer)
+    if "linear_attn" in own:
+        return (
+            own - {"linear_attn"} == _LAYER - {"self_attn"}
+            and _is_delta_net(layer.linear_attn)
+            and (_is_gated(layer.mlp) or _is_mixture(layer.mlp))
+            and all(_is_offset(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+        )
+    around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(layer.mlp) else set[str]()
+    if own - around != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
+        return False
+    attention = layer.self_attn
+    extra = children(attention) - _ATTENTION
+    norms = [
+        *(layer.input_layernorm, layer.post_attention_layernorm),
+        *(getattr(layer, name) for name in around),
+        *(getattr(attention, name) for name in extra),
+    ]
+    head_dim = attention.head_dim
+    return (
+        children(attention) >= _ATTENTION
+        and extra in (set(), {"q_norm", "k_norm"})
+        and all(hasattr(norm, "variance_epsilon") or _is_offset(norm) for norm in norms)
+        and all(len(getattr(attention, name).weight) == head_dim for name in extra)
+        and (not has_gates(attention) or _is_on_cpu(attention))
+    )
+
+
+def _is_delta_net(module: Any) -> bool:
+    return (
+        children(module) - {"activation"} == _DELTA_NET
+        and type(module.activation).__name__ in SILU
+        and _is_on_cpu(module)
+    )
+
+
+def _is_gated(mlp: nn.Module) -> bool:
+    if children(mlp) != _MLP:
+        return False
+    name = type(mlp.act_fn).__name__
+    return name in SILU or (name in GELU and _is_on_cpu(mlp))
+
+
+def _is_mixture(mlp: nn.Module) -> bool:
+    return children(mlp) in _MIXTURES and _is_on_cpu(mlp)
+
+
+def _is_offset(norm: nn.Module) -> bool:
+    return type(norm).__name__ in OFFSET and _is_on_cpu(norm)
+
+
+def _is_on_cpu(module: nn.Module) -> bool:
+    """On a GPU the kernels know plain layers alone; transformers' own are recorded for others."""
+    return all(weight.device.type == "cpu" for weight in module.parameters())
+
+
+def children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
