@@ -22,14 +22,15 @@ typedef struct {
 } LowRank;
 
 /* The parts of a layer; `qkv` has three. A delta net has one, and others behind it. */
-enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, NUM_PARTS };
+enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, NUM_PARTS };
 
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [E] */
     const float *head_norm;                 /* [Hq + H, D] or NULL */
     const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
     const float *cosines, *sines;           /* by position, [P, rotated]; the sines of the first half are negated */
-    Product qkv, output, gate, up, down;    /* the last three are all zeros where there is a mixture */
+    Product qkv, output, gate, up, down;    /* the last three are all zeros if there are only experts to choose */
+    Product share;                          /* [1, E], of an expert beside the mixture; all zeros without */
     const Mixture *mixture;                 /* or NULL */
     const Delta *delta;                     /* in the place of attention, or NULL; `qkv` is [C, E] */
     const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
@@ -51,6 +52,7 @@ typedef struct {
     void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: buffers for the inputs of products */
     float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D] or [R, C]; [R, I] or [R, H V] */
     float *convolved, *rates, *decays; /* of `Strides` */
+    float *shares;                     /* [R]: what `share` makes */
     void *levels;                /* `Inputs` of any product but a mixture's */
     const Room *room;            /* of any mixture, or NULL */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
@@ -87,6 +89,15 @@ INLINE void add_norm(const float *x, const float *weight, float epsilon, int64_t
     for (int64_t i = 0; i < count; i += 16) {
         __mmask16 mask = tail_mask(count - i);
         store(to, i, _mm512_add_ps(load(to, i, mask, 0), load(normed, i, mask, 0)), mask, 0);
+    }
+}
+
+/* x [count], times the sigmoid of `share`, is added to `to`. */
+INLINE void add_share(const float *x, float share, int64_t count, float *to) {
+    const __m512 factor = sigmoid(_mm512_set1_ps(share));
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 mask = tail_mask(count - i);
+        store(to, i, _mm512_fmadd_ps(factor, load(x, i, mask, 0), load(to, i, mask, 0)), mask, 0);
     }
 }
 
@@ -527,8 +538,10 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         const Inputs mixed = inputs_at(m->levels, MOST_ROWS, groups(&l->output));
         quantize(t, &l->output, m->mixed, rows, &mixed, half);
         added(t, m, &l->output, &own, OUTPUT, m->mixed, &mixed, rows, l->attention_after, l->epsilon, half);
+        const int to_levels =
+            takes_levels(&l->gate, half) || takes_levels(&l->up, half) || takes_levels(&l->share, half);
+        norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
         if (l->mixture) {
-            norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, 0, &in, half);
             const Product *router = &l->mixture->router;
             float *routes = m->room->routes;
             (half ? product_bf16 : product_f32)(t, router, m->input, NULL, rows, routes, STORE, NULL, NULL);
@@ -536,10 +549,10 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
             wait_for_all(t);
             (half ? mix_bf16 : mix_f32)(t, l->mixture, m->input, rows, m->room, m->stream);
-            continue;
+            if (!l->share.inputs) continue;
+            adapted(t, &l->share, &own, SHARE, 1, m->input, &in, rows, m->shares, STORE, NULL, half);
+            if (own.num_runs) wait_for_all(t); /* the next product shares `low` */
         }
-        const int to_levels = takes_levels(&l->gate, half) || takes_levels(&l->up, half);
-        norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
         const int how = l->has_gelu ? GELU : SILU;
         adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, how, NULL, half);
         wait_for_all(t);
@@ -547,6 +560,13 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         wait_for_all(t);
         const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(&l->down));
         quantize(t, &l->down, m->gated, rows, &gated, half);
+        if (l->mixture) {
+            adapted(t, &l->down, &own, DOWN, 1, m->gated, &gated, rows, m->after, STORE, NULL, half);
+            wait_for_all(t);
+            EACH(r, t, rows) add_share(m->after + r * E, m->shares[r], E, m->stream + r * E);
+            wait_for_all(t);
+            continue;
+        }
         added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, half);
     }
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));

@@ -36,7 +36,8 @@ RANK_UNIT = 16
 _FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step goes beyond
 
 _PARTS = {"qkv": 0, "delta_gates": 1, "rates": 2, "decays": 3, "output": 4, "gate": 5, "up": 6, "down": 7}
-_NUM_PARTS = 8  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
+_PARTS["share"] = 8
+_NUM_PARTS = 9  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -53,7 +54,7 @@ class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines")),
-        *((name, Product) for name in ("qkv", "output", "gate", "up", "down")),
+        *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
         *((name, _POINTER) for name in ("mixture", "delta", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
         *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
@@ -68,7 +69,7 @@ class _Model(ctypes.Structure):
         *((name, _POINTER) for name in ("embeddings", "layers", "norm")),
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
-        *((name, _POINTER) for name in ("convolved", "rates", "decays")),
+        *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
         *((name, _POINTER) for name in ("levels", "room", "low", "after")),
         ("most_rank", _INT),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
@@ -121,7 +122,7 @@ class CompiledDecoder:
         )
         wide = max(_product(layer.qkv).outputs for layer in decoder.layers)
         found = max(_product(layer.output).inputs for layer in decoder.layers)
-        inner = max((_product(layer.down).inputs for layer in decoder.layers if layer.mixture is None), default=0)
+        inner = max((_product(layer.down).inputs for layer in decoder.layers if layer.is_gated), default=0)
         model.input, model.mixed, model.gated = (
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (embedding, found, inner)
         )
@@ -130,6 +131,7 @@ class CompiledDecoder:
         self._stream = torch.zeros((MOST_ROWS, embedding))
         model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
         model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(inner, found)))
+        model.shares = self._address(torch.zeros((MOST_ROWS, 1)))
         if self.remembering:
             heads = self.remembering[0].num_values
             model.convolved, model.rates, model.decays = (
@@ -151,7 +153,7 @@ class CompiledDecoder:
         attending = [layer for layer in decoder.layers if layer.delta is None]
         shapes = {(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, *_sizes(layer)[:2]) for layer in attending}
         deltas = {(layer.delta.memory[0].shape[1:], layer.delta.state_shape) for layer in decoder.layers if layer.delta}
-        gated = {_sizes(layer)[-3:] for layer in decoder.layers if layer.mixture is None}
+        gated = {_sizes(layer)[-3:] for layer in decoder.layers if layer.is_gated}
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
             return None
@@ -271,7 +273,9 @@ class CompiledDecoder:
             to.delta = self.remembering[-1].address
         if routed is not None:
             to.mixture = routed.address
-        else:
+        if layer.has_share:
+            to.share = _product(layer.share)
+        if layer.is_gated:
             to.gate, to.up, to.down = (_product(linear) for linear in (layer.gate, layer.up, layer.down))
         own: list[Part | None] = [None] * _NUM_PARTS
         for name, linear in zip(layer.names, layer.linears(), strict=True):

@@ -62,9 +62,10 @@ class Norm:
 class Layer:
     """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head.
 
-    A layer with a `mixture`, the model's module, has no `gate`, `up` and `down`. Gemma's have norms of what attention
-    and the last product add, and gates with GELU; Gemma 3's are of two kinds, which rotate by different angles. With
-    `has_gates` each head's query brings a gate, whose sigmoid is multiplied by what the head finds.
+    A layer with a `mixture`, the model's module, has `gate`, `up` and `down` only if there is an expert that all tokens
+    share, whose weight is the sigmoid of `share`. Gemma's have norms of what attention and the last product add, and
+    gates with GELU; Gemma 3's are of two kinds, which rotate by different angles. With `has_gates` each head's query
+    brings a gate, whose sigmoid is multiplied by what the head finds.
 
     A layer with a `delta` net, whose projections are `qkv`, `delta_gates`, `rates` and `decays`, does not attend.
     """
@@ -72,6 +73,7 @@ class Layer:
     gate: Linear
     up: Linear
     down: Linear
+    share: Linear
     delta_gates: Linear
     rates: Linear
     decays: Linear
@@ -99,15 +101,20 @@ class Layer:
         else:
             self._take_delta_net(self.delta, make)
         self.mixture: Any = None if hasattr(mlp, "gate_proj") else mlp
-        if self.mixture is None:
-            self.gate, self.up, self.down = make([mlp.gate_proj]), make([mlp.up_proj]), make([mlp.down_proj])
-            self.has_gelu = type(mlp.act_fn).__name__ in GELU
+        gated = mlp if self.mixture is None else getattr(mlp, "shared_expert", None)
+        self.is_gated, self.has_share = gated is not None, hasattr(mlp, "shared_expert")
+        if gated is not None:
+            self.gate, self.up, self.down = make([gated.gate_proj]), make([gated.up_proj]), make([gated.down_proj])
+            self.has_gelu = type(gated.act_fn).__name__ in GELU
+        if self.has_share:
+            self.share = make([mlp.shared_expert_gate])
 
     @property
     def names(self) -> list[str]:
         """Those of its products in the order of their use, without those of a mixture."""
         before = ["qkv"] if self.delta is None else ["qkv", "delta_gates", "rates", "decays"]
-        return [*before, "output", *(["gate", "up", "down"] if self.mixture is None else [])]
+        after = ["gate", "up", "down"] if self.is_gated else []
+        return [*before, "output", *(["share"] if self.has_share else []), *after]
 
     def linears(self) -> list[Linear]:
         """Its products in the order of their use, without those of a mixture."""
@@ -237,11 +244,25 @@ def advance(layer: Layer, x: Tensor, angles: Angles, attention: Attention, state
     x = layer.output.add(found, x) if after is None else x + after(layer.output(found))
     h = layer.mlp_norm(x)
     if layer.mixture is not None:
-        mixed: Tensor | Sequence[Tensor] = layer.mixture(h[None])  # [1, T, E], or a tuple that starts with it
-        return x + (mixed if isinstance(mixed, Tensor) else mixed[0])[0]
+        x = x + _mix(layer, h)
+        if not layer.is_gated:
+            return x
     gate = functional.gelu(layer.gate(h), approximate="tanh") if layer.has_gelu else layer.gate.silu(h)
     gated = layer.up.mul(h, gate)
+    if layer.has_share:
+        return x + layer.share(h).sigmoid() * layer.down(gated)
     return layer.down.add(gated, x) if layer.mlp_after is None else x + layer.mlp_after(layer.down(gated))
+
+
+def _mix(layer: Layer, h: Tensor) -> Tensor:
+    """What the chosen experts make of inputs [T, E]."""
+    mixture = layer.mixture
+    if layer.has_share and hasattr(mixture, "experts"):
+        _, shares, chosen = mixture.gate(h)
+        found: Tensor = mixture.experts(h, chosen, shares)
+        return found
+    mixed: Tensor | Sequence[Tensor] = mixture(h[None])  # [1, T, E], or a tuple that starts with it
+    return (mixed if isinstance(mixed, Tensor) else mixed[0])[0]
 
 
 def _attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Tensor:

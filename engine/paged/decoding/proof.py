@@ -133,6 +133,16 @@ class _Exact(Unfused):
         return whole.contiguous() if bias is None else whole + bias
 
 
+class _Kept(_Exact):
+    """One whose inputs and outputs are rounded as the kernels round them, which keep these for the tokens that follow.
+
+    A head that reads little from its state is normalised all the same, which makes the smallest differences large.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x.to(self._dtype).float()).to(self._dtype).float()
+
+
 class Choice:
     """The experts that the compiled decoder chose, by themselves and for a mixture in float32.
 
@@ -202,6 +212,7 @@ class _Reference:
         for name in layer.names:
             setattr(layer, name, self._exact(getattr(layer, name).product))
         if layer.delta is not None:
+            layer.qkv = _Kept(layer.qkv.product, self._setting.dtype)
             layer.delta = layer.delta.apart(2 * self._num_slots, len(x))
         if choice is not None:
             layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)

@@ -21,6 +21,7 @@ GELU = {"GELUTanh"}  # the name of transformers' class
 OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 """The names of norms whose weights are to be added to 1."""
 _MIXTURES = {"gate", "experts"}, {"router", "experts"}
+_SHARED = {"gate", "experts", "shared_expert", "shared_expert_gate"}
 
 
 def scale_of(norm: Any) -> Tensor:
@@ -83,8 +84,9 @@ def _is_gated(mlp: nn.Module) -> bool:
     return name in SILU or (name in GELU and _is_on_cpu(mlp))
 
 
-def _is_mixture(mlp: nn.Module) -> bool:
-    return children(mlp) in _MIXTURES and _is_on_cpu(mlp)
+def _is_mixture(mlp: Any) -> bool:
+    own = children(mlp)
+    return (own in _MIXTURES or (own == _SHARED and _is_gated(mlp.shared_expert))) and _is_on_cpu(mlp)
 
 
 def _is_offset(norm: nn.Module) -> bool:

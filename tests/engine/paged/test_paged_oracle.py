@@ -206,6 +206,7 @@ def test_a_prompt_is_scored_as_the_oracle_has_it(
     shape: str, changes: dict[str, Any], start: StartEngine, oracle: Oracle
 ) -> None:
     """Together, in chunks, and where the beginning is cached already."""
+    far = FAR if shape not in STATEFUL else 5e-4  # what transformers computes in one pass, and in chunks
     engine = start(shape, **changes)
     prompts = [*PROMPTS, made_up(300)]
     answers(engine, prompts)
@@ -217,10 +218,10 @@ def test_a_prompt_is_scored_as_the_oracle_has_it(
         assert (told[0].logprob, told[0].top) == (None, ())
         raw = oracle.logprobs(shape, prompt[:1], [*prompt[1:], *output.token_ids])
         chosen = raw[range(len(raw)), [entry.token_id for entry in told[1:]]]
-        assert [entry.logprob for entry in told[1:]] == pytest.approx(chosen.tolist(), abs=FAR)
+        assert [entry.logprob for entry in told[1:]] == pytest.approx(chosen.tolist(), abs=far)
         best = [[rival.logprob for rival in entry.top] for entry in told[1:]]
-        assert best == [pytest.approx(row, abs=FAR) for row in raw.topk(2).values.tolist()]
-        highest, lowest = ((raw > chosen[:, None] + by).sum(-1).tolist() for by in (1e-4, -1e-4))
+        assert best == [pytest.approx(row, abs=far) for row in raw.topk(2).values.tolist()]
+        highest, lowest = ((raw > chosen[:, None] + by).sum(-1).tolist() for by in (far, -far))
         for entry, most, least in zip(output.prompt_logprobs[1:], highest, lowest, strict=False):
             assert entry.rank is not None and most < entry.rank <= least
         assert output.stats.cached_tokens == 0

@@ -17,6 +17,8 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -50,7 +52,10 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
     shape |= {"num_experts_per_tok": 2, "num_local_experts": 8} if kind in (MixtralConfig, GptOssConfig) else {}
     shape |= {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True} if kind is Qwen3MoeConfig else {}
     shape |= {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0} if kind is Gemma2Config else {}
-    if kind is Qwen3_5TextConfig:  # of its layers only the one with the index 3 attends
+    if kind in (Qwen2MoeConfig, Qwen3_5MoeTextConfig):
+        shape |= {"num_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 48}
+        shape |= {"moe_intermediate_size": 64}
+    if kind in (Qwen3_5TextConfig, Qwen3_5MoeTextConfig):  # of its layers only the one with the index 3 attends
         shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         shape |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
     config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
@@ -75,6 +80,7 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
     [
         *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
         *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Qwen3_5TextConfig),
+        *(Qwen3_5MoeTextConfig, Qwen2MoeConfig),
     ],
 )
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
@@ -245,6 +251,25 @@ def routed(decoder: CompiledDecoder, layer: int) -> Routed:
 def exchange_experts(decoder: CompiledDecoder) -> None:
     inner = routed(decoder, 3).experts._inner
     inner[1], inner[2] = type(inner[1]).from_buffer_copy(inner[2]), type(inner[1]).from_buffer_copy(inner[1])
+
+
+def forget_the_share(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].share = decoder._layers[2].share
+
+
+def forget_the_shared_expert(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].share.inputs = 0
+
+
+@compiled
+@pytest.mark.parametrize("break_", [forget_the_share, forget_the_shared_expert])
+def test_what_is_wrong_in_a_shared_expert_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=Qwen3_5MoeTextConfig), load_kernels(), "int8")
+    assert made._compiled is None
+    assert "from float32 in layer 3, more than" in made.uncompiled
 
 
 def forget_the_sum(decoder: CompiledDecoder) -> None:
