@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 import structlog
+from setting_up import set_up
 
+from penstock.api.serve.connecting import connected
+from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable
 from penstock.streams.nats.clock import BrokerClock
 from penstock.streams.nats.management import Json
+from penstock.streams.nats.server import EmbeddedServer
 
 
 class Machine:
@@ -63,3 +69,13 @@ async def test_a_clock_that_is_set_is_found_out_and_told_once() -> None:
     assert [(entry["event"], entry["seconds"]) for entry in logs] == [
         ("this clock is behind the broker's, which counts", 3600.0)
     ]
+
+
+async def test_whoever_connects_goes_by_the_brokers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await EmbeddedServer.start(tmp_path / "nats")
+    await set_up({"PENSTOCK_NATS_URL": server.url})
+    made = BrokerClock.__init__
+    monkeypatch.setattr(BrokerClock, "__init__", lambda self, ask: made(self, ask, lambda: time.time() + 7200))
+    async with connected(Settings(nats_url=server.url), "test") as broker:
+        assert broker.now() == pytest.approx(time.time(), abs=60)
+    await server.stop()
