@@ -22,7 +22,7 @@ from ..attention import Rules
 from ..kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
 from .decoder import Decoder, Layer
-from .linear import Adaptable, Linear
+from .linear import Adaptable, Linear, known_product
 from .mixtures import Routed, router_of
 from .remembering import Remembering, slots_of
 
@@ -89,7 +89,7 @@ class CompiledDecoder:
         self._num_angles = 0  # P
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
         first = next(layer for layer in decoder.layers if layer.delta is None)
-        head = _product(decoder.head)
+        head = known_product(decoder.head)
         self._products = known_products(decoder.linears())
         self._logits = torch.empty((MOST_ROWS, head.outputs))  # reused: allocating would cost each step 0.1 ms
         self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
@@ -120,9 +120,9 @@ class CompiledDecoder:
             scale=1 if decoder.scale is None else float(decoder.scale),
             softcap=decoder.softcap or 0,
         )
-        wide = max(_product(layer.qkv).outputs for layer in decoder.layers)
-        found = max(_product(layer.output).inputs for layer in decoder.layers)
-        inner = max((_product(layer.down).inputs for layer in decoder.layers if layer.is_gated), default=0)
+        wide = max(known_product(layer.qkv).outputs for layer in decoder.layers)
+        found = max(known_product(layer.output).inputs for layer in decoder.layers)
+        inner = max((known_product(layer.down).inputs for layer in decoder.layers if layer.is_gated), default=0)
         model.input, model.mixed, model.gated = (
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (embedding, found, inner)
         )
@@ -265,7 +265,7 @@ class CompiledDecoder:
             to.attention_after = self._numbers(layer.attention_after.weight)
             to.mlp_after = self._numbers(layer.mlp_after.weight)
         to.has_gelu, to.has_gates = layer.has_gelu, layer.has_gates
-        to.qkv, to.output = _product(layer.qkv), _product(layer.output)
+        to.qkv, to.output = known_product(layer.qkv), known_product(layer.output)
         if layer.delta is None:
             self._attending.append(to)
         else:
@@ -274,9 +274,9 @@ class CompiledDecoder:
         if routed is not None:
             to.mixture = routed.address
         if layer.has_share:
-            to.share = _product(layer.share)
+            to.share = known_product(layer.share)
         if layer.is_gated:
-            to.gate, to.up, to.down = (_product(linear) for linear in (layer.gate, layer.up, layer.down))
+            to.gate, to.up, to.down = (known_product(linear) for linear in (layer.gate, layer.up, layer.down))
         own: list[Part | None] = [None] * _NUM_PARTS
         for name, linear in zip(layer.names, layer.linears(), strict=True):
             if isinstance(linear, Adaptable):
@@ -316,11 +316,6 @@ class CompiledDecoder:
 def known_products(linears: Sequence[Linear]) -> list[Product]:
     """Those of them that have one."""
     return [linear.product for linear in linears if linear.product is not None]
-
-
-def _product(linear: Linear) -> Product:
-    assert linear.product is not None
-    return linear.product
 
 
 def _sizes(layer: Layer) -> tuple[tuple[int, int], ...]:

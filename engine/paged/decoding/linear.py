@@ -198,6 +198,12 @@ class Adaptable(Unfused):
         return super().mul(x, other) if self._adaptation.is_active else self._linear.mul(x, other)
 
 
+def known_product(linear: Linear) -> Product:
+    """That of one which is known to have it."""
+    assert linear.product is not None
+    return linear.product
+
+
 class Applied(nn.Module):
     """A `Linear` as a module, for transformers' code."""
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...cpu.delta import Delta
-from ...cpu.library import Product
 from ..state.slots import NO_STATE, StateUse
 from .decoder import Layer
-from .linear import Linear
+from .linear import known_product
 
 if TYPE_CHECKING:  # it imports transformers
     from ..state.delta_net import SplitDeltaNet
@@ -27,7 +26,7 @@ class Remembering:
         self.module: SplitDeltaNet = layer.delta
         self.width, self.num_values = self.module.taps.shape[1], self.module.num_values
         given = [self.module.taps, self.module.bias, self.module.decay, self.module.dt_bias, self.module.norm.weight]
-        products = [_product(linear) for linear in (layer.delta_gates, layer.rates, layer.decays)]
+        products = [known_product(linear) for linear in (layer.delta_gates, layer.rates, layer.decays)]
         sizes = self.module.num_keys, self.module.num_values, self.module.key_size, self.module.value_size
         self.delta = Delta(
             *products,
@@ -58,8 +57,3 @@ def slots_of(use: StateUse | None, count: int, zero: int) -> tuple[int, Sequence
         return 0, ()
     source = zero if use.source == NO_STATE else use.source
     return source, [number for pair in (*use.captures, (count, use.target)) for number in pair]
-
-
-def _product(linear: Linear) -> Product:
-    assert linear.product is not None
-    return linear.product
