@@ -4,7 +4,6 @@ file as their metadata."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import AsyncIterable
 
 from ...schemas.errors import StreamNotFound
@@ -23,7 +22,7 @@ async def put_file(
 
     Raises `StorageFull`, and whatever `data` raises.
     """
-    now = int(time.time())
+    now = int(objects.now())
     times = {"created_at": now, "expires_at": now + int(lifetime)}
     return await objects.put(name, data, {"object": "file", **times, "filename": filename, "purpose": purpose})
 
@@ -32,14 +31,16 @@ async def find_file(broker: Broker, tenant: str, id: str, param: str = "file_id"
     """Raises `StreamNotFound`, for `param`, if the tenant has no such file, or if it has expired."""
     if re.fullmatch(TOKEN_PATTERN, id):
         info = await (await Objects.of(broker, FILES)).info(f"{tenant}.{id}")
-        if info is not None and not _has_expired(info):
+        if info is not None and not _has_expired(info, broker):
             return info
     raise StreamNotFound(f"There is no file {id!r}.", code="file_not_found", param=param)
 
 
 async def list_files(broker: Broker, tenant: str) -> list[ObjectInfo]:
     """The files of a tenant that have not expired, oldest first."""
-    return [info for info in await (await Objects.of(broker, FILES)).infos(f"{tenant}.") if not _has_expired(info)]
+    return [
+        info for info in await (await Objects.of(broker, FILES)).infos(f"{tenant}.") if not _has_expired(info, broker)
+    ]
 
 
 async def files_in_use(broker: Broker) -> set[str]:
@@ -51,12 +52,12 @@ async def files_in_use(broker: Broker) -> set[str]:
 async def delete_expired_files(broker: Broker) -> None:
     """Delete all expired files except those that unfinished batches read from."""
     objects = await Objects.of(broker, FILES)
-    if expired := [info for info in await objects.infos() if _has_expired(info)]:
+    if expired := [info for info in await objects.infos() if _has_expired(info, broker)]:
         in_use = await files_in_use(broker)
         for info in expired:
             if info.name not in in_use:
                 await objects.delete(info)
 
 
-def _has_expired(info: ObjectInfo) -> bool:
-    return bool(info.about["expires_at"] <= time.time())
+def _has_expired(info: ObjectInfo, broker: Broker) -> bool:
+    return bool(info.about["expires_at"] <= broker.now())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,11 +39,14 @@ class Objects:
     _infos: Bucket
     _data: Bucket
     _chunk: int
+    now: Callable[[], float]
+    """Unix seconds, by the clock that all who read the objects share."""
 
     @classmethod
     async def of(cls, broker: Broker, bucket: str, data: str = OBJECT_DATA) -> Objects:
         """The objects described in `bucket`, whose bytes are in the bucket `data`."""
-        return cls(await broker.bucket(bucket), await broker.bucket(data), min(CHUNK, broker.max_payload // 2))
+        chunk = min(CHUNK, broker.max_payload // 2)
+        return cls(await broker.bucket(bucket), await broker.bucket(data), chunk, broker.now)
 
     async def put(self, name: str, data: AsyncIterable[bytes], about: dict[str, Any]) -> ObjectInfo | None:
         """Store an object; None if the name is taken.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 from applications import Script
@@ -12,6 +13,9 @@ from asgi import ask
 
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEADLINE
+from penstock.streams.stores.files import delete_expired_files, find_file, put_file
+from penstock.streams.stores.objects import Objects
+from penstock.streams.topology import FILES, topology
 
 
 @pytest.mark.parametrize("behind", [7200.0, -7200.0])
@@ -25,3 +29,16 @@ async def test_a_deadline_is_by_the_brokers_clock(behind: float) -> None:
         await asyncio.sleep(0)
     assert not asking.done(), "the bridge waits until then"
     asking.cancel()
+
+
+async def test_a_file_expires_by_the_brokers_clock() -> None:
+    """A bridge whose clock is ahead deletes nothing early."""
+    broker = MemoryBroker(now=lambda: time.time() - 7200)
+    await broker.ensure(*topology("penstock", ("queue",)))
+
+    async def data() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    await put_file(await Objects.of(broker, FILES), "one.file-1", data(), "f.jsonl", "batch", 3600)
+    await delete_expired_files(broker)
+    assert (await find_file(broker, "one", "file-1")).about["expires_at"] == pytest.approx(broker.now() + 3600, abs=30)
