@@ -14,7 +14,7 @@ from ...config.settings import Settings
 from ...engine import EngineConfig, resolve_model
 from ...engine.adapters.files import adapter_size, adapter_source
 from ...engine.cpu.machine import Memory, memory_of_machine
-from ...engine.discovery import modalities
+from ...engine.discovery import find_backend, modalities
 from ...engine.manifests import PAGED
 from ...engine.models import read_model_info
 from ...engine.sizing import footprint
@@ -110,8 +110,11 @@ class Host:
         source = entry.source
         check_backends(self._settings.model_copy(update={"backend": entry.backend, "model": source}))
         devices = tuple(name for name in entry.devices if name in self._names)
-        if entry.device in ("auto", "cuda"):
-            devices = (*self._gpus,) or (("cpu",) if entry.device == "auto" else ())
+        runs_on = find_backend(entry.backend, self._settings.allowed_backends).devices
+        if entry.device == "auto":
+            devices = (*self._gpus,) if self._gpus and "cuda" in runs_on else ("cpu",)
+        elif entry.device == "cuda":
+            devices = (*self._gpus,)
         if not devices:
             here = ", ".join(self._names)
             raise ConfigurationError([f"device={entry.device!r}: this host has {here}; choose of these, or auto"])

@@ -26,6 +26,7 @@ from ...config.broker import check_broker
 from ...config.deployment import explicit
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
+from ...engine.discovery import find_backend
 from ...engine.manifests import PAGED
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
@@ -61,8 +62,10 @@ def base_url(listener: socket.socket) -> str:
 
 def device_shares(settings: Settings, found: Collection[str]) -> list[dict[str, str]]:
     """What each worker's environment says of its device: they take turns, and those on one share it. `found` are the
-    GPUs."""
+    GPUs, which "auto" leaves to backends that run on them."""
     devices = [*found] if settings.device in ("auto", "cuda") else settings.device.split(",")
+    if settings.device == "auto" and "cuda" not in find_backend(settings.backend, settings.allowed_backends).devices:
+        devices = []
     if not devices:
         return [{} for _ in range(settings.workers)]
     sharing = ceil(settings.workers / len(devices))

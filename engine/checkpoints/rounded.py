@@ -148,7 +148,7 @@ def blocks_of(readers: Iterable[ReadRounded | None]) -> list[Blocks]:
 
 def looked_up(levels: Tensor, table: Sequence[int]) -> Tensor:
     """The numbers of a table, int8, that levels stand for."""
-    return torch.tensor(table, dtype=torch.int8)[levels.int()]
+    return torch.tensor(table, dtype=torch.int8, device=levels.device)[levels.int()]
 
 
 def rounded_readers(directory: Path, quantized: Quantized) -> dict[str, ReadRounded]:
@@ -194,6 +194,13 @@ def without_numbers(
 def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Stands for a weight whose numbers are in no memory: it has a shape and a dtype alone."""
     return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def moved(weight: Tensor, device: torch.device) -> Tensor:
+    """The weight on a device, where an absent one stays absent."""
+    if is_absent(weight):
+        return weight.new_zeros((), device=device).expand(weight.shape)
+    return weight.to(device)
 
 
 def is_absent(weight: Tensor) -> bool:

@@ -53,11 +53,12 @@ def _load(
     keep_levels: TakesLevels | None,
     progress: ProgressCallback | None,
 ) -> PreTrainedModel | PlainModel | LanguageModel:
-    if (processor := VisionProcessor.of(path)) is not None:
-        return _load_seeing(config, path, architecture, device, progress, processor, keep_levels)
-    plain = load_plain(config, path, device, progress, keep_levels=keep_levels)
-    if plain is not None:
+    processor = VisionProcessor.of(path)
+    if processor is None and (plain := load_plain(config, path, device, progress, keep_levels=keep_levels)) is not None:
         return plain
+    keep_levels = keep_levels if device.type == "cpu" else None  # moving what is absent would give it memory
+    if processor is not None:
+        return _load_seeing(config, path, architecture, device, progress, processor, keep_levels)
     from ..loading import load_causal_lm  # it imports transformers, which takes seconds
     from .attention_hook import ATTENTION
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.rounded import moved
 from .config import PlainConfig
 from .mixture import Mixture
 from .rotations import Rotary
@@ -158,7 +159,7 @@ class PlainModel(nn.Module):
         names = [name for name, _ in self.named_parameters()]
         for done, name in enumerate(names, start=1):
             owner, _, attribute = name.rpartition(".")
-            weight = nn.Parameter(read(name).to(device), requires_grad=False)
+            weight = nn.Parameter(moved(read(name), device), requires_grad=False)
             setattr(self.get_submodule(owner), attribute, weight)
             if progress is not None:
                 progress(done, len(names))

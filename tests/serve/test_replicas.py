@@ -130,14 +130,14 @@ async def test_a_model_may_have_every_gpu_or_those_that_it_names() -> None:
     host, key = Host(Settings(), GPUS), RevisionKey("m", 1)
 
     async def devices(**values: object) -> tuple[str, ...]:
-        entry = CatalogueEntry.model_validate({"name": "m", "source": "x", "backend": "echo"} | values)
+        entry = CatalogueEntry.model_validate({"name": "m", "source": "penstock-nano"} | values)
         await host.examine(Catalogue().add(entry))
         return host.needs[key].devices if key in host.needs else ()
 
     assert await devices() == await devices(device="cuda") == ("cuda:0", "cuda:1", "cuda:2")
     assert await devices(device=["cuda:1", "cuda:2"]) == ("cuda:1", "cuda:2")
     assert await devices(device="cuda:1, cuda:7") == ("cuda:1",)
-    assert await devices(device="cpu") == ("cpu",)
+    assert await devices(device="cpu") == await devices(backend="echo") == ("cpu",), "which runs on a CPU alone"
     assert await devices(device="cuda:7") == ()
     assert "this host has cuda:0, cuda:1, cuda:2, cpu; choose of these, or auto" in host.faults[key]
     assert host.devices([(key, "cuda:1")]).keys() == {*GPUS, "cpu"}
@@ -160,6 +160,7 @@ def test_each_worker_of_serve_gets_a_device_or_a_share_of_one() -> None:
     assert shares(GPUS, workers=2, device="cuda:2") == [("cuda:2", "2")] * 2
     assert shares({}, workers=2, device="cuda:1,cuda:0") == [("cuda:1", "1"), ("cuda:0", "1")]
     assert shares(GPUS, workers=2, device="cpu") == [("cpu", "2")] * 2
+    assert shares(GPUS, workers=2, backend="llama_cpp") == [("", "")] * 2, "it runs on a CPU alone"
     assert shares({}, workers=2) == [("", "")] * 2, "they share the machine, as every worker is told"
 
 

@@ -102,7 +102,7 @@ def rounded_of(data: Tensor, kind: str, rows: int) -> Rounded:
     weights, size = BLOCKS[kind]
     lines = data.view(rows, -1, size)
     step = max(1, _LEVELS_CHUNK // (lines.shape[1] * weights))
-    levels = torch.empty((rows, lines.shape[1] * weights), dtype=torch.int8)
+    levels = torch.empty((rows, lines.shape[1] * weights), dtype=torch.int8, device=data.device)
     scales, zeros = list[Tensor](), list[Tensor]()
     for start in range(0, rows, step):
         found = _LEVELS[kind](lines[start : start + step].reshape(-1, size))

@@ -3,7 +3,8 @@
 With int4 the output head and the inputs of attention are int8: a head's errors directly change which token is chosen,
 and those of a few values' weights cost as much quality as all other products together.
 
-The compiled kernels multiply whole numbers, any number of rows. torch's for quantised weights read less memory than a
+The compiled kernels multiply whole numbers, any number of rows; those of CUDA multiply levels by bfloat16. On a CPU
+without kernels, torch's for quantised weights read less memory than a
 product of floats, which sets the speed for few rows, and compute more slowly, so that for many rows the weight is
 expanded for each product into a buffer that all layers share. All compute with the numbers of `dequantized`; only the
 compiled ones in bfloat16 round the inputs, too.
@@ -24,6 +25,7 @@ from ...checkpoints.quantized import PRECISE
 from ...checkpoints.rounded import Rounded, TakesLevels, blocks_of
 from ...cpu.layouts import fours, grouped, nibbles
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
+from ...cuda.levels import LevelKernels, unsupported
 from ...vision.families import language_model_of
 from ..decoding.linear import (
     HELD,
@@ -36,6 +38,7 @@ from ..decoding.linear import (
     make_packed,
 )
 from .blocks import Packer
+from .on_cuda import LevelMaker
 from .rounding import to_int4, to_int8
 
 if TYPE_CHECKING:
@@ -48,7 +51,10 @@ _INT8_ROWS, _INT4_ROWS = 16, 112  # the most rows for which torch's kernels are 
 
 
 def linear_maker(
-    quantization: str | None, device: torch.device, kernels: Kernels | None = None
+    quantization: str | None,
+    device: torch.device,
+    kernels: Kernels | None = None,
+    levels: LevelMaker | None = None,
 ) -> Callable[[Tensor, Tensor | None], Linear]:
     """A function that turns a weight [O, I] and a bias [O] into a product for `device`.
 
@@ -58,10 +64,20 @@ def linear_maker(
         return partial(make_packed, kernels=kernels) if device.type == "cpu" else PlainLinear
     if quantization not in METHODS:
         raise ConfigurationError([f"quantization={quantization!r}: must be one of {', '.join(METHODS)}, or left out"])
+    if levels is not None:
+        return partial(_quantized_on_cuda, levels, quantization)
     if device.type != "cpu":
-        raise ConfigurationError([f"quantization={quantization!r}: runs only on a CPU, not on {device}; leave it out"])
+        reason = unsupported(device)
+        raise ConfigurationError([f"quantization={quantization!r}: {reason}; or leave it out"])
     buffer = _Buffer()
     return lambda weight, bias: _place(rounded(weight, quantization), bias, weight.dtype, buffer, kernels)
+
+
+def _quantized_on_cuda(levels: LevelMaker, quantization: str, weight: Tensor, bias: Tensor | None) -> Linear:
+    if weight.dtype != torch.bfloat16:
+        name = str(weight.dtype).removeprefix("torch.")
+        raise ConfigurationError([f"quantization={quantization!r}: takes bfloat16 on a GPU, not {name}; set dtype"])
+    return levels.of(rounded(weight, quantization), bias, weight.dtype)
 
 
 class ProductMaker:
@@ -69,8 +85,10 @@ class ProductMaker:
 
     def __init__(self, quantization: str | None, device: torch.device, kernels: Kernels | None = None) -> None:
         """Raises `ConfigurationError` as `linear_maker` does."""
-        self._make = linear_maker(quantization, device, kernels)
-        self._make_precise = linear_maker("int8" if quantization == "int4" else quantization, device, kernels)
+        self._levels = None if unsupported(device) else LevelMaker(LevelKernels(device))
+        self._make = linear_maker(quantization, device, kernels, self._levels)
+        precise = "int8" if quantization == "int4" else quantization
+        self._make_precise = linear_maker(precise, device, kernels, self._levels)
         self._is_cpu, self.kernels, self._buffer = device.type == "cpu", kernels, _Buffer()
         self._packer = None if kernels is None or not self._is_cpu else Packer(kernels)
         self.is_quantized = quantization is not None  # set where weights were loaded as levels, too
@@ -78,6 +96,8 @@ class ProductMaker:
     @property
     def takes_levels(self) -> TakesLevels | None:
         """For which weights there are products of whatever levels a file has; None if for none."""
+        if self._levels is not None:
+            return self._levels.take
         return self.kernels.take if self._is_cpu and self.kernels is not None else None
 
     def __call__(self, parts: Sequence[nn.Linear], name: str, is_head: bool) -> Linear:
@@ -92,6 +112,9 @@ class ProductMaker:
             if packed is not None:
                 self.is_quantized = True
                 return packed
+        if self._levels is not None and (made := self._levels.of_modules(parts, bias, dtype)) is not None:
+            self.is_quantized = True
+            return made
         loaded = Rounded.of_modules(parts) if self._is_cpu else None
         if loaded is not None and (loaded.is_own or self.kernels is not None):
             self.is_quantized = True

@@ -18,6 +18,7 @@ from ...checkpoints.rounded import Rounded
 from ...cpu.library import GROUP
 
 _CHUNK = 1 << 18  # weights rounded at a time: what a pass over them reads and writes stays in the cache
+_CUDA_CHUNK = 1 << 24  # on a GPU, whose operations are many and short
 _TINY = 2.0**-100  # the smallest scale
 _INT8_SCALES = 8  # that are tried: neighbouring bfloat16 numbers
 _SPREADS = (13.5, 14.0, 14.5, 15.0, 15.5, 16.0, 17.0, 18.0)  # levels that a group's range is first divided into
@@ -36,7 +37,8 @@ def to_int4(weight: Tensor) -> Rounded:
 def _by_chunks(weight: Tensor, fit: Callable[[Tensor], tuple[Tensor, ...]]) -> Rounded:
     """Apply `fit` to groups [R, G, 32] of a few rows at a time, zeros appended to the last group."""
     parts = []
-    for rows in weight.split(max(1, _CHUNK // weight.shape[1])):  # type: ignore[no-untyped-call]
+    chunk = _CUDA_CHUNK if weight.is_cuda else _CHUNK
+    for rows in weight.split(max(1, chunk // weight.shape[1])):  # type: ignore[no-untyped-call]
         whole = functional.pad(rows.float(), (0, -weight.shape[1] % GROUP))
         levels, *factors = fit(whole.view(len(rows), -1, GROUP))
         parts.append((levels.to(torch.int8).flatten(1)[:, : weight.shape[1]], *(one.bfloat16() for one in factors)))
@@ -80,7 +82,7 @@ def int4_levels(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 def fit_int4(groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Scales and zeros [..., 1] of groups [..., 32], for the least sum of squared errors times `weights` [32]."""
-    weights = torch.ones(groups.shape[-1]) if weights is None else weights
+    weights = groups.new_ones(groups.shape[-1]) if weights is None else weights
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, reach = (low + high) / 2, (high - low).clamp(min=_TINY)
     total, mean = weights.sum(), (groups @ weights)[..., None] / weights.sum()

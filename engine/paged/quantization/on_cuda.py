@@ -1,0 +1,67 @@
+"""Products for a GPU of weights that stay levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...checkpoints.gguf.file import BLOCKS
+from ...checkpoints.gguf.weights import rounded_of
+from ...checkpoints.rounded import Blocks, Rounded, blocks_of
+from ...cuda.levels import LevelKernels, LevelWeight
+from ..decoding.linear import Linear, PlainLinear, Unfused
+
+
+class LevelLinear(Unfused):
+    """A weight of levels; in float32, in which models are only checked, its numbers are expanded."""
+
+    def __init__(self, weight: LevelWeight, bias: Tensor | None, kernels: LevelKernels) -> None:
+        """Raises `NotCompiled`."""
+        kernels.prepare(weight)
+        self._weight, self._bias, self._kernels = weight, bias, kernels
+        self.weight, self.nbytes = weight.levels, weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if x.dtype == torch.bfloat16:
+            product = self._kernels.multiply(self._weight, rows, self._bias)
+        else:
+            bias = None if self._bias is None else self._bias.to(x.dtype)
+            product = functional.linear(rows, self._kernels.expanded(self._weight).to(x.dtype), bias)
+        return product.view(*x.shape[:-1], self._weight.outputs)
+
+
+class LevelMaker:
+    """Makes products on a GPU of what files hold as levels, and of weights that were rounded."""
+
+    def __init__(self, kernels: LevelKernels) -> None:
+        self._kernels = kernels
+        self.take = kernels.take
+
+    def of_modules(self, parts: Sequence[nn.Module], bias: Tensor | None, dtype: torch.dtype) -> Linear | None:
+        """One product of modules whose outputs are side by side; None unless all were loaded as levels."""
+        readers = [getattr(part, "rounded", None) for part in parts]
+        blocks = blocks_of(readers)
+        rounded = self._read(blocks) if _all_known(blocks) else Rounded.of_modules(parts)
+        return None if rounded is None else self.of(rounded, bias, dtype)
+
+    def of(self, rounded: Rounded, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        if not self.take(dtype, rounded.levels.shape[1]):
+            return PlainLinear(rounded.numbers.to(self._kernels.device, dtype), bias)
+        return LevelLinear(LevelWeight.of(rounded, self._kernels.device), bias, self._kernels)
+
+    def _read(self, blocks: Sequence[Blocks]) -> Rounded:
+        """Unpack blocks on the GPU, which takes a fiftieth of the time that it takes on a CPU."""
+        with self._kernels.device:
+            return Rounded.joined(
+                [rounded_of(block.data.to(self._kernels.device), block.kind, len(block.data)) for block in blocks]
+            )
+
+
+def _all_known(blocks: Iterable[Blocks]) -> bool:
+    """Whether there are blocks, all of GGUF's types whose levels are read by arithmetic alone, not from grids."""
+    kinds = [block.kind for block in blocks]
+    return bool(kinds) and all(kind in BLOCKS and not kind.startswith(("IQ1", "IQ2", "IQ3", "MXFP4")) for kind in kinds)

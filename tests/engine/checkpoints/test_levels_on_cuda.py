@@ -1,0 +1,95 @@
+"""Models whose weights stay levels in a GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_cases import CASES, PROMPTS, Case
+from gguf_files import write_gguf
+from pydantic import ByteSize
+
+from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.checkpoints.gguf import weights as gguf_weights
+from penstock.engine.models import BUNDLED, resolve_model
+from penstock.engine.paged.quality import Reader, compare
+from penstock.engine.sizing import weights_of_model
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.schemas.errors import ConfigurationError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+ON_CUDA: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "kv_cache_memory": ByteSize(64 << 20)}
+IN_FLOAT32: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": ByteSize(64 << 20)}
+LLAMA = next(case for case in CASES if case.architecture == "llama")
+KINDS = {"q_proj": "Q4_0", "v_proj": "Q5_1", "down_proj": "Q4_1", "o_proj": "Q8_0", "lm_head": "Q8_0"}
+PARAMS = GenerationParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=5)
+
+
+@pytest.fixture
+def gguf(make_model: Callable[[Case], Path], tmp_path: Path) -> Path:
+    """A plain model in blocks of several types."""
+
+    def kind(name: str, values: Any) -> str | None:
+        *_, own, _ = (".." + name).split(".")
+        return KINDS.get(own, "Q4_0") if values.ndim > 1 else None
+
+    write_gguf(make_model(LLAMA), tmp_path / "model.gguf", LLAMA.architecture, kind, metadata=LLAMA.metadata)
+    return tmp_path / "model.gguf"
+
+
+def test_nothing_but_the_embedding_is_expanded(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what follows is as likely as it is by the same numbers on a CPU in float32, alone and side by side."""
+    with InferenceEngine(EngineConfig(model=str(gguf), **IN_FLOAT32)) as engine:
+        expected = engine.generate(PROMPTS, PARAMS)
+    expanded: list[str] = []
+    dequantize = gguf_weights.dequantize
+
+    def noted(data: torch.Tensor, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        expanded.append(kind)
+        return dequantize(data, kind, dtype)
+
+    monkeypatch.setattr(gguf_weights, "dequantize", noted)
+    config = EngineConfig(model=str(gguf), **ON_CUDA)
+    with InferenceEngine(config) as engine:
+        assert expanded.count("Q4_0") == 1, "the embedding"
+        for prompts in (PROMPTS, [PROMPTS[0]]):
+            for output, right in zip(engine.generate(prompts, PARAMS), expected, strict=False):
+                (mine, *_), (other, *_) = output.logprobs or (), right.logprobs or ()
+                likely = {one.token_id: one.logprob for one in other.top}
+                known = [one for one in mine.top if one.token_id in likely]
+                assert known
+                for one in known:
+                    assert one.logprob == pytest.approx(likely[one.token_id], abs=0.25)
+
+
+def test_less_memory_is_expected_of_levels(gguf: Path) -> None:
+    kept = weights_of_model(EngineConfig(model=str(gguf), **ON_CUDA), "cuda").kept
+    assert kept < 0.8 * weights_of_model(EngineConfig(model=str(gguf), **ON_CUDA | {"dtype": "float16"}), "cuda").kept
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_those_of_a_cpu(quantization: str) -> None:
+    """By KL divergence on a real model: what is left is the rounding of bfloat16."""
+    tokenizer = Tokenizer(resolve_model(BUNDLED))
+    ids = tokenizer.encode("The weather in Berlin is fine, and a penstock leads water from a dam to a turbine. " * 8)
+    tokens = [ids[start : start + 48] for start in range(0, 96, 6)]
+    config = {"model": BUNDLED, "quantization": quantization}
+    with (
+        closing(Reader(EngineConfig(**config | IN_FLOAT32), 48)) as reference,
+        closing(Reader(EngineConfig(**config | ON_CUDA), 48)) as model,
+        closing(Reader(EngineConfig(model=BUNDLED, **ON_CUDA), 48)) as whole,
+    ):
+        found = compare(reference, model, tokens, lambda count: None)
+        assert model.weight_bytes < 0.75 * whole.weight_bytes
+    assert found.divergence < 2e-3
+    assert found.same_best > 0.97
+
+
+def test_another_dtype_is_refused_at_once() -> None:
+    config = EngineConfig(model=BUNDLED, quantization="int8", **ON_CUDA | {"dtype": "float16"})
+    with pytest.raises(ConfigurationError, match=r"int8.: takes bfloat16 on a GPU, not float16; set dtype"):
+        InferenceEngine(config)
