@@ -1,4 +1,4 @@
-"""Reads packed weights of safetensors, each when it is asked for: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4.
+"""Reads packed weights of safetensors, each when it is asked for: the formats are those of `packed`.
 
 They are expanded, or levels and scales as any other weight's (`rounded`).
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .experts import module_names
 from .lazy import LazyWeight
-from .mxfp4 import DOUBLED, half_powers_of_2
+from .mxfp4 import DOUBLED, half_powers_of_2, numbers_of, pairs
 from .packed import PackedWeight, Packing
 from .quantized import GROUP_SIZE
-from .rounded import Blocks, ReadRounded, Rounded
+from .rounded import Blocks, ReadRounded, Rounded, looked_up
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word AWQ puts the weight of each of eight columns
 
@@ -53,19 +53,24 @@ def packed_level_readers(
             continue
         if weight.of_experts:
             modules = enumerate(module_names(name, weight.shape[0]))
-            found |= {module: _ExpertLevels(weight, expert, files) for expert, module in modules}
+            found |= {module: _Microscaled(weight, files, expert) for expert, module in modules}
+        elif weight.float_group(packing) == GROUP_SIZE:
+            found[name.removesuffix(".weight")] = _Microscaled(weight, files)
         else:
             found[name.removesuffix(".weight")] = partial(levels_of, weight, packing, partial(_get, files))
     return found
 
 
 def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
-    """A packed weight in groups of 32, of 4 bits or 8; `get` reads a tensor by name.
+    """A packed weight in groups of 32, of 4 bits or 8, or NVFP4's in groups of 16; `get` reads a tensor by name.
 
     Zeros become what they stand for, in float32; there are none where all are the middle. Raises `ValueError` for
     columns in another order than the configuration says.
     """
     parts = {part: get(name) for part, name in weight.parts.items()}
+    if size := weight.float_group(packing):
+        packed, factors = _float4(parts)
+        return Rounded(looked_up(pairs(packed), DOUBLED), factors / 2, size=size)
     middle = 1 << packing.bits - 1
     if packing.method == "gptq":
         levels = _unpack(parts["qweight"].T, packing.bits)
@@ -102,42 +107,37 @@ def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
 
 
 @dataclass(frozen=True, slots=True)
-class _ExpertLevels:
-    """Reads the levels of one expert in MXFP4."""
+class _Microscaled:
+    """Reads the levels of a weight in MXFP4, or of one expert."""
 
     weight: PackedWeight
-    expert: int
     files: Mapping[str, Path]
+    expert: int | None = None
 
     def __call__(self) -> Rounded:
         blocks, scales = self._parts()
-        return Rounded(_pairs(blocks).to(torch.int8), half_powers_of_2(scales), bits=4, table=DOUBLED)
+        return Rounded(pairs(blocks).to(torch.int8), half_powers_of_2(scales), bits=4, table=DOUBLED)
 
     def blocks(self) -> list[Blocks]:
         """Like GGUF's, with each scale before its levels, but neighbours share a byte."""
         blocks, scales = self._parts()
-        data = torch.cat((scales[..., None], blocks), dim=-1).flatten(1)
+        data = torch.cat((scales[..., None], blocks.view(*scales.shape, -1)), dim=-1).flatten(1)
         return [Blocks("MXFP4_PAIRS", data, scales.shape[1] * GROUP_SIZE)]
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        blocks, scales = (_get(self.files, self.weight.parts[part], self.expert) for part in ("blocks", "scales"))
+        names = ("blocks", "scales") if self.weight.of_experts else ("weight_packed", "weight_scale")
+        blocks, scales = (_get(self.files, self.weight.parts[part], self.expert) for part in names)
         return blocks, scales
 
 
 def expand_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks [E, O, G, 16] → [E, 32 G, O]; -0 is such, as in transformers."""
     experts, outputs, groups = scales.shape
-    numbers = torch.tensor(DOUBLED, dtype=torch.float32).copysign(7.5 - torch.arange(16))
     result = torch.empty(experts, groups * GROUP_SIZE, outputs, dtype=dtype)
     for expert in range(experts):
-        expanded = numbers[_pairs(blocks[expert]).int()].view(outputs, groups, GROUP_SIZE)
-        result[expert] = (expanded * half_powers_of_2(scales[expert])[..., None]).flatten(1).T
+        doubled = 2 * numbers_of(pairs(blocks[expert])).view(outputs, groups, GROUP_SIZE)
+        result[expert] = (doubled * half_powers_of_2(scales[expert])[..., None]).flatten(1).T
     return result
-
-
-def _pairs(blocks: Tensor) -> Tensor:
-    """[O, G, 16] → [O, 32 G], of each byte the low half first."""
-    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
 
 
 def _get(files: Mapping[str, Path], name: str, expert: int | None = None) -> Tensor:
@@ -154,7 +154,21 @@ def expand(weight: PackedWeight, packing: Packing, get: Get) -> Tensor:
         return _gptq(parts, packing)
     if packing.method == "awq":
         return _awq(parts)
+    if size := weight.float_group(packing):
+        packed, factors = _float4(parts)
+        return numbers_of(pairs(packed)) * factors.repeat_interleave(size, dim=1)
     return _compressed(parts, packing)
+
+
+def _float4(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The bytes of two numbers each [O, I / 2], and what those of each group are multiplied by, float32 [O, G]."""
+    packed, scales = parts.get("weight_packed", parts.get("weight")), parts["weight_scale"]
+    assert packed is not None, "a weight without levels is refused before"
+    if "weight_global_scale" in parts:
+        return packed, scales.float() / parts["weight_global_scale"].float()
+    if "weight_scale_2" in parts:
+        return packed, scales.float() * parts["weight_scale_2"].float()
+    return packed, 2 * half_powers_of_2(scales).float()
 
 
 def _gptq(parts: Mapping[str, Tensor], packing: Packing) -> Tensor:

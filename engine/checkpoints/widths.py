@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from .gguf.file import BLOCKS, Gguf
 from .gguf.pairs import weights_of
 from .packed import PackedWeight, Packing
+from .quantized import GROUP_SIZE
 
 WIDTHS = {"int8": 1.1, "int4": 0.6}
 """Bytes of a number in our own forms, scales included."""
@@ -31,6 +32,12 @@ def gguf_widths(gguf: Gguf) -> dict[str, float]:
 
 def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:
     """The same of safetensors with packed weights."""
-    width = _WIDTHS["MXFP4" if packing.method == "mxfp4" else "Q4_K" if packing.bits <= 4 else "Q5_K"]
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
-    return {name: width for name, weight in packed.items() if weight.keeps_levels(packing)}
+    return {name: _WIDTHS[_kind(weight, packing)] for name, weight in packed.items() if weight.keeps_levels(packing)}
+
+
+def _kind(weight: PackedWeight, packing: Packing) -> str:
+    """GGUF's type that takes as much."""
+    if weight.of_experts or weight.float_group(packing) == GROUP_SIZE:
+        return "MXFP4"
+    return "Q6_K" if weight.float_group(packing) else "Q4_K" if packing.bits <= 4 else "Q5_K"

@@ -1,4 +1,4 @@
-"""Writes checkpoints of GPTQ, AWQ, compressed-tensors and FP8, packed number by number as they describe it."""
+"""Writes checkpoints of GPTQ, AWQ, compressed-tensors, ModelOpt and FP8, packed number by number as those say."""
 
 from __future__ import annotations
 
@@ -130,10 +130,73 @@ def per_block(weight: Tensor) -> Tensor:
     return torch.tensor(blocks) / 448
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The numbers of four bits by the lower three; the fourth is the sign."""
+
+
+def two_to_a_byte(levels: Tensor) -> Tensor:
+    return levels[:, ::2] | levels[:, 1::2] << 4
+
+
+def _rounded_to_e2m1(groups: Tensor) -> Tensor:
+    """The nearest level of each number in groups [O, G, S]."""
+    nearest = (groups.abs()[..., None] - E2M1).abs().argmin(-1).to(torch.uint8)
+    return nearest | (groups < 0).to(torch.uint8) << 3
+
+
+def nvfp4(names: tuple[str, str], is_inverse: bool) -> Callable[[Tensor], Packed]:
+    """`names` are those of the levels and of what a whole weight is multiplied by, or divided by."""
+
+    def pack(weight: Tensor) -> Packed:
+        groups = weight.view(len(weight), -1, 16)
+        whole = weight.abs().amax().view(1) / (6 * 448)
+        if is_inverse:
+            whole = 1 / whole
+        in_whole = groups.abs().amax(-1) / 6 * (whole if is_inverse else 1 / whole)
+        scales = in_whole.clamp(2**-9).to(torch.float8_e4m3fn)
+        factors = (scales.float() / whole if is_inverse else scales.float() * whole)[..., None]
+        levels = _rounded_to_e2m1(groups / factors)
+        numbers = E2M1[(levels & 7).int()] * torch.where(levels > 7, -1.0, 1.0) * factors
+        tensors = {names[0]: two_to_a_byte(levels.flatten(1)), "weight_scale": scales, names[1]: whole}
+        if not is_inverse:
+            tensors[names[1]] = whole.view(())
+        given = {"input_global_scale" if is_inverse else "input_scale": torch.full((1,), 7.0)}
+        return tensors | given, numbers.flatten(1)
+
+    return pack
+
+
+def mxfp4(weight: Tensor) -> Packed:
+    groups = weight.view(len(weight), -1, GROUP)
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    levels = _rounded_to_e2m1(groups / 2 ** exponents[..., None])
+    numbers = E2M1[(levels & 7).int()] * torch.where(levels > 7, -1.0, 1.0) * 2 ** exponents[..., None]
+    scales = (exponents + 127).to(torch.uint8)
+    return {"weight_packed": two_to_a_byte(levels.flatten(1)), "weight_scale": scales}, numbers.flatten(1)
+
+
+def with_cache_scales(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+    """Beside each weight, what would scale 8-bit keys and values."""
+
+    def both(weight: Tensor) -> Packed:
+        tensors, numbers = pack(weight)
+        return tensors | {"k_scale": torch.tensor(3.0), "v_scale": torch.tensor(5.0)}, numbers
+
+    return both
+
+
+def of_two(first: Callable[[Tensor], Packed], second: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+    """Square weights by the first, others by the second."""
+    return lambda weight: (first if weight.shape[0] == weight.shape[1] else second)(weight)
+
+
 def groups_of(bits: int, **more: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, **more}}}}
 
 
+_AS_COMPRESSED = nvfp4(("weight_packed", "weight_global_scale"), is_inverse=True)
+_AS_MODELOPT = nvfp4(("weight", "weight_scale_2"), is_inverse=False)
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "sym": False}
 COMPRESSED = {"quant_method": "compressed-tensors"}
 FORMATS = {
@@ -163,7 +226,46 @@ FORMATS = {
         {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, float8(per_block, "weight_scale_inv")
     ),
     "fp8": Format({"quant_method": "fp8"}, float8(lambda weight: (weight.abs().amax() / 448).view(1))),
+    "compressed-nvfp4": Format(
+        COMPRESSED | {"format": "nvfp4-pack-quantized"} | groups_of(4, type="float", group_size=16), _AS_COMPRESSED
+    ),
+    "compressed-mxfp4": Format(
+        COMPRESSED | {"format": "mxfp4-pack-quantized"} | groups_of(4, type="float", group_size=GROUP), mxfp4
+    ),
+    "compressed-nvfp4-and-fp8": Format(
+        COMPRESSED
+        | {
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}},
+                "group_1": {"format": "float-quantized", "weights": {"num_bits": 8, "type": "float"}},
+            },
+        },
+        of_two(float8(lambda weight: weight.abs().amax(1, keepdim=True) / 448), _AS_COMPRESSED),
+    ),
+    "modelopt-nvfp4": Format(MODELOPT | {"quant_algo": "NVFP4"}, _AS_MODELOPT),
+    "modelopt-fp8": Format(
+        MODELOPT | {"quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        with_cache_scales(float8(lambda weight: weight.abs().amax() / 448)),
+    ),
+    "modelopt-fp8-by-row": Format(
+        MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        lambda weight: _flat(float8(lambda weight: weight.abs().amax(1, keepdim=True) / 448)(weight)),
+    ),
+    "modelopt-nvfp4-and-fp8": Format(
+        MODELOPT
+        | {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}},
+        },
+        of_two(float8(lambda weight: weight.abs().amax() / 448), _AS_MODELOPT),
+    ),
 }
+
+
+def _flat(packed: Packed) -> Packed:
+    tensors, numbers = packed
+    return tensors | {"weight_scale": tensors["weight_scale"].flatten()}, numbers
 
 
 def in_layers(name: str) -> bool:

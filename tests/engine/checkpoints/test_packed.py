@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ, compressed-tensors and FP8, against the numbers that their weights stand for."""
+"""Checkpoints of GPTQ, AWQ, compressed-tensors, ModelOpt and FP8, against the numbers that their weights stand for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints import packed_weights
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import BLOCK as ROWS
-from penstock.engine.cpu.library import INT4, INT8, PLAIN
+from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, UNEVEN
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters, read_model_info
 from penstock.engine.sizing import weights_of_model
@@ -53,11 +53,12 @@ IN_TWO_BITS = {"gptq-2": Format(GPTQ | {"bits": 2, "desc_act": False}, gptq(2, 1
 WITH_LEVELS = {
     **dict.fromkeys(("gptq-2", "gptq-4", "gptq-v2", "awq", "compressed-4", "compressed-4-with-zeros"), INT4),
     **dict.fromkeys(("gptq-8", "compressed-8"), INT8),
+    **{"compressed-nvfp4": FINE, "modelopt-nvfp4": FINE, "compressed-mxfp4": UNEVEN},
 }
 
 
 @pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
-@pytest.mark.parametrize("name", [*FORMATS, *IN_TWO_BITS])
+@pytest.mark.parametrize("name", [*(name for name in FORMATS if "-and-" not in name), *IN_TWO_BITS])
 @torch.inference_mode()
 def test_levels_are_kept_in_bfloat16(
     name: str, model_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,11 +86,12 @@ def test_the_memory_of_levels_is_known_before_they_are_read(
     model_directory: Callable[[str], Path], tmp_path: Path
 ) -> None:
     sizes = {}
-    for name in ("awq", "gptq-8", "gptq-in-order-of-activations"):
+    for name in ("compressed-mxfp4", "awq", "gptq-8", "modelopt-nvfp4", "gptq-in-order-of-activations"):
         write(model_directory("qwen2"), tmp_path / name, FORMATS[name])
         config = EngineConfig(model=str(tmp_path / name), dtype="bfloat16", device="cpu")
         sizes[name] = weights_of_model(config, "cpu").kept
-    assert sizes["awq"] < sizes["gptq-8"] < sizes["gptq-in-order-of-activations"]
+    assert sizes["compressed-mxfp4"] < sizes["awq"] < sizes["gptq-8"] < sizes["gptq-in-order-of-activations"]
+    assert sizes["modelopt-nvfp4"] == sizes["gptq-8"]
 
 
 def test_columns_in_an_order_that_the_configuration_denies_are_refused(
@@ -108,7 +110,11 @@ def test_columns_in_an_order_that_the_configuration_denies_are_refused(
         ({"bits": 4}, "is quantised by None"),
         (GPTQ | {"bits": 3}, "is quantised by gptq to 3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "has AWQ's layout 'gemv'"),
-        (COMPRESSED | {"format": "nvfp4-pack-quantized"} | groups_of(4), "layout 'nvfp4-pack-quantized'"),
+        (COMPRESSED | {"format": "mxfp6-pack-quantized"} | groups_of(6), "layout 'mxfp6-pack-quantized'"),
+        (COMPRESSED | {"format": "mixed-precision"} | groups_of(4, type="float"), "has weights of 4 floating bits"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "is quantised by modelopt to 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt"}, "is quantised by modelopt to None"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "by modelopt to 'MIXED_PRECISION'"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}} | groups_of(8), "'sparse-24-bitmask'"),
         (COMPRESSED | groups_of(6), "has weights of 6 bits"),
     ],

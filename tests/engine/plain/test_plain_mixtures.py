@@ -101,7 +101,7 @@ def loaded(path: Path, dtype: Any = "float32", keep_levels: TakesLevels | None =
     "family, form",
     [
         *((family, form) for family in FAMILIES for form in ("safetensors", "gguf", "gguf in levels")),
-        *((family, form) for family in ("mixtral", "qwen3_moe") for form in ("gptq-4", "fp8")),
+        *((family, form) for family in ("mixtral", "qwen3_moe") for form in ("gptq-4", "fp8", "modelopt-nvfp4")),
         ("qwen3_moe", "gguf in bfloat16"),
     ],
 )
