@@ -45,6 +45,7 @@ BLOCKS = {
     "IQ2_S": (256, 82),
     "IQ3_XXS": (256, 98),
     "IQ3_S": (256, 110),
+    **{"TQ1_0": (256, 54), "TQ2_0": (256, 66)},
 }
 """The types that can be read: the weights of a block, and its bytes. A block never spans two rows."""
 

@@ -244,6 +244,32 @@ def _mxfp4(blocks: Tensor) -> Levels:
     return Levels(_nibbles(blocks[:, 1:]), half_powers_of_2(blocks[:, :1]), bits=4, table=DOUBLED)
 
 
+def _tq1_0(blocks: Tensor) -> Levels:
+    first, second, rest = blocks[:, :32], blocks[:, 32:48], blocks[:, 48:52]
+    return _ternary(torch.cat((_threes(first, 5), _threes(second, 5), _threes(rest, 4)), dim=-1), half_at(blocks, 52))
+
+
+def _threes(packed: Tensor, count: int) -> Tensor:
+    """[N, B] → [N, count * B]: of all bytes the first of `count` digits to the base 3, then the next ones.
+
+    A byte is their fraction of 256, rounded up.
+    """
+    shifted = packed[:, None] * torch.tensor([3**place for place in range(count)], dtype=torch.uint8)[:, None]
+    return (shifted.short() * 3 >> 8).to(torch.uint8).flatten(1)
+
+
+def _tq2_0(blocks: Tensor) -> Levels:
+    return _ternary(_pairs_of_bits(blocks[:, :64]), half_at(blocks, 64))
+
+
+def _ternary(levels: Tensor, scale: Tensor) -> Levels:
+    """-1, 0 and 1, given as 0, 1 and 2, with one scale for a block of 256: each group of 32 gets it.
+
+    Levels are 7 to 9, since the kernels take 8 from them or nothing.
+    """
+    return Levels(levels.view(-1, 8, 32) + 7, scale.expand(-1, 8), bits=4, middle=8)
+
+
 def _scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The scales and zeros [N, 8] of the groups of 32 in a block of 256; six bits each, in twelve bytes."""
     first, second, third = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
@@ -291,4 +317,6 @@ _LEVELS: dict[str, Callable[[Tensor], Levels]] = {
     "IQ2_S": iq2_s,
     "IQ3_XXS": iq3_xxs,
     "IQ3_S": iq3_s,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
 }

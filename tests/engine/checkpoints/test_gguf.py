@@ -133,7 +133,7 @@ FAULTS = [
         "the rows of w have 33 numbers, .* multiple of 32",
     ),
     (header(tensors=2, rest=entry() * 2 + bytes(400)), "the tensor w is there twice"),
-    (header(tensors=1, rest=entry(kind=35) + bytes(400)), "the tensor w has the type TQ2_0, which is not supported"),
+    (header(tensors=1, rest=entry(kind=15) + bytes(400)), "the tensor w has the type Q8_K, which is not supported"),
     (header(tensors=1, rest=entry(kind=999) + bytes(400)), "the tensor w has the type number 999, which is not"),
 ]
 

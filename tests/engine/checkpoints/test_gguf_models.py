@@ -170,6 +170,29 @@ def test_levels_of_a_file_are_kept_in_bfloat16(tied: bool, make_model: Callable[
         assert {linear.product.kind for linear in backend.runner._decoder.linears()} == {INT8}
 
 
+TERNARY = {"q_proj": "TQ1_0", "k_proj": "TQ1_0", "v_proj": "TQ2_0", "o_proj": "TQ2_0", "down_proj": "TQ1_0"}
+
+
+def test_ternary_weights_have_the_numbers_of_the_file(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    """In float32; in bfloat16 products keep them in 4 bits, side by side too, and take the memory that is announced."""
+    case = Case("llama", "llama", {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05}, {})
+    directory, path = make_model(case), tmp_path / "model.gguf"
+    weights = write_gguf(directory, path, "llama", lambda name, _: TERNARY.get(name.split(".")[-2]))
+    kinds = {tensor.type for tensor in read_gguf(path).tensors.values()}
+    assert kinds == {"F32", "TQ1_0", "TQ2_0"}
+    assert generate(path, PROMPTS) == reference(directory, weights)
+    if {*cpu_flags().split()} >= KERNEL_FLAGS:
+        config = EngineConfig(model=str(path), device="cpu", dtype="bfloat16", kv_cache_memory=ByteSize(16 << 20))
+        with InferenceEngine(config) as engine:
+            backend: Any = engine._driver.backend
+            products = [linear.product for linear in backend.runner._decoder.linears()]
+            assert [product.kind for product in products[:2]] == [INT4, INT4] and products[4].kind == INT4
+            found = layouts.numbers(products[4], torch.bfloat16, 0, 4)
+            assert torch.equal(found, torch.from_numpy(weights["model.layers.0.mlp.down_proj.weight"]))
+            kept = backend.weight_bytes + 2 * 512 * 256  # and the embedding, in bfloat16
+            assert footprint(config).weights == pytest.approx(kept, rel=0.1)
+
+
 def test_rotations_are_divided_by_the_files_factors(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
     rope = {
         "rope_type": "llama3",

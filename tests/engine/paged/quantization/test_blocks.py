@@ -10,16 +10,16 @@ from penstock.engine.checkpoints.gguf.file import BLOCKS
 from penstock.engine.checkpoints.gguf.weights import rounded_of
 from penstock.engine.checkpoints.rounded import Blocks, Rounded
 from penstock.engine.cpu.layouts import numbers
-from penstock.engine.cpu.library import UNEVEN, Kernels, load_kernels
+from penstock.engine.cpu.library import INT4, UNEVEN, Kernels, load_kernels
 from penstock.engine.paged.quantization.blocks import Packer
 from penstock.engine.paged.quantization.quantize import ProductMaker
 
 KNOWN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"]
 OTHERS = [kind for kind, (weights, _) in BLOCKS.items() if weights > 1 and kind not in KNOWN]
-IN_4_BITS = {"IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S"}
+IN_4_BITS = {"IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S", "TQ1_0", "TQ2_0"}
 INPUTS = 512
 _SCALES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
-_SCALES |= {"IQ4_NL": [0], "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}
+_SCALES |= {"IQ4_NL": [0], "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "TQ1_0": [52], "TQ2_0": [64]}
 _SCALES |= {kind: [0] for kind in OTHERS if kind.startswith("IQ") and kind != "IQ1_M"}
 
 
@@ -78,7 +78,7 @@ def test_one_weight_that_torch_packs(kind: str, kernels: Kernels) -> None:
     module = nn.Linear(INPUTS, 100, bias=False, dtype=torch.bfloat16)
     vars(module)["rounded"] = lambda: levels
     linear = ProductMaker(None, torch.device("cpu"), kernels)([module], "some.proj", False)
-    assert linear.product is not None and (linear.product.kind == UNEVEN) == (kind in IN_4_BITS)
+    assert linear.product is not None and (linear.product.kind in (INT4, UNEVEN)) == (kind in IN_4_BITS)
     assert torch.equal(numbers(linear.product, torch.bfloat16, 0, 2)[:100], levels.numbers)
     x = torch.randn((3, INPUTS), generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = x.double() @ levels.numbers.double().T
