@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .gguf.file import BLOCKS, Gguf
+from .gguf.file import Gguf
 from .gguf.pairs import weights_of
+from .gguf.types import BLOCKS
 from .packed import PackedWeight, Packing
 from .quantized import GROUP_SIZE
 
@@ -15,7 +16,7 @@ WIDTHS = {"int8": 1.1, "int4": 0.6}
 _WIDTHS = {
     **{"Q4_0": 0.6, "Q4_1": 0.65, "Q2_K": 1.5, "Q3_K": 1.3, "Q4_K": 0.77, "Q5_K": 1.3, "Q6_K": 1.3},
     **{"IQ4_NL": 0.6, "IQ4_XS": 0.65, "MXFP4": 0.6, "IQ1_S": 0.65, "IQ2_XXS": 0.65, "IQ3_XXS": 0.65, "IQ3_S": 0.65},
-    **{"TQ1_0": 0.6, "TQ2_0": 0.6, "IQ1_M": 1.3, "IQ2_XS": 1.3, "IQ2_S": 1.3},
+    **{"TQ1_0": 0.6, "TQ2_0": 0.6, "NVFP4": 1.3, "IQ1_M": 1.3, "IQ2_XS": 1.3, "IQ2_S": 1.3},
 }
 """The same in GGUF's; others are like int8."""
 

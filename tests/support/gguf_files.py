@@ -42,6 +42,11 @@ def write_gguf(
         chosen = None if name.endswith(".bias") else kind(kept[0], values)
         if chosen is None:
             writer.add_tensor(name, values)
+        elif chosen == "NVFP4":
+            data, whole, values = nvfp4(values)
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
+            writer.add_tensor(name.replace(".weight", ".scale"), whole)
+            writer.add_tensor(name.replace(".weight", ".input_scale"), np.full_like(whole, 7))
         else:
             quantized = gguf.GGMLQuantizationType[chosen]
             data = gguf.quants.quantize(values, quantized)
@@ -56,6 +61,24 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return _whole_experts(expanded)
+
+
+def nvfp4(values: Array) -> tuple[Array, Array, Array]:
+    """Blocks of a weight or of some experts' [E, O, I], the number that each is multiplied by, and what they stand for.
+
+    As llama.cpp's converter writes them: the package `gguf` reads this type alone.
+    """
+    groups = values.reshape(-1 if values.ndim == 3 else 1, *values.shape[-2:-1], values.shape[-1] // 16, 16)
+    whole = (np.abs(groups).max((1, 2, 3)) / np.float32(6 * 448)).astype(np.float32)
+    steps = gguf.quants.NVFP4.ue4m3_to_fp32(np.arange(0x7F, dtype=np.uint8)).astype(np.float32)  # for doubled numbers
+    wanted = np.abs(groups).max(-1) / 12 / whole[:, None, None]
+    codes = np.minimum(np.searchsorted(steps, wanted), 0x7E).astype(np.uint8)
+    factors = (steps[codes] * whole[:, None, None])[..., None]
+    doubled = np.array(gguf.quants.NVFP4.kvalues, np.float32)
+    levels = np.abs((groups / factors)[..., None] - doubled).argmin(-1).astype(np.uint8)
+    halves = levels[..., :8] | levels[..., 8:] << 4
+    blocks = np.concatenate((codes.reshape(-1, 4), halves.reshape(-1, 32)), axis=1)
+    return blocks.reshape(*values.shape[:-1], -1), whole, (doubled[levels] * factors).reshape(values.shape)
 
 
 def _add_settings(writer: Any, architecture: str, config: Mapping[str, Any], more: Mapping[str, Any]) -> None:

@@ -30,6 +30,13 @@ class Levels(NamedTuple):
         numbers = (whole.float() - self.middle) * self.scales.float()[..., None]
         return (numbers if self.zeros is None else numbers + self.zeros.float()[..., None]).flatten(1)
 
+    def times(self, factor: float | None) -> Levels:
+        """The same with all numbers multiplied by the factor, if there is one."""
+        if factor is None:
+            return self
+        zeros = None if self.zeros is None else self.zeros.float() * factor
+        return self._replace(scales=self.scales.float() * factor, zeros=zeros)
+
 
 def half_at(blocks: Tensor, at: int) -> Tensor:
     """The 16-bit float at byte `at` of each block, [N, 1]."""

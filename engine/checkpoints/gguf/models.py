@@ -25,6 +25,7 @@ from .experts import (
 from .file import Gguf, GgufTensor, GgufWeight
 from .hybrids import DELTA_NETS, hybrid_config, untiled
 from .keys import HEADS, KV_HEADS, Keys
+from .scales import with_scales
 from .tokens import end_ids
 
 _NAMES = {
@@ -110,6 +111,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
 
 def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
     """All weights by transformers' names. Raises `ModelLoadError` naming a tensor that has none."""
+    gguf = with_scales(gguf)
     architecture, keys = _architecture(gguf), Keys(gguf)
     found: dict[str, GgufWeight] = {}
     for tensor in gguf.tensors.values():

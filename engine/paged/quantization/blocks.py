@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoints.gguf.weights import IQ4
+from ...checkpoints.gguf.blocks import IQ4
 from ...checkpoints.mxfp4 import DOUBLED
 from ...checkpoints.rounded import Blocks
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product

@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from penstock.engine.checkpoints.gguf.file import BLOCKS, read_gguf
+from penstock.engine.checkpoints.gguf.file import read_gguf
+from penstock.engine.checkpoints.gguf.types import BLOCKS
 from penstock.schemas.errors import ModelLoadError
 from penstock.schemas.sources import is_gguf
 

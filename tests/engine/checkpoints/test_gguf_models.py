@@ -18,6 +18,7 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.gguf.file import read_gguf
 from penstock.engine.checkpoints.gguf.models import config_of, weights_of
+from penstock.engine.checkpoints.gguf.weights import level_readers
 from penstock.engine.cpu import layouts
 from penstock.engine.cpu.library import INT4, INT8, PLAIN
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
@@ -191,6 +192,49 @@ def test_ternary_weights_have_the_numbers_of_the_file(make_model: Callable[[Case
             assert torch.equal(found, torch.from_numpy(weights["model.layers.0.mlp.down_proj.weight"]))
             kept = backend.weight_bytes + 2 * 512 * 256  # and the embedding, in bfloat16
             assert footprint(config).weights == pytest.approx(kept, rel=0.1)
+
+
+def _in_nvfp4(name: str, values: Any) -> str | None:
+    is_product = name.endswith("_proj.weight") or ".experts." in name or ".linear_attn.in_proj" in name
+    return "NVFP4" if is_product and values.ndim > 1 and not values.shape[-1] % 64 else None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "qwen35", "gpt-oss"])
+def test_nvfp4_has_the_numbers_of_the_file_times_its_scales(
+    architecture: str, make_model: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    """One scale for a weight, or one for each expert; in bfloat16 products have them too."""
+    case = next(case for case in CASES if case.architecture == architecture)
+    directory, path = make_model(case), tmp_path / "model.gguf"
+    weights = write_gguf(directory, path, architecture, _in_nvfp4, metadata=case.metadata)
+    assert {tensor.type for tensor in read_gguf(path).tensors.values()} == {"F32", "NVFP4"}
+    assert generate(path, PROMPTS) == reference(directory, weights)
+    assert count_parameters(path) == count_parameters(directory)
+    found = level_readers(read_gguf(path))
+    for name, values in weights.items():
+        if (read := found.get(name.removesuffix(".weight"))) is not None:
+            assert np.array_equal(read().numbers.numpy(), values)
+    assert len(found) > 6
+    config = EngineConfig(model=str(path), device="cpu", dtype="bfloat16", kv_cache_memory=ByteSize(16 << 20))
+    assert footprint(config).weights < 1.1 * 2 * sum(values.size for values in weights.values())
+    with InferenceEngine(config) as engine:
+        assert engine.generate(PROMPTS[0], GenerationParams(max_tokens=4, ignore_eos=True)).token_ids
+
+
+def test_a_scale_that_does_not_fit_is_refused(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
+    directory, path = make_model(CASES[0]), tmp_path / "model.gguf"
+    for name, values, fault in (
+        ("blk.0.attn_q.scale", np.ones(2, np.float32), r"blk\.0\.attn_q\.scale has the type F32 and the shape \[2\], "),
+        ("blk.0.attn_q.scale", np.ones(1, np.float16), r"attn_q\.scale has the type F16 and the shape \[1\], which do"),
+        (
+            "blk.0.attn_o.scale",
+            np.ones(1, np.float32),
+            r"the tensor blk\.0\.attn_o\.scale is unknown in a model of the",
+        ),
+    ):
+        write_gguf(directory, path, "llama", extra={name: values})
+        with pytest.raises(ModelLoadError, match=fault):
+            count_parameters(path)
 
 
 def test_rotations_are_divided_by_the_files_factors(make_model: Callable[[Case], Path], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.checkpoints.gguf.file import BLOCKS
+from penstock.engine.checkpoints.gguf.types import BLOCKS
 from penstock.engine.checkpoints.gguf.weights import dequantize, rounded_of
 
 

@@ -58,10 +58,10 @@ def test_nothing_but_embeddings_is_expanded(
     expanded: list[str] = []
     dequantize = gguf_weights.dequantize
 
-    def noted(data: torch.Tensor, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def noted(data: torch.Tensor, kind: str, *more: Any) -> torch.Tensor:
         if kind in {*KINDS.values(), "Q8_0"}:
             expanded.append(kind)
-        return dequantize(data, kind, dtype)
+        return dequantize(data, kind, *more)
 
     monkeypatch.setattr(gguf_weights, "dequantize", noted)
     monkeypatch.setattr(Rounded, "numbers", property(lambda _: pytest.fail("levels were expanded")))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.checkpoints.gguf.file import BLOCKS
+from penstock.engine.checkpoints.gguf.types import BLOCKS
 from penstock.engine.checkpoints.gguf.weights import rounded_of
 from penstock.engine.checkpoints.rounded import Blocks, Rounded
 from penstock.engine.cpu.layouts import numbers
