@@ -20,12 +20,15 @@ _WIDTHS = {
 }
 """The same in GGUF's; others are like int8."""
 
+_UNLIKE = 1.5
+"""The same of one weight of tensors that differ in type."""
+
 
 def gguf_widths(gguf: Gguf) -> dict[str, float]:
     """Bytes of a number, by the names of the weights that keep their levels."""
     types = {name: weight.types for name, weight in weights_of(gguf).items() if weight.keeps_levels}
     return {
-        name: max(_WIDTHS.get(kind, WIDTHS["int8"]) for kind in kinds)
+        name: max(_WIDTHS.get(kind, WIDTHS["int8"]) for kind in kinds) if len(kinds) == 1 else _UNLIKE
         for name, kinds in types.items()
         if all(BLOCKS[kind][0] > 1 for kind in kinds)
     }

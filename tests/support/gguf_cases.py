@@ -38,6 +38,7 @@ _DELTA_NETS = {
         **{"mrope_section": [3, 3, 2], "mrope_interleaved": True},
     },
 }
+_NEXT = _DELTA_NETS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 _DELTA_NET_KEYS = {
     **{
         "ssm.conv_kernel": 4,
@@ -96,6 +97,12 @@ CASES = [
         "qwen3_5_moe_text",
         _DELTA_NETS | _EXPERTS | {"shared_expert_intermediate_size": 96},
         _DELTA_NET_KEYS | _EXPERT_KEYS,
+    ),
+    Case(
+        "qwen3next",
+        "qwen3_next",
+        _NEXT | _EXPERTS | {"shared_expert_intermediate_size": 96},
+        {name: value for name, value in _DELTA_NET_KEYS.items() if "sections" not in name} | _EXPERT_KEYS,
     ),
     Case("gemma", "gemma", _TIED, {}),
     Case(

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 Array = npt.NDArray[Any]
 WITH_PERMUTED_ROWS = ("llama", "granite", "smollm3")
-WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
+WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 
 
@@ -60,7 +60,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return _whole_experts(expanded)
+    return _by_key_heads(_whole_experts(expanded), config)
 
 
 def nvfp4(values: Array) -> tuple[Array, Array, Array]:
@@ -140,7 +140,8 @@ def _tensors(directory: Path, architecture: str, config: Mapping[str, Any]) -> d
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     found: dict[str, tuple[Array, list[str]]] = {}
     experts: dict[str, list[tuple[str, Array]]] = {}
-    for name, values in _apart(load_file(directory / "model.safetensors"), architecture).items():
+    weights = _without_gates(load_file(directory / "model.safetensors"), config)
+    for name, values in _apart(weights, architecture).items():
         if match := _EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[2]}", []).append((name, values))
             continue
@@ -169,6 +170,44 @@ def _apart(weights: Mapping[str, Array], architecture: str) -> dict[str, Array]:
         else:
             found[f"{layer}{experts}{kind}{end}"] = rows
     return found
+
+
+def _without_gates(weights: Mapping[str, Array], config: Mapping[str, Any]) -> dict[str, Array]:
+    """Qwen3-Next: of queries, keys, values and gates by key head, first three, each of all heads, and then gates."""
+    found: dict[str, Array] = {}
+    for name, values in weights.items():
+        if "in_proj_qkvz" not in name:
+            found[name] = values
+            continue
+        heads = config["linear_num_key_heads"]
+        parts = np.split(values.reshape(heads, -1, values.shape[1]), _ends(config), axis=1)
+        *others, gates = [part.reshape(-1, values.shape[1]) for part in parts]
+        found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = np.concatenate(others), gates
+    return found
+
+
+def _by_key_heads(weights: Mapping[str, Array], config: Mapping[str, Any]) -> dict[str, Array]:
+    """What `_without_gates` does undone."""
+    if config["model_type"] != "qwen3_next":
+        return dict(weights)
+    found: dict[str, Array] = {}
+    heads = config["linear_num_key_heads"]
+    for name, values in weights.items():
+        if "in_proj_qkv." in name:
+            rows = np.split(values, [heads * end for end in _ends(config)[:2]])
+            parts = [*rows, weights[name.replace("qkv", "z")]]
+            grouped = np.concatenate([part.reshape(heads, -1, values.shape[1]) for part in parts], axis=1)
+            found[name.replace("qkv", "qkvz")] = grouped.reshape(-1, values.shape[1])
+        elif "in_proj_z." not in name:
+            found[name] = values
+    return found
+
+
+def _ends(config: Mapping[str, Any]) -> list[int]:
+    """Where a key head's queries, keys and values end."""
+    size, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    each = values * config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    return [size, 2 * size, 2 * size + each]
 
 
 def _whole_experts(weights: Mapping[str, Array]) -> dict[str, Array]:
@@ -232,7 +271,7 @@ def _is_norm_from_one(name: str, architecture: str) -> bool:
 
 def _with_value_heads(values: Array, name: str, config: Mapping[str, Any], order: tuple[int, int]) -> Array:
     """Qwen 3.5: value heads by key head and number become value heads by number and key head, or back with (1, 0)."""
-    _, _, part = name.partition(".linear_attn.")
+    _, _, part = name.partition(".linear_attn." if config["model_type"] != "qwen3_next" else "no name has this")
     part = part.removesuffix(".weight")
     if not part or part == "norm":
         return values

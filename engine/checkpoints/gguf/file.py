@@ -60,13 +60,21 @@ class Tiles(NamedTuple):
     by_columns: bool
 
 
+class Groups(NamedTuple):
+    """An order of rows: in the file part after part, each with as many rows for each group as `sizes` says; in the
+    model group after group."""
+
+    num_groups: int
+    sizes: tuple[int, ...]
+
+
 class GgufWeight(NamedTuple):
     """Where a weight comes from. `heads`: the rows of each are interleaved in the file; `offset` is to be added.
 
     `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
     With `is_decay` the file has -exp of the numbers. A weight of all experts of a layer is `is_transposed`, outputs
-    last; `in_turns`: its outputs are those of both tensors, one of each.
+    last; `in_turns`: its outputs are those of both tensors, one of each. `groups` is the order of the rows of all.
     """
 
     tensor: GgufTensor
@@ -81,6 +89,7 @@ class GgufWeight(NamedTuple):
     is_decay: bool = False
     is_transposed: bool = False
     in_turns: bool = False
+    groups: Groups | None = None
 
     @property
     def types(self) -> set[str]:

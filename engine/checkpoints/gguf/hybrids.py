@@ -1,8 +1,10 @@
-"""Qwen 3.5 in GGUF: three of four layers are gated delta nets. Needs no torch.
+"""Qwen3-Next and Qwen 3.5 in GGUF: three of four layers are gated delta nets. Needs no torch.
 
-llama.cpp's converter puts the value heads of such a layer in another order, the first of each key head's before the
-second ones, in every tensor that has rows or columns by value head; and it stores what a head decays by, not its
-logarithm. Source: `_LinearAttentionVReorderBase` in llama.cpp's `conversion/qwen.py`.
+Of Qwen 3.5 llama.cpp's converter puts the value heads of such a layer in another order, the first of each key head's
+before the second ones, in every tensor that has rows or columns by value head. Of Qwen3-Next it keeps their order, but
+takes the gates out of the tensor that has queries, keys, values and gates by key head. Of both it stores what a head
+decays by, not its logarithm. Source: `_LinearAttentionVReorderBase` and `Qwen3NextModel` in llama.cpp's
+`conversion/qwen.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....schemas.errors import ModelLoadError
-from .file import GgufWeight, Tiles
+from .file import GgufTensor, GgufWeight, Groups, Tiles
 from .keys import Keys
 
 DELTA_NETS = {
@@ -25,6 +27,13 @@ DELTA_NETS = {
     "ssm_out": "linear_attn.out_proj",
     "post_attention_norm": "post_attention_layernorm",
 }
+NEXT = {name: own for name, own in DELTA_NETS.items() if name not in ("ssm_beta", "ssm_alpha")} | {
+    "attn_qkv": "linear_attn.in_proj_qkvz",
+    "attn_gate": "linear_attn.in_proj_qkvz",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # both in one, as transformers has them
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
+_KEYS_AND_VALUES, _GATES = "attn_qkv", "attn_gate"
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")  # rows by value head follow those of queries and keys
 _BY_HEADS = ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt")  # one number or row for each value head
 
@@ -59,8 +68,34 @@ def hybrid_config(keys: Keys) -> dict[str, Any]:
     }
 
 
-def untiled(weight: GgufWeight, stem: str, keys: Keys) -> GgufWeight:
-    """The weight with its value heads in transformers' order. Raises `ModelLoadError` for another number of rows."""
+def by_key_heads(tensor: GgufTensor, stem: str, keys: Keys) -> GgufWeight | None:
+    """Qwen3-Next's queries, keys, values and gates by key head; None for the gates' tensor, which belongs to the other.
+
+    Raises `ModelLoadError` for one without the other, and for another number of rows.
+    """
+    sizes, other = _Sizes(keys), _GATES if stem == _KEYS_AND_VALUES else _KEYS_AND_VALUES
+    name = tensor.name.replace(stem, other)
+    if (more := keys.gguf.tensors.get(name)) is None:
+        raise ModelLoadError(f"{keys.gguf.path} has {tensor.name} without {name}; convert the model again")
+    if stem == _GATES:
+        return None
+    values = sizes.repeats * sizes.value
+    groups = Groups(sizes.key_heads, (sizes.key, sizes.key, values, values))
+    rows = [sizes.key_heads * (2 * sizes.key + values), sizes.key_heads * values]
+    for one, count in zip((tensor, more), rows, strict=True):
+        if len(one.shape) != 2 or one.shape[0] != count:
+            raise ModelLoadError(
+                f"{keys.gguf.path}: {one.name} has the shape {list(one.shape)}, and {count} rows go with "
+                f"{sizes.key_heads} key heads and {sizes.value_heads} value heads; convert the model again"
+            )
+    return GgufWeight(tensor, (sum(rows), tensor.shape[1]), more=(more,), groups=groups)
+
+
+def untiled(weight: GgufWeight, stem: str, keys: Keys, is_tiled: bool) -> GgufWeight:
+    """The weight with its value heads in transformers' order, if the file has another one (`is_tiled`).
+
+    Raises `ModelLoadError` for another number of rows.
+    """
     if stem not in DELTA_NETS or stem in ("ssm_norm", "post_attention_norm"):
         return weight
     sizes = _Sizes(keys)
@@ -76,4 +111,4 @@ def untiled(weight: GgufWeight, stem: str, keys: Keys) -> GgufWeight:
             f"{sizes.value_heads} value heads; convert the model again"
         )
     tiles = Tiles(start, sizes.repeats, sizes.key_heads, size, by_columns)
-    return weight._replace(tiles=tiles if sizes.repeats > 1 else None, is_decay=stem == "ssm_a")
+    return weight._replace(tiles=tiles if is_tiled and sizes.repeats > 1 else None, is_decay=stem == "ssm_a")

@@ -23,7 +23,7 @@ from .experts import (
     whole_experts,
 )
 from .file import Gguf, GgufTensor, GgufWeight
-from .hybrids import DELTA_NETS, hybrid_config, untiled
+from .hybrids import DELTA_NETS, NEXT, by_key_heads, hybrid_config, untiled
 from .keys import HEADS, KV_HEADS, Keys
 from .scales import with_scales
 from .tokens import end_ids
@@ -154,6 +154,10 @@ def _weights(
         if (experts := whole_experts(gguf, tensor, stem)) is not None:
             yield f"{place}{name}{'_bias' if suffix == '.bias' else ''}", experts
         return
+    if name == NEXT["attn_qkv"] and stem != "ssm_in":
+        if (weight := by_key_heads(tensor, stem, keys)) is not None:
+            yield f"{place}{name}{suffix}", weight
+        return
     if "{}" in name:
         for expert in range(tensor.shape[0]):
             yield f"{place}{name.format(expert)}{suffix}", GgufWeight(tensor, tensor.shape[1:], expert=expert)
@@ -167,7 +171,8 @@ def _weights(
     is_norm = stem.endswith("norm") and stem != "ssm_norm" and suffix == ".weight"
     weight = GgufWeight(tensor, shape, heads, -architecture.norm_offset if is_norm else 0)
     whole = f"{place}{name}" if name.endswith(_ALONE) else f"{place}{name}{suffix}"
-    yield whole, untiled(weight, stem, keys) if architecture.names.get("ssm_out") else weight
+    has_states, is_tiled = "ssm_out" in architecture.names, "ssm_ba" not in architecture.names
+    yield whole, untiled(weight, stem, keys, is_tiled) if has_states else weight
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -262,6 +267,12 @@ def _hybrid_with_experts(keys: Keys) -> dict[str, Any]:
     return _hybrid(keys) | experts_config(keys) | {"shared_expert_intermediate_size": shared_size(keys)}
 
 
+def _next(keys: Keys) -> dict[str, Any]:
+    rope = {"partial_rotary_factor": 1.0} | _rope(keys)  # else transformers' own of this model
+    experts = experts_config(keys) | {"shared_expert_intermediate_size": shared_size(keys), "norm_topk_prob": True}
+    return hybrid_config(keys) | {"rope_parameters": rope} | experts
+
+
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
     rope = _rope(keys)
     if rope["rope_type"] == "yarn":
@@ -303,6 +314,7 @@ _ARCHITECTURES: dict[str, _Architecture] = {
     "qwen3vl": _Architecture("qwen3", "Qwen3ForCausalLM"),  # as above
     "qwen3moe": _QWEN3_MOE,
     "qwen3vlmoe": _QWEN3_MOE,
+    "qwen3next": _Architecture("qwen3_next", "Qwen3NextForCausalLM", NEXT | EXPERTS, norm_offset=1, extra=_next),
     "qwen35": _Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", DELTA_NETS, norm_offset=1, extra=_hybrid),
     "qwen35moe": _Architecture(
         "qwen3_5_moe_text",

@@ -11,7 +11,7 @@ from ..experts import module_names
 from ..lazy import LazyWeight
 from ..rounded import Blocks, ReadRounded, Rounded, blocks_of
 from .blocks import LEVELS
-from .file import Gguf, GgufWeight, Tiles
+from .file import Gguf, GgufWeight, Groups, Tiles
 from .pairs import weights_of
 from .types import BLOCKS
 
@@ -37,6 +37,8 @@ def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
             if weight.is_transposed:
                 modules = enumerate(module_names(name, weight.shape[0]))
                 found |= {module: _Turns(weight, expert) for expert, module in modules}
+            elif weight.groups is not None:
+                found[name.removesuffix(".weight")] = _Grouped(weight, weight.groups)
             else:
                 found[name.removesuffix(".weight")] = _Levels(weight)
     return found
@@ -89,6 +91,31 @@ class _Turns:
         return [_Levels(GgufWeight(one, one.shape[1:], expert=self.expert)) for one in tensors]
 
 
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """Reads the levels of several tensors whose rows are in groups."""
+
+    weight: GgufWeight
+    groups: Groups
+
+    def __call__(self) -> Rounded:
+        found = Rounded.joined([read() for read in self._parts])
+        zeros = None if found.zeros is None else _in_groups(found.zeros, self.groups)
+        levels, scales = (_in_groups(each, self.groups) for each in (found.levels, found.scales))
+        return found._replace(levels=levels, scales=scales, zeros=zeros)
+
+    def blocks(self) -> list[Blocks]:
+        """As `_Levels` has them; none unless all are of one type."""
+        parts = blocks_of(self._parts)
+        if len(self.weight.types) > 1 or not parts:
+            return []
+        return [parts[0]._replace(data=_in_groups(torch.cat([part.data for part in parts]), self.groups))]
+
+    @property
+    def _parts(self) -> list[_Levels]:
+        return [_Levels(GgufWeight(one, one.shape)) for one in (self.weight.tensor, *self.weight.more)]
+
+
 def rounded_of(data: Tensor, kind: str, rows: int, factor: float | None = None) -> Rounded:
     """The levels and scales of a weight that lies in `data` in so many rows; `kind` is a quantised type.
 
@@ -137,6 +164,8 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
         return _read_experts(weight, dtype)
     if weight.more:
         parts = [_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more)]
+        if weight.groups is not None:
+            return _in_groups(torch.cat(parts), weight.groups)
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
     expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight)).view(weight.shape)
     if weight.tiles is not None and weight.tiles.by_columns:
@@ -161,6 +190,11 @@ def _read_experts(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
 def _by_halves(rows: Tensor, heads: int) -> Tensor:
     """Undo llama.cpp's order of the rows of queries and keys, where those that rotate together are neighbours."""
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _in_groups(rows: Tensor, groups: Groups) -> Tensor:
+    parts = torch.split(rows, [groups.num_groups * size for size in groups.sizes])
+    return torch.cat([part.view(groups.num_groups, -1, rows.shape[1]) for part in parts], dim=1).flatten(0, 1)
 
 
 def _untiled(tensor: Tensor, tiles: Tiles, dim: int) -> Tensor:
