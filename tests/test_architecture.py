@@ -33,7 +33,8 @@ ROOMS: dict[str, set[str]] = {
     "schemas.wire": {"schemas"},
     "streams": {"streams.memory", "streams.nats"},
     "streams.memory": {"streams"},
-    "streams.nats": {"streams"},
+    "streams.nats": {"streams", "streams.nats.connection"},
+    "streams.nats.connection": set(),
     "streams.stores": {"streams"},
     "engine": {
         "engine.adapters",
@@ -279,7 +280,7 @@ def test_imports_follow_the_table(name: str) -> None:
         ("schemas/openai/a.py", "from ...config.settings import Settings", "config.settings"),
         ("config/a.py", "def f():\n    from .. import streams", "streams"),
         ("streams/a.py", "from ..engine import Engine", "engine.Engine"),
-        ("streams/memory/a.py", "from ..nats.link import Link", "streams.nats.link"),
+        ("streams/memory/a.py", "from ..nats.connection.link import Link", "streams.nats.connection.link"),
         ("engine/a.py", "import penstock.streams.port", "streams.port"),
         ("engine/a.py", "from penstock.stages import Stage", "stages.Stage"),
         ("engine/a.py", "from .paged.runner import Runner", "engine.paged.runner"),

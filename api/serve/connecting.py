@@ -11,9 +11,9 @@ import structlog
 
 from ...config.settings import Settings
 from ...schemas.errors import BrokerAway, BrokerUnavailable, StartupError
-from ...streams.nats.access import Access
 from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.clock import BrokerClock
+from ...streams.nats.connection.access import Access
 from .processes import LEAST_DELAY
 
 log = structlog.get_logger(__name__)

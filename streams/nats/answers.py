@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from nats.aio.msg import Msg
 
 from ..port import Message, Reply
-from .link import Link
+from .connection.link import Link
 
 Respond = Callable[[Message, Reply], Awaitable[None]]
 

@@ -17,7 +17,7 @@ import orjson
 from nats.aio.msg import Msg
 
 from ...schemas.errors import StartupError
-from .link import Link, status
+from .connection.link import Link, status
 from .management import BUCKET, STREAM_EXISTS, ApiError, Json, call
 
 CHUNK = 128 << 10  # bytes of a message

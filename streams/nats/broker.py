@@ -1,4 +1,4 @@
-"""`Broker` over NATS JetStream: `link` is the connection, `pull` consumes, `direct` reads, `buckets` stores keys."""
+"""`Broker` over NATS JetStream: `connection` connects, `pull` consumes, `direct` reads, `buckets` stores keys."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..port import (
     Usage,
     check_size,
 )
-from .access import Access
 from .answers import Respond, answering
 from .buckets import JetStreamBucket
 from .checks import check_jetstream, check_version
 from .clock import BrokerClock
+from .connection.access import Access
+from .connection.link import Link
 from .direct import backlog, consumers_of, held_subjects, last_message, stored_messages, used
-from .link import Link
 from .management import (
     BUCKET,
     CONSUMER_MISSING,

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from nats import nuid
 
 from ..port import MESSAGE_ID, Entry, Held, Message, Published
+from .connection.link import Link
 from .direct import held_subjects, last_message, stored_messages
-from .link import Link
 from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
 
 Store = Callable[[str, bytes, dict[str, str]], Awaitable[Published]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ...schemas.errors import BrokerAway, BrokerUnavailable, StartupError
-from .link import Link
+from .connection.link import Link
 from .management import JETSTREAM_OFF, NO_PEERS, STREAM_FULL, ApiError, Json, call
 
 LEAST_VERSION = 2, 10  # of nats-server: consumers with metadata

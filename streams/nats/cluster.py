@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import httpx2
 
 from ...schemas.errors import StartupError
-from .link import Link
+from .connection.link import Link
 from .management import ApiError, call
 from .server import EmbeddedServer
 

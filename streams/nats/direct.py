@@ -22,7 +22,7 @@ from nats.aio.msg import Msg
 
 from ...schemas.errors import StreamMissing
 from ..port import Held, Message, Usage
-from .link import Link, status
+from .connection.link import Link, status
 from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, allowed, call
 
 _BATCH = 512

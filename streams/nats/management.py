@@ -14,7 +14,7 @@ import orjson
 
 from ...schemas.errors import BrokerUnavailable
 from ..port import BucketSpec, ConsumerSpec, StreamSpec
-from .link import Link
+from .connection.link import Link
 
 Json = dict[str, Any]
 

@@ -25,7 +25,7 @@ from nats.errors import Error
 
 from ...schemas.errors import PenstockError, StartupError
 from ..port import ConsumerSpec, Delivery, Message
-from .link import Link, status
+from .connection.link import Link, status
 from .management import (
     CONSUMER_EXISTS,
     CONSUMER_MISSING,

@@ -9,7 +9,7 @@ import structlog
 
 from ...schemas.errors import StartupError
 from .checks import check_fixed, refused
-from .link import Link
+from .connection.link import Link
 from .management import NO_PEERS, STREAM_EXISTS, STREAM_FULL, STREAM_MISSING, ApiError, Json, allowed, call
 
 COPYING = 120.0  # seconds that further copies of a stream may take until consumers can be created on it

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from penstock.streams.memory.stream import matcher
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.cluster import LocalCluster
-from penstock.streams.nats.link import Link
+from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.management import call
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import Bucket, BucketSpec, Message, StreamSpec

@@ -13,8 +13,8 @@ import nats
 import trustme
 from compose import free_port
 
-from penstock.streams.nats.access import Access
 from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.connection.access import Access
 from penstock.streams.nats.server import EmbeddedServer
 
 DENIED = re.compile("does not allow|[Pp]ermissions [Vv]iolation")

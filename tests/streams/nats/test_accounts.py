@@ -19,8 +19,8 @@ from nats.errors import NoRespondersError, TimeoutError
 from typer.testing import CliRunner
 
 from penstock.__main__ import app
-from penstock.streams.nats.access import Access
 from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.connection.access import Access
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import Reply
 from penstock.streams.topology import topology

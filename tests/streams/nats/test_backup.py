@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from penstock.schemas.errors import StartupError
 from penstock.streams.nats.backup import _listening, load, save
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.link import Link
+from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, ConsumerSpec, StreamSpec
 

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock.api.bench.proxy import Proxy
-from penstock.streams.nats import isolation
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.cluster import LocalCluster
+from penstock.streams.nats.connection import isolation
 from penstock.streams.port import ConsumerSpec, Published, StreamSpec
 
 LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 from penstock.schemas.errors import BrokerUnavailable
 from penstock.streams.nats import management
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.link import Link
+from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.management import INSUFFICIENT, ApiError, ask
 from penstock.streams.port import ConsumerSpec, StreamSpec
 

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 
-from penstock.streams.nats.access import Access
 from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.connection.access import Access
 from penstock.streams.nats.server import EmbeddedServer
 from penstock.streams.topology import topology
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.schemas.errors import StartupError
 from penstock.streams.nats import shaping
-from penstock.streams.nats.link import Link
+from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.management import ApiError, Json
 
 CONFIG: Json = {"name": "P_JOBS", "retention": "workqueue", "storage": "file", "max_bytes": 9, "num_replicas": 3}

@@ -13,9 +13,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import BadSubjectError
 
-from penstock.streams.nats import client as client_module
-from penstock.streams.nats.access import Access
-from penstock.streams.nats.client import DirectClient
+from penstock.streams.nats.connection import client as client_module
+from penstock.streams.nats.connection.access import Access
+from penstock.streams.nats.connection.client import DirectClient
 from penstock.streams.nats.server import EmbeddedServer
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from nats.errors import Error, SecureConnWantedError
 
-from ...schemas.errors import BrokerAway, StartupError
+from ....schemas.errors import BrokerAway, StartupError
 from .access import Access, AccessError
 from .client import ClosedAfterHandshake, DirectClient
 

@@ -26,7 +26,7 @@ from nats.errors import (
     OutboundBufferLimitError,
 )
 
-from ...schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PenstockError, StartupError
+from ....schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PenstockError, StartupError
 from .access import Access
 from .client import DirectClient, cancellations
 from .isolation import Isolation

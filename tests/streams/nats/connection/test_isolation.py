@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.streams.nats.isolation import MOST_PATIENCE, PATIENCE, Isolation
+from penstock.streams.nats.connection.isolation import MOST_PATIENCE, PATIENCE, Isolation
 
 
 class Clock:

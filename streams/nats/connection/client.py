@@ -5,7 +5,7 @@ assembles a publish in four coroutines. Here the read loop calls a subscription'
 the order of arrival, and `post` builds the command at once. What is out of the ordinary (a full buffer, an outage, a
 status line, an invalid header) takes nats-py's own path.
 
-This relies on private parts of nats-py; tests/streams/nats/test_client.py fails if they change.
+This relies on private parts of nats-py; tests/streams/nats/connection/test_client.py fails if they change.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nats.errors import Error
 
-from ...config.broker import BrokerSettings, check_broker
-from ...config.sources import flag
+from ....config.broker import BrokerSettings, check_broker
+from ....config.sources import flag
 
 if TYPE_CHECKING:
     from nkeys import KeyPair
