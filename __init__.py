@@ -64,7 +64,7 @@ _MOVED = {
     "schemas.responses": "schemas.openai.responses",
     "streams.jetstream": "streams.nats.broker",
     "streams.registry": "streams.stores.registry",
-    "streams.server": "streams.nats.server",
+    "streams.server": "streams.nats.servers.server",
 }
 
 

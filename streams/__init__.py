@@ -3,7 +3,7 @@ pipeline (`topology`), and what is stored in them (`stores`)."""
 
 from .memory.broker import MemoryBroker
 from .nats.broker import JetStreamBroker
-from .nats.server import EmbeddedServer
+from .nats.servers.server import EmbeddedServer
 from .port import Broker
 from .topology import Subjects, Topology, partition, topology
 

@@ -31,10 +31,11 @@ ROOMS: dict[str, set[str]] = {
     "schemas.models": {"schemas.base", "schemas.errors", "schemas.jobs", "schemas.params"},
     "schemas.openai": {"schemas", "schemas.models"},
     "schemas.wire": {"schemas"},
-    "streams": {"streams.memory", "streams.nats"},
+    "streams": {"streams.memory", "streams.nats", "streams.nats.servers"},
     "streams.memory": {"streams"},
     "streams.nats": {"streams", "streams.nats.connection"},
     "streams.nats.connection": set(),
+    "streams.nats.servers": {"streams", "streams.nats", "streams.nats.connection"},
     "streams.stores": {"streams"},
     "engine": {
         "engine.adapters",

@@ -13,9 +13,9 @@ from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas.errors import StartupError
 from ...streams.nats.broker import JetStreamBroker
-from ...streams.nats.cluster import LocalCluster
 from ...streams.nats.deployment import owned
-from ...streams.nats.server import EmbeddedServer
+from ...streams.nats.servers.cluster import LocalCluster
+from ...streams.nats.servers.server import EmbeddedServer
 from ..serve.processes import LEAST_DELAY
 from .proxy import Proxy
 

@@ -19,7 +19,7 @@ from ...config.process import FAMILY, die_with_parent
 from ...config.settings import Settings
 from ...config.sources import variable
 from ...schemas.errors import Fatal, StartupError
-from ...streams.nats.server import EmbeddedServer
+from ...streams.nats.servers.server import EmbeddedServer
 from .ahead import WORKER, AheadWorker
 
 log = structlog.get_logger(__name__)

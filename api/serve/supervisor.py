@@ -32,7 +32,7 @@ from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...schemas.models.catalogue import CatalogueEntry
 from ...streams.nats.deployment import joined, owned
-from ...streams.nats.server import EmbeddedServer
+from ...streams.nats.servers.server import EmbeddedServer
 from .ahead import take_ahead
 from .connecting import URL_FILE, connected
 from .hosting import gpus

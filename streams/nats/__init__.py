@@ -1,1 +1,1 @@
-"""The broker over NATS JetStream, and the NATS servers that Penstock starts."""
+"""The broker over NATS JetStream, around it the connection, the servers and the deployment."""

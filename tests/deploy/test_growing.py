@@ -13,8 +13,8 @@ from serving import Process, Serve, Start, until
 from setting_up import set_up
 
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.cluster import LocalCluster
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.cluster import LocalCluster
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 THREE = "nats://n1.example.org:4222,nats://n2.example.org:4222,nats://n3.example.org:4222"
 

@@ -13,7 +13,7 @@ from runbooks import WORDS, begin, commands, content, no_copy_is_away, store_fil
 from serving import Serve, Start, until
 from setting_up import set_up
 
-from penstock.streams.nats.cluster import LocalCluster
+from penstock.streams.nats.servers.cluster import LocalCluster
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from guarded import DENIED, GuardedServer
 from serving import Process, Start
 from setting_up import set_up_now
 
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 collect_ignore = [] if shutil.which("promtool") else ["test_alerts.py", "test_vllm_dashboard.py"]
 

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from serving import Serve, Start
 
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 
 @pytest.fixture

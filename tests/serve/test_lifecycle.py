@@ -27,7 +27,7 @@ from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
 from penstock.api.serve.supervisor import say
 from penstock.config.settings import Settings
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 BODY = {"model": "echo", "prompt": "x" * 200, "max_tokens": 200, "stream": True}
 

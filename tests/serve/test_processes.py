@@ -11,7 +11,7 @@ import pytest
 from serving import Process, Start, answers
 from setting_up import set_up
 
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 STAGES = ("validate", "queue", "batch", "stream")
 REQUESTS = 20

@@ -28,7 +28,7 @@ from penstock.stages.cancellations import Cancellations
 from penstock.stages.queue import Queue
 from penstock.streams.lanes import open_lanes
 from penstock.streams.memory.broker import MemoryBroker
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Held, Message
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import PRIORITIES, Subjects, batch_stream, lanes_of, topology

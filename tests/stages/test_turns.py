@@ -19,7 +19,7 @@ from penstock.stages.cancellations import Cancellations
 from penstock.stages.turns import PASSED_OVER, Turns
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import NEXT, Broker
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import PRIORITIES, Subjects, topology

@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.cluster import LocalCluster
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.cluster import LocalCluster
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Broker
 
 _counter = itertools.count(1)

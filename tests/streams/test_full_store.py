@@ -12,7 +12,7 @@ from penstock.schemas.errors import StorageFull, StreamFull
 from penstock.schemas.jobs import Job
 from penstock.schemas.registry import ModelCard, WorkerCard
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, StreamSpec
 from penstock.streams.stores.objects import Objects
 from penstock.streams.stores.registry import Registry

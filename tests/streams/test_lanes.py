@@ -10,7 +10,7 @@ from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry
 from penstock.schemas.registry import ModelCard, ModelLanes, WorkerCard
 from penstock.streams.lanes import open_lanes, present_lanes, remove_lanes, waiting_in_lanes
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Broker
 from penstock.streams.stores.catalogue import CatalogueStore
 from penstock.streams.stores.registry import Registry

@@ -13,10 +13,10 @@ from nats.aio.msg import Msg
 
 from penstock.streams.memory.stream import matcher
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.cluster import LocalCluster
 from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.management import call
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.cluster import LocalCluster
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Bucket, BucketSpec, Message, StreamSpec
 
 PAIRS = 600  # of a write and a read of it, of which a cluster of three answered 4 % with what was before

@@ -15,7 +15,7 @@ from compose import free_port
 
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection.access import Access
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 DENIED = re.compile("does not allow|[Pp]ermissions [Vv]iolation")
 

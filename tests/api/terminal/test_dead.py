@@ -19,7 +19,7 @@ from penstock.schemas.wire import codec
 from penstock.stages import Pipe, endings
 from penstock.stages.cancellations import Cancellations
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import DEAD_ATTEMPTS, DEAD_REASON, DEAD_SUBJECT, DEADLINE, NEXT, SCHEMA, ConsumerSpec
 from penstock.streams.stores.dead_letters import DeadLetters
 from penstock.streams.stores.registry import Registry

@@ -13,7 +13,7 @@ from penstock.schemas.errors import StartupError
 from penstock.streams.nats.backup import _listening, load, save
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection.link import Link
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, ConsumerSpec, StreamSpec
 
 LARGE = 200  # messages of 64 KiB that cannot be compressed: more than a server sends before it hears from us

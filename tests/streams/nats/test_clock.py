@@ -15,7 +15,7 @@ from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable
 from penstock.streams.nats.clock import BrokerClock
 from penstock.streams.nats.management import Json
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 
 class Machine:

@@ -25,7 +25,7 @@ from penstock.streams.lanes import open_lanes
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.deployment import KEY, Deployment, joined, layout, owned
 from penstock.streams.nats.migration import move_into_lanes
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import NEXT, BucketSpec, ConsumerSpec, StreamSpec
 from penstock.streams.topology import RESPONSES, STATE, Subjects, batch_stream, lanes_of
 

@@ -20,7 +20,7 @@ from penstock.schemas.errors import BrokerUnavailable, StartupError, StreamFull
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.management import call
 from penstock.streams.nats.pull import parse_reply_subject
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, Consumer, ConsumerSpec, Delivery, Message, Published, StreamSpec
 
 PATIENCE = 20.0  # seconds until a wait counts as endless

@@ -16,7 +16,7 @@ from nats.aio.client import Client
 
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection.access import Access
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.topology import topology
 
 

@@ -17,7 +17,7 @@ from penstock.schemas.errors import StartupError
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.deployment import KEY, joined, owned
 from penstock.streams.nats.management import call
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.nats.verification import setup_command
 from penstock.streams.port import StreamSpec
 from penstock.streams.topology import STATE

@@ -13,7 +13,7 @@ from penstock.schemas.models.catalogue import Catalogue, CatalogueEntry, Revisio
 from penstock.schemas.models.model_state import IllegalTransition, ModelState, enqueue, start_loading, unload
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Broker
 from penstock.streams.stores.catalogue import CatalogueStore
 from penstock.streams.topology import CATALOGUE, topology

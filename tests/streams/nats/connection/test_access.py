@@ -22,9 +22,9 @@ from penstock.api.serve.connecting import connected
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerDenied, ConfigurationError, StartupError
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.cluster import LocalCluster
 from penstock.streams.nats.connection.access import Access
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.cluster import LocalCluster
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, ConsumerSpec, StreamSpec
 
 Start = Callable[..., Coroutine[Any, Any, EmbeddedServer]]

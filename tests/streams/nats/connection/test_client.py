@@ -16,7 +16,7 @@ from nats.errors import BadSubjectError
 from penstock.streams.nats.connection import client as client_module
 from penstock.streams.nats.connection.access import Access
 from penstock.streams.nats.connection.client import DirectClient
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 
 
 @pytest_asyncio.fixture

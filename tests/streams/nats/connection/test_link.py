@@ -13,7 +13,7 @@ from nats.aio.subscription import Subscription
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.direct import stored_messages
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import StreamSpec
 
 

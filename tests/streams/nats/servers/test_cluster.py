@@ -12,8 +12,8 @@ import pytest
 
 from penstock.api.bench.proxy import Proxy
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.cluster import LocalCluster
 from penstock.streams.nats.connection import isolation
+from penstock.streams.nats.servers.cluster import LocalCluster
 from penstock.streams.port import ConsumerSpec, Published, StreamSpec
 
 LEDGER = StreamSpec("LEDGER", ("p.ledger",), "limits", "file")

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..permissions import Permissions
-from ..topology import PRIORITIES, Subjects
+from ...permissions import Permissions
+from ...topology import PRIORITIES, Subjects
 
 DEPLOYMENT = "PENSTOCK"  # the account of the parts
 

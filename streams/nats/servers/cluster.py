@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from ...schemas.errors import StartupError
-from .connection.link import Link
-from .management import ApiError, call
+from ....schemas.errors import StartupError
+from ..connection.link import Link
+from ..management import ApiError, call
 from .server import EmbeddedServer
 
 _READY_TIMEOUT = 60.0  # seconds for an election; servers on busy cores take several of them

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from penstock.__main__ import app
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection.access import Access
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Reply
 from penstock.streams.topology import topology
 

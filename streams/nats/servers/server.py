@@ -19,8 +19,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ...config.process import die_with_parent
-from ...schemas.errors import StartupError
+from ....config.process import die_with_parent
+from ....schemas.errors import StartupError
 
 _MAX_PAYLOAD = 8 * 1024 * 1024
 _MEMORY = "512MiB"  # soft limit, above which the server collects garbage more often

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.schemas.errors import StartupError
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, StreamSpec
 
 PATIENCE = 20.0  # seconds until a wait counts as endless
@@ -156,7 +156,7 @@ async def test_a_killed_parent_leaves_no_server(tmp_path: Path) -> None:
     script = f"""
 import asyncio
 from pathlib import Path
-from penstock.streams.nats.server import EmbeddedServer
+from penstock.streams.nats.servers.server import EmbeddedServer
 async def main():
     server = await EmbeddedServer.start(Path({str(tmp_path)!r}))
     print(server.url, flush=True)
