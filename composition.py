@@ -51,7 +51,7 @@ from .stages.tools.stage import Tools
 from .stages.validate.stage import Validate
 from .streams.family import watch_loop
 from .streams.lanes import open_lanes
-from .streams.nats.deployment import joined
+from .streams.nats.administration.deployment import joined
 from .streams.outages import outage_logged
 from .streams.stores.registry import Registry
 from .streams.topology import Subjects

@@ -40,7 +40,7 @@ from penstock.schemas.wire.asyncapi import CHANNELS
 from penstock.stages.infer.request_metrics import EngineMetrics
 from penstock.stages.loading import model_card
 from penstock.streams.memory.broker import MemoryBroker
-from penstock.streams.nats.deployment import layout
+from penstock.streams.nats.administration.deployment import layout
 from penstock.streams.port import Backlog
 from penstock.streams.stores.quotas import Quotas
 from penstock.streams.stores.registry import Registry

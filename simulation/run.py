@@ -24,7 +24,7 @@ from ..stages.stream import Stream
 from ..stages.validate.stage import Validate
 from ..streams.lanes import open_lanes
 from ..streams.memory.broker import MemoryBroker
-from ..streams.nats.deployment import layout
+from ..streams.nats.administration.deployment import layout
 from ..streams.port import SCHEMA, Message
 from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects

@@ -34,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "streams": {"streams.memory", "streams.nats", "streams.nats.servers"},
     "streams.memory": {"streams"},
     "streams.nats": {"streams", "streams.nats.connection"},
+    "streams.nats.administration": {"streams", "streams.nats", "streams.nats.connection"},
     "streams.nats.connection": set(),
     "streams.nats.servers": {"streams", "streams.nats", "streams.nats.connection"},
     "streams.stores": {"streams"},

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit, urlunsplit
 from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas.errors import StartupError
+from ...streams.nats.administration.deployment import owned
 from ...streams.nats.broker import JetStreamBroker
-from ...streams.nats.deployment import owned
 from ...streams.nats.servers.cluster import LocalCluster
 from ...streams.nats.servers.server import EmbeddedServer
 from ..serve.processes import LEAST_DELAY

@@ -15,7 +15,7 @@ from ...config.sources import Loaded
 from ...schemas.deployment import SHARED
 from ...schemas.models.catalogue import Catalogue, CatalogueEntry
 from ...streams.family import FamilyMetrics
-from ...streams.nats.deployment import joined
+from ...streams.nats.administration.deployment import joined
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects

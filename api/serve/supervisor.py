@@ -31,7 +31,7 @@ from ...engine.manifests import PAGED
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...schemas.models.catalogue import CatalogueEntry
-from ...streams.nats.deployment import joined, owned
+from ...streams.nats.administration.deployment import joined, owned
 from ...streams.nats.servers.server import EmbeddedServer
 from .ahead import take_ahead
 from .connecting import URL_FILE, connected

@@ -16,8 +16,8 @@ from ...config.deployment import adopt
 from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas.errors import Conflict, StartupError
+from ...streams.nats.administration.deployment import Deployment
 from ...streams.nats.broker import JetStreamBroker
-from ...streams.nats.deployment import Deployment
 from ...streams.port import Message
 from ...streams.stores.dead_letters import DeadLetters, summary
 from ...streams.topology import Subjects

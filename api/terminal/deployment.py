@@ -15,8 +15,8 @@ from ...config.sources import SECRET, Loaded, flag, variable
 from ...schemas.deployment import SHARED, Configuration
 from ...schemas.errors import StartupError
 from ...schemas.registry import ModelCard
+from ...streams.nats.administration.deployment import Deployment
 from ...streams.nats.broker import JetStreamBroker
-from ...streams.nats.deployment import Deployment
 from ...streams.stores.declared import DeclaredChange, declaration, declare
 from ..serve.connecting import connected
 from ..serve.declaring import named_models

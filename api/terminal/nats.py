@@ -16,10 +16,10 @@ import typer
 from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas.errors import StartupError
-from ...streams.nats.backup import load, save
+from ...streams.nats.administration.backup import load, save
+from ...streams.nats.administration.deployment import check_stopped, layout
 from ...streams.nats.connection.access import Access
 from ...streams.nats.connection.link import Link
-from ...streams.nats.deployment import check_stopped, layout
 from ...streams.nats.servers.accounts import TenantAccount, User, configuration
 from ...streams.permissions import Grants, Permissions
 from ..serve.connecting import broker_url, connected

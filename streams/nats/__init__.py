@@ -1,1 +1,1 @@
-"""The broker over NATS JetStream, around it the connection, the servers and the deployment."""
+"""The broker over NATS JetStream; in rooms, its connection, the servers, and the administration of a deployment."""

@@ -19,7 +19,7 @@ from penstock.__main__ import app
 from penstock.config.settings import Settings
 from penstock.schemas.events import Started, Token
 from penstock.stages import Filter, JobStage
-from penstock.streams.nats.deployment import layout
+from penstock.streams.nats.administration.deployment import layout
 
 OTHER_VARIABLES = {"PENSTOCK_API_KEY", "PENSTOCK_CONFIG", "PENSTOCK_TEST_DEVICE"}  # of clients, of files, of tests
 COMMAND = typer.main.get_command(app)

@@ -13,7 +13,7 @@ from pages import ROOT, blocks, named
 from penstock.config.settings import BUILT_IN_STAGES, Settings
 from penstock.stages.catalogue import LIGHT
 from penstock.streams.memory.broker import MemoryBroker
-from penstock.streams.nats.deployment import layout
+from penstock.streams.nats.administration.deployment import layout
 from penstock.streams.port import Headers, Published
 from penstock.streams.topology import Subjects, model_lanes
 

@@ -13,7 +13,7 @@ from penstock.__main__ import app
 from penstock.api.terminal.nats import role_permissions
 from penstock.config.settings import Settings
 from penstock.config.sources import variable
-from penstock.streams.nats.deployment import layout
+from penstock.streams.nats.administration.deployment import layout
 from penstock.streams.permissions import Grants
 
 USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that this Typer has

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from penstock.api.serve.connecting import connected
 from penstock.config.settings import Settings
 from penstock.config.sources import Loaded, variable
-from penstock.streams.nats.deployment import owned
+from penstock.streams.nats.administration.deployment import owned
 
 
 async def set_up(environment: Mapping[str, str]) -> None:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from ...config.deployment import adopt, changes, check, check_layout, explicit, parse, shared_settings, shown
-from ...config.settings import Settings, job_stages
-from ...config.sources import Loaded
-from ...schemas.deployment import LAYOUT, Configuration
-from ...schemas.errors import StartupError
-from ..lanes import present_lanes, streams_of
-from ..port import Bucket
-from ..topology import (
+from ....config.deployment import adopt, changes, check, check_layout, explicit, parse, shared_settings, shown
+from ....config.settings import Settings, job_stages
+from ....config.sources import Loaded
+from ....schemas.deployment import LAYOUT, Configuration
+from ....schemas.errors import StartupError
+from ...lanes import present_lanes, streams_of
+from ...port import Bucket
+from ...topology import (
     BATCH,
     BATCHES,
     DEAD,
@@ -43,7 +43,7 @@ from ..topology import (
     stage_stream,
     topology,
 )
-from .broker import JetStreamBroker
+from ..broker import JetStreamBroker
 from .migration import former_streams, move_into_lanes, move_into_lanes_of_models
 from .verification import Differences, NotSetUp, differences, not_set_up, verify
 

@@ -14,11 +14,11 @@ from penstock.__main__ import app
 from penstock.config.settings import Settings
 from penstock.config.sources import Loaded, flag
 from penstock.schemas.errors import StartupError
+from penstock.streams.nats.administration.deployment import KEY, joined, owned
+from penstock.streams.nats.administration.verification import setup_command
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.deployment import KEY, joined, owned
 from penstock.streams.nats.management import call
 from penstock.streams.nats.servers.server import EmbeddedServer
-from penstock.streams.nats.verification import setup_command
 from penstock.streams.port import StreamSpec
 from penstock.streams.topology import STATE
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from ...config.deployment import explicit, shown
-from ...config.sources import SECRET, Loaded, flag
-from ...schemas.errors import StartupError
-from ..topology import Topology
-from .broker import JetStreamBroker
-from .checks import check_fixed
-from .management import Json
+from ....config.deployment import explicit, shown
+from ....config.sources import SECRET, Loaded, flag
+from ....schemas.errors import StartupError
+from ...topology import Topology
+from ..broker import JetStreamBroker
+from ..checks import check_fixed
+from ..management import Json
 
 log = structlog.get_logger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 import orjson
 from nats.aio.msg import Msg
 
-from ...schemas.errors import StartupError
-from .connection.link import Link, status
-from .management import BUCKET, STREAM_EXISTS, ApiError, Json, call
+from ....schemas.errors import StartupError
+from ..connection.link import Link, status
+from ..management import BUCKET, STREAM_EXISTS, ApiError, Json, call
 
 CHUNK = 128 << 10  # bytes of a message
 PATIENCE = 60.0  # seconds for the next message; a server writes a whole stream before it answers the last one

@@ -9,14 +9,14 @@ from typing import Any
 import orjson
 import structlog
 
-from ...config.settings import Settings
-from ...schemas.jobs import ValidatedJob
-from ...schemas.wire import codec
-from ..lanes import open_lanes
-from ..port import DEAD_REASON, MESSAGE_ID, SCHEMA, Message, StreamSpec
-from ..topology import BATCH, JOBS, PRIORITIES, TOOLS, Subjects, Topology, lane_of, lane_stream, stage_stream
-from .broker import JetStreamBroker
-from .management import STREAM_MISSING, allowed
+from ....config.settings import Settings
+from ....schemas.jobs import ValidatedJob
+from ....schemas.wire import codec
+from ...lanes import open_lanes
+from ...port import DEAD_REASON, MESSAGE_ID, SCHEMA, Message, StreamSpec
+from ...topology import BATCH, JOBS, PRIORITIES, TOOLS, Subjects, Topology, lane_of, lane_stream, stage_stream
+from ..broker import JetStreamBroker
+from ..management import STREAM_MISSING, allowed
 
 log = structlog.get_logger(__name__)
 

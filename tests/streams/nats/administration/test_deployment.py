@@ -22,9 +22,9 @@ from penstock.schemas.jobs import ValidatedJob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.wire import codec
 from penstock.streams.lanes import open_lanes
+from penstock.streams.nats.administration.deployment import KEY, Deployment, joined, layout, owned
+from penstock.streams.nats.administration.migration import move_into_lanes
 from penstock.streams.nats.broker import JetStreamBroker
-from penstock.streams.nats.deployment import KEY, Deployment, joined, layout, owned
-from penstock.streams.nats.migration import move_into_lanes
 from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import NEXT, BucketSpec, ConsumerSpec, StreamSpec
 from penstock.streams.topology import RESPONSES, STATE, Subjects, batch_stream, lanes_of

@@ -10,7 +10,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from penstock.schemas.errors import StartupError
-from penstock.streams.nats.backup import _listening, load, save
+from penstock.streams.nats.administration.backup import _listening, load, save
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.servers.server import EmbeddedServer
