@@ -48,7 +48,7 @@ COMMANDS = (
     ),
     CommandEntry(
         "chat",
-        "api.terminal.chat:chat",
+        "api.terminal.over_http.chat:chat",
         "Use",
         help="Chat with a model of Penstock or of any server with OpenAI's API.",
     ),
@@ -60,13 +60,13 @@ COMMANDS = (
     ),
     CommandEntry(
         "top",
-        "api.terminal.top:top",
+        "api.terminal.over_http.top:top",
         "Look",
         help="Watch a running server: its pipeline, workers and requests.",
     ),
     CommandEntry(
         "models",
-        "api.terminal.models:models",
+        "api.terminal.over_http.models:models",
         "Look",
         help="List the models of a running server; load, unload, add, remove and swap them.",
     ),
@@ -91,7 +91,7 @@ COMMANDS = (
     ),
     CommandEntry(
         "trace",
-        "api.terminal.trace:trace",
+        "api.terminal.over_http.trace:trace",
         "Look",
         help="Show where a request has been: its stages, workers, takeovers, tool calls and its end.",
     ),

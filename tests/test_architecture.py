@@ -156,6 +156,7 @@ ROOMS: dict[str, set[str]] = {
     "api.render": set(),
     "api.serve": set(),
     "api.terminal": {"api.bridge", "api.serve"},
+    "api.terminal.over_http": {"api.terminal"},
     "api.tools": set(),
 }
 # What single files may import besides.

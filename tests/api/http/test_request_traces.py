@@ -15,7 +15,7 @@ from asgi import Response, ask
 from memory_pipeline import validated
 from rich.console import Console
 
-from penstock.api.terminal.trace import lines
+from penstock.api.terminal.over_http.trace import lines
 from penstock.engine.request import Preemption
 from penstock.schemas.events import Accepted, Delta, Output, Started, Token
 from penstock.schemas.jobs import InferenceBatch, Job

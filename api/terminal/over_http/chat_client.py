@@ -11,8 +11,8 @@ from typing import Any
 import httpx2
 import orjson
 
-from ...config.settings import Settings
-from ...schemas.errors import Fatal
+from ....config.settings import Settings
+from ....schemas.errors import Fatal
 
 ASKING = {"Penstock-Resumable": "true", "Penstock-Events": "true"}
 MAX_RECONNECTS = 40  # in a row

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...config import sources
-from ...schemas.request_trace import RequestTrace, StageVisit
+from ....config import sources
+from ....schemas.request_trace import RequestTrace, StageVisit
+from ..options import ApiKey, ServerUrl, fatal_errors
 from .chat_client import answer_of, server_at
-from .options import ApiKey, ServerUrl, fatal_errors
 
 WIDE = 200  # characters of a line, where no terminal has its own width
 BAR = 32  # characters of the whole time

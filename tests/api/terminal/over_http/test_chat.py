@@ -21,7 +21,7 @@ from terminals import Terminal
 from typer.testing import CliRunner, Result
 
 from penstock.__main__ import app
-from penstock.api.terminal.chat_client import ask
+from penstock.api.terminal.over_http.chat_client import ask
 
 ASKED = [{"role": "user", "content": "word " * 2000}]
 LONG = "All of it, and once. " * 8

@@ -13,9 +13,9 @@ import httpx2
 import typer
 from rich.console import Console
 
-from ...config.sources import load
+from ....config.sources import load
+from ..options import ApiKey, ServerUrl, fatal_errors
 from .chat_client import ChatError, ask, models, server_at
-from .options import ApiKey, ServerUrl, fatal_errors
 
 PROMPT, MORE = "\001\033[1;36m\002> \001\033[0m\002", ". "
 HELP = '''/reset starts a new conversation, Ctrl-D ends it. Ctrl-C stops an answer and keeps what has arrived of it.

@@ -19,10 +19,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from ...config.sources import load
-from ...schemas.wire.merge_patch import Document, patched
+from ....config.sources import load
+from ....schemas.wire.merge_patch import Document, patched
+from ..options import ApiKey, ServerUrl, fatal_errors
 from .chat_client import ChatError, answer_of, server_at
-from .options import ApiKey, ServerUrl, fatal_errors
 from .top_screen import TopScreen
 
 AGAIN = 1.0  # seconds between two attempts to connect

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ...config import sources
-from ...schemas.sources import absolute_pair, looks_like_path
+from ....config import sources
+from ....schemas.sources import absolute_pair, looks_like_path
+from ..measure import measure_backends
+from ..measure import show as show_measured
+from ..options import ApiKey, ServerUrl, fatal_errors
 from .chat_client import ChatError, answer_of, server_at
 from .chat_client import models as served_by
-from .measure import measure_backends
-from .measure import show as show_measured
-from .options import ApiKey, ServerUrl, fatal_errors
 
 models = typer.Typer(
     help="List the models of a running server; load, unload, add, remove and swap them.",

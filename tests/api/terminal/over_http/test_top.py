@@ -16,7 +16,7 @@ from terminals import Terminal
 from typer.testing import CliRunner
 
 from penstock.__main__ import app
-from penstock.api.terminal.top_screen import SORTS, TopScreen
+from penstock.api.terminal.over_http.top_screen import SORTS, TopScreen
 
 
 def row(id: str, state: str, created: float, tokens: int = 0, **more: Any) -> dict[str, Any]:

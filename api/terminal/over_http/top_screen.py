@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.wire.merge_patch import Document
+from ....schemas.wire.merge_patch import Document
 
 MOST_WORKERS = 6
 _STYLES = {

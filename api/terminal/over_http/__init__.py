@@ -1,0 +1,1 @@
+"""Commands that use a running server over HTTP, as any client may."""
