@@ -33,7 +33,7 @@ COMMANDS = (
     ),
     CommandEntry(
         "agent",
-        "api.terminal.agent:agent",
+        "api.terminal.over_nats.agent:agent",
         "Run",
         help="Load and unload models on this host as they are asked for, with the broker of a deployment.",
     ),
@@ -54,7 +54,7 @@ COMMANDS = (
     ),
     CommandEntry(
         "submit",
-        "api.terminal.submit:submit",
+        "api.terminal.over_nats.submit:submit",
         "Use",
         help="Publish a chat job on NATS and print its answer as it arrives.",
     ),
@@ -85,7 +85,7 @@ COMMANDS = (
     ),
     CommandEntry(
         "scheduling",
-        "api.terminal.look:scheduling",
+        "api.terminal.over_nats.look:scheduling",
         "Look",
         help="Show the strategy that chooses a worker for each batch, or change it in the running deployment.",
     ),
@@ -95,7 +95,9 @@ COMMANDS = (
         "Look",
         help="Show where a request has been: its stages, workers, takeovers, tool calls and its end.",
     ),
-    CommandEntry("dead", "api.terminal.dead:dead", "Look", help="Look after the messages that could not be handled."),
+    CommandEntry(
+        "dead", "api.terminal.over_nats.dead:dead", "Look", help="Look after the messages that could not be handled."
+    ),
     CommandEntry(
         "key",
         "api.terminal.keys:make_key",
@@ -104,19 +106,19 @@ COMMANDS = (
     ),
     CommandEntry(
         "config",
-        "api.terminal.deployment:config",
+        "api.terminal.over_nats.deployment:config",
         "Look",
         help="Print every setting with its value and origin, or the settings that a deployment has agreed on.",
     ),
     CommandEntry(
         "nats",
-        "api.terminal.nats:nats",
+        "api.terminal.over_nats.nats:nats",
         "Look",
         help="Set up the streams of a deployment, save them, and write NATS users.",
     ),
     CommandEntry(
         "schema",
-        "api.terminal.look:schema",
+        "api.terminal.over_nats.look:schema",
         "Look",
         help="Print the NATS messages and subjects as an AsyncAPI document, or only the messages as JSON Schemas.",
     ),

@@ -155,8 +155,9 @@ ROOMS: dict[str, set[str]] = {
     "api.library": {"api.render", "api.tools"},
     "api.render": set(),
     "api.serve": set(),
-    "api.terminal": {"api.bridge", "api.serve"},
+    "api.terminal": set(),
     "api.terminal.over_http": {"api.terminal"},
+    "api.terminal.over_nats": {"api.bridge", "api.serve", "api.terminal"},
     "api.tools": set(),
 }
 # What single files may import besides.

@@ -1,1 +1,1 @@
-"""Commands for the terminal: chat, dead letters, the configuration, and others."""
+"""Commands for the terminal: here those that need no server, in rooms those that use one over HTTP or NATS."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from penstock.__main__ import app
-from penstock.api.terminal.nats import role_permissions
+from penstock.api.terminal.over_nats.nats import role_permissions
 from penstock.config.settings import Settings
 from penstock.config.sources import variable
 from penstock.streams.nats.administration.deployment import layout

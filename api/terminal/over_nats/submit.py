@@ -11,16 +11,16 @@ import orjson
 import typer
 from rich.console import Console
 
-from ...config.sources import Loaded
-from ...schemas.errors import StartupError
-from ...schemas.events import Cancelled, Done, Expired, Failed, Token
-from ...schemas.jobs import Job, Priority
-from ...streams.nats.broker import JetStreamBroker
-from ...streams.stores.registry import Registry
-from ...streams.topology import Subjects
-from ..bridge.bridge import Bridge
-from ..serve.connecting import connected
-from .options import with_settings
+from ....config.sources import Loaded
+from ....schemas.errors import StartupError
+from ....schemas.events import Cancelled, Done, Expired, Failed, Token
+from ....schemas.jobs import Job, Priority
+from ....streams.nats.broker import JetStreamBroker
+from ....streams.stores.registry import Registry
+from ....streams.topology import Subjects
+from ...bridge.bridge import Bridge
+from ...serve.connecting import connected
+from ..options import with_settings
 
 
 @with_settings

@@ -13,18 +13,18 @@ from typing import Annotated
 import nkeys
 import typer
 
-from ...config.settings import Settings
-from ...config.sources import Loaded
-from ...schemas.errors import StartupError
-from ...streams.nats.administration.backup import load, save
-from ...streams.nats.administration.deployment import check_stopped, layout
-from ...streams.nats.connection.access import Access
-from ...streams.nats.connection.link import Link
-from ...streams.nats.servers.accounts import TenantAccount, User, configuration
-from ...streams.permissions import Grants, Permissions
-from ..serve.connecting import broker_url, connected
+from ....config.settings import Settings
+from ....config.sources import Loaded
+from ....schemas.errors import StartupError
+from ....streams.nats.administration.backup import load, save
+from ....streams.nats.administration.deployment import check_stopped, layout
+from ....streams.nats.connection.access import Access
+from ....streams.nats.connection.link import Link
+from ....streams.nats.servers.accounts import TenantAccount, User, configuration
+from ....streams.permissions import Grants, Permissions
+from ...serve.connecting import broker_url, connected
+from ..options import with_settings
 from .deployment import apply
-from .options import with_settings
 
 CONFIGURATION = "penstock.conf"
 

@@ -11,16 +11,16 @@ from typing import Annotated
 
 import typer
 
-from ...config.catalogue import offered_models
-from ...config.logging import configure_logging
-from ...config.sources import Loaded
-from ...schemas.errors import StartupError
-from ...schemas.jobs import TOKEN_PATTERN
-from ...schemas.models.catalogue import CatalogueEntry
-from ..serve.connecting import broker_url
-from ..serve.placing import place_models
-from ..serve.processes import ProcessKeeper
-from .options import with_settings
+from ....config.catalogue import offered_models
+from ....config.logging import configure_logging
+from ....config.sources import Loaded
+from ....schemas.errors import StartupError
+from ....schemas.jobs import TOKEN_PATTERN
+from ....schemas.models.catalogue import CatalogueEntry
+from ...serve.connecting import broker_url
+from ...serve.placing import place_models
+from ...serve.processes import ProcessKeeper
+from ..options import with_settings
 
 
 @with_settings

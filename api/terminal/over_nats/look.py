@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 import orjson
 import typer
 
-from ... import __version__
-from ...config.sources import Loaded
-from ...schemas.wire.asyncapi import asyncapi, json_schemas
-from ...schemas.wire.protobuf import proto
-from ..serve.connecting import connected
-from .options import with_settings
+from .... import __version__
+from ....config.sources import Loaded
+from ....schemas.wire.asyncapi import asyncapi, json_schemas
+from ....schemas.wire.protobuf import proto
+from ...serve.connecting import connected
+from ..options import with_settings
 
 
 @with_settings

@@ -12,17 +12,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...config.deployment import adopt
-from ...config.settings import Settings
-from ...config.sources import Loaded
-from ...schemas.errors import Conflict, StartupError
-from ...streams.nats.administration.deployment import Deployment
-from ...streams.nats.broker import JetStreamBroker
-from ...streams.port import Message
-from ...streams.stores.dead_letters import DeadLetters, summary
-from ...streams.topology import Subjects
-from ..serve.connecting import connected
-from .options import with_settings
+from ....config.deployment import adopt
+from ....config.settings import Settings
+from ....config.sources import Loaded
+from ....schemas.errors import Conflict, StartupError
+from ....streams.nats.administration.deployment import Deployment
+from ....streams.nats.broker import JetStreamBroker
+from ....streams.port import Message
+from ....streams.stores.dead_letters import DeadLetters, summary
+from ....streams.topology import Subjects
+from ...serve.connecting import connected
+from ..options import with_settings
 
 dead = typer.Typer(
     help="Look after the messages that could not be handled.", no_args_is_help=True, add_completion=False

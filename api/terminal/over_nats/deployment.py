@@ -9,18 +9,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...config.deployment import adopt, changes, explicit, shared_settings, shown
-from ...config.settings import Settings
-from ...config.sources import SECRET, Loaded, flag, variable
-from ...schemas.deployment import SHARED, Configuration
-from ...schemas.errors import StartupError
-from ...schemas.registry import ModelCard
-from ...streams.nats.administration.deployment import Deployment
-from ...streams.nats.broker import JetStreamBroker
-from ...streams.stores.declared import DeclaredChange, declaration, declare
-from ..serve.connecting import connected
-from ..serve.declaring import named_models
-from .options import with_settings
+from ....config.deployment import adopt, changes, explicit, shared_settings, shown
+from ....config.settings import Settings
+from ....config.sources import SECRET, Loaded, flag, variable
+from ....schemas.deployment import SHARED, Configuration
+from ....schemas.errors import StartupError
+from ....schemas.registry import ModelCard
+from ....streams.nats.administration.deployment import Deployment
+from ....streams.nats.broker import JetStreamBroker
+from ....streams.stores.declared import DeclaredChange, declaration, declare
+from ...serve.connecting import connected
+from ...serve.declaring import named_models
+from ..options import with_settings
 
 _CHOSEN = ("max_batch_size", "kv_cache_memory")  # by the engine as it loads, unless they are given
 Action = Annotated[

@@ -1,0 +1,1 @@
+"""Commands that use a deployment by its broker, as its own parts do."""
