@@ -20,7 +20,7 @@ from ..engine.handle import RequestHandle
 from ..engine.manifest import INTERFACE, Manifest
 from ..engine.models import ModelInfo
 from ..engine.output import CacheStats
-from ..engine.paged.blocks import GroupSpec, KVBlocks
+from ..engine.paged.kv.blocks import GroupSpec, KVBlocks
 from ..engine.paged.rows import Scheduled
 from ..engine.paged.scheduler import Scheduler
 from ..engine.text.byte_tokenizer import END_OF_TEXT, ByteTokenizer

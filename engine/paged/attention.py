@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..transfer import upload
-from .kv_cache import LayerSpec, SlicedPool
+from .kv.kv_cache import LayerSpec, SlicedPool
 from .packing import Ints, LayerGroup, PackedSegments
 
 _TILE = 128

@@ -33,9 +33,9 @@ from ..output import CacheStats, SpeculationStats
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
 from ..sizing import SizedConfig, fitting_length, sized, weights_of_model
 from ..text.tokenizer import Tokenizer
-from .blocks import KVBlocks
 from .context import steady_length
-from .kv_plan import check_memory, plan_blocks
+from .kv.blocks import KVBlocks
+from .kv.kv_plan import check_memory, plan_blocks
 from .load import load_model
 from .picture_gate import PictureGate
 from .prefixes import load_prefixes, save_prefixes

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...schemas.errors import ModelLoadError
 from ..plain.model import PlainModel
 from .attention import Rules, attend_alone
-from .kv_cache import LayerSpec
+from .kv.kv_cache import LayerSpec
 
 if TYPE_CHECKING:  # it imports transformers
     from .state.delta_net import DeltaNet

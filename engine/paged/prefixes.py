@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...schemas.errors import ConfigurationError
-from .block_pool import BlockPool
-from .blocks import KVBlocks
-from .kv_cache import Pool
+from .kv.block_pool import BlockPool
+from .kv.blocks import KVBlocks
+from .kv.kv_cache import Pool
 from .runner import Runner
 from .state.slots import StateSlots
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ..choice import Choice
 from ..vision.images import marks
-from .block_pool import chain, root
-from .blocks import Tables
+from .kv.block_pool import chain, root
+from .kv.blocks import Tables
 from .state.slots import RowState
 
 _PRIORITY = 1_000  # arrivals that one level of priority outranks

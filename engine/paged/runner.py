@@ -34,7 +34,7 @@ from .decoding.experts import pack_experts
 from .decoding.linear import Adaptable, Applied, Linear, Views, release
 from .decoding.precision import in_float32
 from .decoding.proof import Setting, distance, fault
-from .kv_cache import LayerSpec, Pool
+from .kv.kv_cache import LayerSpec, Pool
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .probes import BLOCKS, SPLIT, STRIDE, image_probe, probe_ids, probes, probes_apart

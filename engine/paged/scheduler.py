@@ -26,7 +26,7 @@ from operator import attrgetter
 from ...schemas.jobs import most_together
 from ..choice import Choice
 from ..request import Preemption
-from .blocks import KVBlocks, Tables
+from .kv.blocks import KVBlocks, Tables
 from .picture_gate import PictureGate
 from .rows import Row, Scheduled
 from .state.slots import NoSlots, Slots

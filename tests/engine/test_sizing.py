@@ -20,7 +20,7 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.cpu.machine import Memory, available_cores, memory_of_machine
 from penstock.engine.model_files import Weights
-from penstock.engine.paged.kv_plan import check_memory
+from penstock.engine.paged.kv.kv_plan import check_memory
 from penstock.engine.sizing import Footprint, SizedConfig, footprint, size, sized
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.schemas.errors import ConfigurationError

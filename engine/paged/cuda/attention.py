@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...transfer import upload
 from ..attention import Rules
-from ..kv_cache import LayerSpec, PagePool
+from ..kv.kv_cache import LayerSpec, PagePool
 from ..packing import Ints, LayerGroup, PackedSegments
 from . import kernels
 

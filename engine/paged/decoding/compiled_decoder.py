@@ -19,7 +19,7 @@ from ...adapters.low_rank import Part
 from ...cpu.library import MOST_ROWS, Kernels, Product
 from ...cpu.mixture import Room
 from ..attention import Rules
-from ..kv_cache import Pool
+from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
 from .decoder import Decoder, Layer
 from .linear import Adaptable, Linear, known_product

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...cpu.layouts import numbers, rounded_inputs
 from ...cpu.library import BLOCK, PLAIN, Kernels, Product
 from ..attention import MatmulAttention, Rules
-from ..kv_cache import LayerSpec
+from ..kv.kv_cache import LayerSpec
 from ..packing import LayerGroup, PackedStep, Segment, pack
 from ..state.probes import moved, slots_of
 from .compiled_decoder import CompiledDecoder, known_products

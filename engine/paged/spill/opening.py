@@ -12,7 +12,7 @@ from ...cpu.library import Kernels
 from ...models import ModelInfo
 from ...output import SpillStats
 from ...sizing import SizedConfig
-from ..blocks import KVBlocks
+from ..kv.blocks import KVBlocks
 from ..runner import Runner
 from .block_files import BlockFiles
 from .identity import identity

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from ...background import Background
 from ...choice import Choice
 from ...output import SpillStats
-from ..blocks import Journal, KVBlocks, Tables
-from ..kv_cache import Pool
+from ..kv.blocks import Journal, KVBlocks, Tables
+from ..kv.kv_cache import Pool
 from ..rows import Row
 from ..runner import Runner
 from .block_files import BlockFiles, DamagedBlock

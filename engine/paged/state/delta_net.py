@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from ..kv_cache import zeros
+from ..kv.kv_cache import zeros
 from .delta_rule import Tokens, in_chunks, one_each
 from .step import StateStep
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kv_cache import Pool, zeros
+from ..kv.kv_cache import Pool, zeros
 
 if TYPE_CHECKING:  # it imports transformers
     from .delta_net import DeltaNet

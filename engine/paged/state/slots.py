@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from ..block_pool import BlockPool
+from ..kv.block_pool import BlockPool
 
 NO_STATE = -1
 """In place of a slot: the state before the first token, which is zero."""

@@ -21,7 +21,7 @@ from penstock.engine import EngineConfig, EngineRequest, GenerationParams
 from penstock.engine.choice import Choice
 from penstock.engine.grammar.matcher import GrammarCompiler
 from penstock.engine.paged.backend import PagedBackend
-from penstock.engine.paged.block_pool import chain, root
+from penstock.engine.paged.kv.block_pool import chain, root
 from penstock.schemas.events import Delta
 from penstock.schemas.params import Grammar
 

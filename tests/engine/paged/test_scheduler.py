@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.choice import Choice
-from penstock.engine.paged.block_pool import chain, root
-from penstock.engine.paged.blocks import NO_BLOCK, GroupSpec, KVBlocks
+from penstock.engine.paged.kv.block_pool import chain, root
+from penstock.engine.paged.kv.blocks import NO_BLOCK, GroupSpec, KVBlocks
 from penstock.engine.paged.rows import Row, Scheduled
 from penstock.engine.paged.scheduler import Scheduler
 from penstock.engine.text.byte_tokenizer import ByteTokenizer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.choice import Choice
-from penstock.engine.paged.blocks import Tables
+from penstock.engine.paged.kv.blocks import Tables
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.rows import Row, Scheduled
 from penstock.engine.paged.segments import split_scores, to_segment

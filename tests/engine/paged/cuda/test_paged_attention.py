@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.engine.paged.attention import Rules
 from penstock.engine.paged.cuda import attention as paged_attention
 from penstock.engine.paged.cuda.attention import PagedAttention
-from penstock.engine.paged.kv_cache import LayerSpec
+from penstock.engine.paged.kv.kv_cache import LayerSpec
 from penstock.engine.paged.packing import Ints, LayerGroup, Segment, pack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

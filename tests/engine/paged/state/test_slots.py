@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.choice import Choice
-from penstock.engine.paged.blocks import GroupSpec, KVBlocks
+from penstock.engine.paged.kv.blocks import GroupSpec, KVBlocks
 from penstock.engine.paged.rows import Row, Scheduled
 from penstock.engine.paged.scheduler import Scheduler
 from penstock.engine.paged.state.slots import NO_STATE, RowState, StateSlots

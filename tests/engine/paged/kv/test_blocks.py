@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.paged.block_pool import BlockPool, chain, root
-from penstock.engine.paged.blocks import NO_BLOCK, GroupSpec, KVBlocks, Tables
+from penstock.engine.paged.kv.block_pool import BlockPool, chain, root
+from penstock.engine.paged.kv.blocks import NO_BLOCK, GroupSpec, KVBlocks, Tables
 
 EXAMPLES = settings(max_examples=150, deadline=None)
 TOKENS = st.lists(st.integers(0, 3), max_size=40)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...schemas.errors import ConfigurationError
-from ..cpu.machine import memory_of_machine
-from ..model_files import Weights
+from ....schemas.errors import ConfigurationError
+from ...cpu.machine import memory_of_machine
+from ...model_files import Weights
 from .blocks import GroupSpec
 from .kv_cache import LayerSpec
 
