@@ -21,8 +21,8 @@ from ..engine.manifest import INTERFACE, Manifest
 from ..engine.models import ModelInfo
 from ..engine.output import CacheStats
 from ..engine.paged.kv.blocks import GroupSpec, KVBlocks
-from ..engine.paged.rows import Scheduled
-from ..engine.paged.scheduler import Scheduler
+from ..engine.paged.scheduling.rows import Scheduled
+from ..engine.paged.scheduling.scheduler import Scheduler
 from ..engine.text.byte_tokenizer import END_OF_TEXT, ByteTokenizer
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams

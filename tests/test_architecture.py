@@ -74,6 +74,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.paged.decoding",
         "engine.paged.kv",
         "engine.paged.quantization",
+        "engine.paged.scheduling",
         "engine.paged.speculation",
         "engine.paged.spill",
         "engine.paged.state",
@@ -102,7 +103,14 @@ ROOMS: dict[str, set[str]] = {
         "engine.paged.decoding",
         "engine.vision",
     },
-    "engine.paged.speculation": {"engine", "engine.cpu", "engine.paged", "engine.text"},
+    "engine.paged.scheduling": {
+        "engine.choice",
+        "engine.paged.kv",
+        "engine.paged.state.slots",
+        "engine.request",
+        "engine.vision",
+    },
+    "engine.paged.speculation": {"engine", "engine.cpu", "engine.paged", "engine.paged.scheduling", "engine.text"},
     "engine.paged.spill": {
         "engine",
         "engine.checkpoints",
@@ -110,6 +118,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.cpu",
         "engine.paged",
         "engine.paged.kv",
+        "engine.paged.scheduling",
     },
     "engine.paged.state": {"engine", "engine.paged", "engine.paged.kv"},
     "engine.plain": {

@@ -37,12 +37,12 @@ from .context import steady_length
 from .kv.blocks import KVBlocks
 from .kv.kv_plan import check_memory, plan_blocks
 from .load import load_model
-from .picture_gate import PictureGate
 from .prefixes import load_prefixes, save_prefixes
 from .quantization.quantize import ProductMaker
-from .rows import Row, Scheduled
 from .runner import Runner
-from .scheduler import Scheduler
+from .scheduling.picture_gate import PictureGate
+from .scheduling.rows import Row, Scheduled
+from .scheduling.scheduler import Scheduler
 from .segments import split_scores, to_segment
 from .settings import check_settings
 from .speculation.drafts import Speculation, row_cost

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..sampler import score
 from .packing import Segment
-from .rows import Row, Scheduled
+from .scheduling.rows import Row, Scheduled
 
 
 def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:

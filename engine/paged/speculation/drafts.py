@@ -23,7 +23,7 @@ from ...output import SpeculationStats
 from ...sampler import DeviceTokens, HostTokens, choose
 from ...text.tokenizer_port import TokenizerLike
 from ..packing import Computed, Segment
-from ..rows import Row, Scheduled
+from ..scheduling.rows import Row, Scheduled
 from ..segments import to_segment
 from .repeats import LONG, Repeats
 

@@ -28,8 +28,8 @@ from ...choice import Choice
 from ...output import SpillStats
 from ..kv.blocks import Journal, KVBlocks, Tables
 from ..kv.kv_cache import Pool
-from ..rows import Row
 from ..runner import Runner
+from ..scheduling.rows import Row
 from .block_files import BlockFiles, DamagedBlock
 
 _log = logging.getLogger(__name__)

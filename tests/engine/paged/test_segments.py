@@ -12,7 +12,7 @@ from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.choice import Choice
 from penstock.engine.paged.kv.blocks import Tables
 from penstock.engine.paged.packing import Segment
-from penstock.engine.paged.rows import Row, Scheduled
+from penstock.engine.paged.scheduling.rows import Row, Scheduled
 from penstock.engine.paged.segments import split_scores, to_segment
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.schemas.events import TokenLogprob

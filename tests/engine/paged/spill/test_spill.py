@@ -25,7 +25,7 @@ from penstock.engine.choice import Choice
 from penstock.engine.output import SpillStats
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.kv.blocks import GroupSpec, KVBlocks, Tables
-from penstock.engine.paged.rows import Row
+from penstock.engine.paged.scheduling.rows import Row
 from penstock.engine.paged.spill.spill import Spill
 from penstock.schemas.errors import ConfigurationError
 

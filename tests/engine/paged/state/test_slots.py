@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.choice import Choice
 from penstock.engine.paged.kv.blocks import GroupSpec, KVBlocks
-from penstock.engine.paged.rows import Row, Scheduled
-from penstock.engine.paged.scheduler import Scheduler
+from penstock.engine.paged.scheduling.rows import Row, Scheduled
+from penstock.engine.paged.scheduling.scheduler import Scheduler
 from penstock.engine.paged.state.slots import NO_STATE, RowState, StateSlots
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..choice import Choice
-from ..vision.pictures import Pictures, Turn
+from ...choice import Choice
+from ...vision.pictures import Pictures, Turn
 from .rows import Row, Scheduled
 
 _MAX_BLIND = 8  # waiting rows without their pictures that one step considers; text passes them

@@ -23,13 +23,13 @@ from itertools import pairwise
 from math import inf
 from operator import attrgetter
 
-from ...schemas.jobs import most_together
-from ..choice import Choice
-from ..request import Preemption
-from .kv.blocks import KVBlocks, Tables
+from ....schemas.jobs import most_together
+from ...choice import Choice
+from ...request import Preemption
+from ..kv.blocks import KVBlocks, Tables
+from ..state.slots import NoSlots, Slots
 from .picture_gate import PictureGate
 from .rows import Row, Scheduled
-from .state.slots import NoSlots, Slots
 
 _MAX_OVERTAKES = 32  # rows admitted past one that waits for blocks; then the rows behind it wait as well
 _MAX_BLOCKED = 8  # rows waiting for blocks that one step considers; each costs a match of its whole prompt

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..choice import Choice
-from ..vision.images import marks
-from .kv.block_pool import chain, root
-from .kv.blocks import Tables
-from .state.slots import RowState
+from ...choice import Choice
+from ...vision.images import marks
+from ..kv.block_pool import chain, root
+from ..kv.blocks import Tables
+from ..state.slots import RowState
 
 _PRIORITY = 1_000  # arrivals that one level of priority outranks
 _MAX_SCORED = 256  # the most tokens of a step whose logits are all kept

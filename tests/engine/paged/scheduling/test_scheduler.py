@@ -12,8 +12,8 @@ from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.choice import Choice
 from penstock.engine.paged.kv.block_pool import chain, root
 from penstock.engine.paged.kv.blocks import NO_BLOCK, GroupSpec, KVBlocks
-from penstock.engine.paged.rows import Row, Scheduled
-from penstock.engine.paged.scheduler import Scheduler
+from penstock.engine.paged.scheduling.rows import Row, Scheduled
+from penstock.engine.paged.scheduling.scheduler import Scheduler
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.layout import ImageLayout
