@@ -29,7 +29,7 @@ from penstock.schemas.wire.codec import decode_outputs
 from penstock.streams.topology import INFER, Subjects, partition
 
 TOKENS = 24
-LONG = 900  # tokens: so many that a worker dies before the last
+LONG = 2000  # tokens: so many that a worker dies before the last
 PROMPTS = [[3 + (7 * length + index * index) % 500 for index in range(length)] for length in (2, 17, 40)]
 ADMIN = {"Authorization": "Bearer sk-admin-of-adapters"}
 USER = {"Authorization": "Bearer sk-user-of-adapters"}
@@ -155,7 +155,7 @@ def test_a_stream_goes_on_with_its_adapter_when_every_worker_is_killed(served: S
     """The next process loads it for the stream, and continues with the next token."""
     wanted = ask(served, "b", PROMPTS[0], LONG).json()["choices"][0]["token_ids"]
     assert wanted[:TOKENS] == world.answer("b", PROMPTS[0])
-    running = workers(served)
+    running = until(lambda: workers(served))
     told: list[int] = []
     request = ""
     asked = body("b", PROMPTS[0], LONG) | {"stream": True}
