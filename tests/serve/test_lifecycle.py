@@ -20,7 +20,7 @@ import httpx2
 import psutil
 import pytest
 import structlog
-from serving import START_TIMEOUT, Serve, Start, until
+from serving import START_TIMEOUT, Serve, Served, Start, until
 from setting_up import set_up
 
 from penstock.api.serve import processes
@@ -287,11 +287,10 @@ def test_a_port_in_use_is_told_at_once(start: Start, tmp_path: Path) -> None:
     assert len(process.lines) == 1
 
 
-def test_a_state_directory_in_use_is_told_at_once(serve: Serve, start: Start) -> None:
-    served = serve("--backend", "echo")
-    second = start("serve", "--backend", "echo", "--port", "0", "--state-dir", str(served.state_dir))
+def test_a_state_directory_in_use_is_told_at_once(echo_server: Served, start: Start) -> None:
+    second = start("serve", "--backend", "echo", "--port", "0", "--state-dir", str(echo_server.state_dir))
     assert second.wait() == 2
-    assert str(served.state_dir) in second.output
+    assert str(echo_server.state_dir) in second.output
     assert "--state-dir" in second.output
 
 
@@ -338,16 +337,14 @@ def test_bad_input_is_told_with_exit_code_2(
     assert "Traceback" not in process.output
 
 
-def test_submit_prints_the_answer(serve: Serve, start: Start) -> None:
-    served = serve("--backend", "echo")
-    process = start("submit", "hello there", "--state-dir", str(served.state_dir))
+def test_submit_prints_the_answer(echo_server: Served, start: Start) -> None:
+    process = start("submit", "hello there", "--state-dir", str(echo_server.state_dir))
     assert process.wait() == 0
     assert "hello there" in process.output
 
 
-def test_jobs_of_many_threads_over_one_server(serve: Serve) -> None:
-    served = serve("--backend", "echo")
-    with httpx2.Client(base_url=served.url, timeout=60) as client, ThreadPoolExecutor(32) as pool:
+def test_jobs_of_many_threads_over_one_server(echo_server: Served) -> None:
+    with httpx2.Client(base_url=echo_server.url, timeout=60) as client, ThreadPoolExecutor(32) as pool:
         bodies = [BODY | {"stream": False, "prompt": f"request {place}"} for place in range(200)]
         texts = pool.map(lambda body: client.post("/v1/completions", json=body).json()["choices"][0]["text"], bodies)
         assert list(texts) == [body["prompt"] for body in bodies]
