@@ -37,13 +37,21 @@ async def jetstream(server: EmbeddedServer, namespace: str) -> AsyncIterator[Jet
     await broker.close()
 
 
+@pytest.fixture
+def patience() -> float:
+    """Seconds after which JetStream is away; a test that waits for them parametrizes it."""
+    return 10.0
+
+
 @pytest_asyncio.fixture(params=["memory", "jetstream"])
-async def broker(request: pytest.FixtureRequest, server: EmbeddedServer, namespace: str) -> AsyncIterator[Broker]:
+async def broker(
+    request: pytest.FixtureRequest, server: EmbeddedServer, namespace: str, patience: float
+) -> AsyncIterator[Broker]:
     broker: Broker
     if request.param == "memory":
         broker = MemoryBroker()
     else:
-        broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=10.0)
+        broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=patience)
     yield broker
     await broker.close()
 

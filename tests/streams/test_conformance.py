@@ -360,6 +360,7 @@ async def test_too_large_a_message_is_refused_with_its_headers_counted(
     await broker.publish(f"{namespace}.queue.a", bytes(most - 100), message_id="m2")
 
 
+@pytest.mark.parametrize("patience", [1.0])
 async def test_a_subject_of_no_stream_is_unavailable(broker: Broker, namespace: str) -> None:
     with pytest.raises(BrokerUnavailable):
         await put(broker, f"{namespace}.nowhere", "m1")
