@@ -311,6 +311,8 @@ def test_a_wrong_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sources.append(tmp_path / source.name)
         sources[-1].write_text(text)
     monkeypatch.setattr(variants, "SOURCES", tuple(sources))
+    quick = tuple("-O1" if option == "-O3" else option for option in variants.OPTIONS)
+    monkeypatch.setattr("penstock.engine.cpu.compiling.OPTIONS", quick)
     made = run(make_model(), load_kernels(cache=tmp_path))
     assert made._compiled is None and "from float32 in layer 0" in made.uncompiled
 
