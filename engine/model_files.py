@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from ..schemas.sources import is_gguf
 from .checkpoints.gguf.file import read_gguf
 from .checkpoints.quantized import PRECISE
-from .checkpoints.widths import WIDTHS, gguf_widths, packed_widths
+from .checkpoints.widths import WIDTHS, byte_widths, gguf_widths, packed_widths
 from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from .discovery import files_for, find_backend
@@ -45,6 +45,7 @@ class ModelFiles(NamedTuple):
     method: str | None  # if the checkpoint is quantised
     number: int  # bytes of each number as it is loaded
     widths: Mapping[str, float]  # bytes of a number of the weights whose levels are kept, by their names
+    in_bytes: Mapping[str, float]  # the same of those whose bytes a GPU keeps
     sizes: Mapping[str, int]  # numbers of each weight
     stored: int  # bytes of all tensors of a GGUF file; 0 of another
     mutual: int  # tokens of an image that one step computes, however few it computes of text
@@ -63,6 +64,7 @@ class ModelFiles(NamedTuple):
         gguf, family = read_gguf(path) if is_gguf(path) else None, family_of(whole)
         packed = None if gguf else packed_files(path)
         widths = gguf_widths(gguf) if gguf else packed_widths(packed.weights, packed.packing) if packed else {}
+        in_bytes = byte_widths(packed.weights, packed.packing) if packed else {}
         return cls(
             config=whole,
             settings=settings,
@@ -74,6 +76,7 @@ class ModelFiles(NamedTuple):
             method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
             widths={name: width for name, width in widths.items() if not is_of_tower(name)},
+            in_bytes=in_bytes,
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
             mutual=family.mutual(whole) if family else 0,
@@ -84,6 +87,7 @@ class ModelFiles(NamedTuple):
         if self.stored and not find_backend(config.backend, config.allowed_backends).expands:
             return Weights(self.stored, self.stored, self.stored)
         packs = config.backend == "paged" and (device == "cpu" or self._takes_levels(config, device))
+        widths = {**self.widths, **(self.in_bytes if device == "cuda" else {})}
         tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
         seeing = tower * max(self.number, 4 if packs and not computes_bfloat16() else 0)  # the tower's bytes
         expanded = (self.parameters - tower) * self.number + seeing
@@ -94,21 +98,16 @@ class ModelFiles(NamedTuple):
             packed = products * WIDTHS[method] + self.precise * WIDTHS["int8"]
             kept = int(self.embedding * self.number + seeing + packed)
             tied = WIDTHS["int8"]
-        elif packs and self.widths and self._keeps_levels(config, device):
-            embedding = next((name for name in self.widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype
-            saved = sum(self.sizes[name] * (self.number - width) for name, width in self.widths.items())
-            kept = int(expanded - saved + self.sizes.get(embedding, 0) * (self.number - self.widths.get(embedding, 0)))
-            tied = self.widths.get(embedding, tied)
+        elif packs and widths and self._keeps_levels(config, device):
+            embedding = next((name for name in widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype
+            saved = sum(self.sizes[name] * (self.number - width) for name, width in widths.items())
+            kept = int(expanded - saved + self.sizes.get(embedding, 0) * (self.number - widths.get(embedding, 0)))
+            tied = widths.get(embedding, tied)
         else:
             kept = expanded
         if packs and not self.head:  # the embedding is the head, whose product packs a copy of it
             kept += int(self.embedding * tied)
-        if (
-            packs
-            and config.quantization is None
-            and (self.method or self.widths)
-            and self._keeps_levels(config, device)
-        ):
+        if packs and config.quantization is None and (self.method or widths) and self._keeps_levels(config, device):
             most = kept + _PACKING * max(self.sizes.values())  # each weight is packed as it is read
             return Weights(most, kept, most)
         return Weights(expanded, kept, int(expanded * _LOADING) if device == "cpu" else expanded)

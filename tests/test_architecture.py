@@ -94,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.plain",
         "engine.vision",
     },
-    "engine.paged.kv": {"engine.cpu", "engine.sizing"},
+    "engine.paged.kv": {"engine.cpu", "engine.model_files"},
     "engine.paged.quantization": {
         "engine.checkpoints",
         "engine.checkpoints.gguf",

@@ -85,6 +85,14 @@ class PackedWeight(NamedTuple):
         in_words = "qweight" in self.parts or ("weight_packed" in self.parts and "weight_g_idx" not in self.parts)
         return in_groups and in_words and not packing.act_order
 
+    def keeps_bytes(self, packing: Packing) -> bool:
+        """Whether it lies in bytes, floating or whole, whose scales are those of whole groups of neighbours."""
+        if "weight" not in self.parts or self.of_experts or self.float_group(packing):
+            return False
+        inputs, block = self.shape[1], packing.block
+        in_groups = not inputs % GROUP_SIZE and (block is None or not block[1] % GROUP_SIZE)
+        return in_groups and not packing.group_size and not self.parts.keys() & {"weight_zero_point", "weight_g_idx"}
+
 
 def packing_of(config: Mapping[str, Any], path: Path) -> Packing | None:
     """What config.json says of packed weights; None if there are none. Raises `ModelLoadError` for another method."""

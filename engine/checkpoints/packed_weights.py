@@ -61,6 +61,26 @@ def packed_level_readers(
     return found
 
 
+def byte_readers(
+    files: Mapping[str, Path], weights: Mapping[str, PackedWeight | str], packing: Packing
+) -> dict[str, ReadRounded]:
+    """The weights in bytes, for products that take floating ones as levels."""
+    packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
+    return {
+        name.removesuffix(".weight"): partial(_bytes_of, weight, packing, partial(_get, files))
+        for name, weight in packed.items()
+        if weight.keeps_bytes(packing)
+    }
+
+
+def _bytes_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
+    parts = {part: get(name) for part, name in weight.parts.items()}
+    levels, scales = parts["weight"], parts.get("weight_scale", parts.get("weight_scale_inv"))
+    assert scales is not None, "a weight without a scale is none that is packed"
+    spread = _spread(scales, levels.shape, packing.block, None).expand(levels.shape)
+    return Rounded(levels, spread[:, ::GROUP_SIZE].contiguous())
+
+
 def levels_of(weight: PackedWeight, packing: Packing, get: Get) -> Rounded:
     """A packed weight in groups of 32, of 4 bits or 8, or NVFP4's in groups of 16; `get` reads a tensor by name.
 

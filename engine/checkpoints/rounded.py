@@ -51,7 +51,7 @@ class Rounded(NamedTuple):
 
     `levels` int8 [O, I], 0 to 15 if they have 4 bits; `scales` and `zeros` [O, ⌈I / size⌉]. Our own are bfloat16, with
     zeros and the middle 8 for 4 bits, without for 8. Q6_K has groups of 16 and 8 bits; I is then a multiple of 32.
-    With a `table` levels have 4 bits, and stand for the numbers in it.
+    With a `table` levels have 4 bits, and stand for the numbers in it. Those of FP8 are float8_e4m3fn.
     """
 
     levels: Tensor
@@ -123,8 +123,10 @@ class Rounded(NamedTuple):
 
     @property
     def _whole(self) -> Tensor:
-        """The levels as what scales are multiplied by, int8."""
-        return looked_up(self.levels, self.table) if self.table else self.levels - self.middle
+        """The levels as what scales are multiplied by, int8 or float8."""
+        if self.table:
+            return looked_up(self.levels, self.table)
+        return self.levels - self.middle if self.middle else self.levels
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """The tensors of a checkpoint."""

@@ -20,6 +20,8 @@ _WIDTHS = {
 }
 """The same in GGUF's; others are like int8."""
 
+_BYTES = 1.15  # with a float32 scale for each 32
+
 _UNLIKE = 1.5
 """The same of one weight of tensors that differ in type."""
 
@@ -38,6 +40,12 @@ def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -
     """The same of safetensors with packed weights."""
     packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
     return {name: _WIDTHS[_kind(weight, packing)] for name, weight in packed.items() if weight.keeps_levels(packing)}
+
+
+def byte_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:
+    """The same of weights in bytes, which a GPU keeps."""
+    packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
+    return {name: _BYTES for name, weight in packed.items() if weight.keeps_bytes(packing)}
 
 
 def _kind(weight: PackedWeight, packing: Packing) -> str:

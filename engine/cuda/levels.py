@@ -70,23 +70,25 @@ class Form(NamedTuple):
 
     bits: int
     middle: int
+    is_float: bool  # 8 bits are E4M3
     is_fine: bool
     has_zeros: bool
     scale_type: torch.dtype
 
     @classmethod
     def of(cls, rounded: Rounded) -> Self:
-        return cls(rounded.bits, rounded.middle, rounded.size < GROUP, rounded.zeros is not None, rounded.scales.dtype)
+        is_float, is_fine = rounded.levels.dtype == torch.float8_e4m3fn, rounded.size < GROUP
+        return cls(rounded.bits, rounded.middle, is_float, is_fine, rounded.zeros is not None, rounded.scales.dtype)
 
     @property
     def options(self) -> list[str]:
         values = {
             "BITS": self.bits,
             "MIDDLE": self.middle,
+            "FLOATS": int(self.is_float),
             "FINE": int(self.is_fine),
             "ZEROS": int(self.has_zeros),
             "SCALE": _SCALE_TYPES.index(self.scale_type),
-            "FLOATS": 0,
             "PRODUCTS": _PRODUCTS,
         }
         return [f"-D{name}={value}" for name, value in values.items()]
@@ -112,6 +114,7 @@ class LevelWeight(NamedTuple):
         elif rounded.bits == 8 and rounded.middle:
             rounded = rounded._replace(levels=rounded.levels - rounded.middle, middle=0)
         form = Form.of(rounded)
+        rounded = rounded._replace(levels=rounded.levels.view(torch.int8))
         rows = max(TILE, _ARRANGED // rounded.levels.shape[1] // TILE * TILE)
         levels = torch.cat([_arranged(part, form.bits) for part in rounded.levels.split(rows)])  # type: ignore[no-untyped-call]
         return cls(levels, _arranged_factors(rounded, form), form, *rounded.levels.shape)

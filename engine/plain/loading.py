@@ -20,7 +20,7 @@ from ..checkpoints.gguf.file import read_gguf
 from ..checkpoints.gguf.models import rope_factors
 from ..checkpoints.gguf.weights import lazy_weights, level_readers
 from ..checkpoints.lazy import LazyWeight, reading
-from ..checkpoints.packed_weights import lazy_packed_weights, packed_level_readers
+from ..checkpoints.packed_weights import byte_readers, lazy_packed_weights, packed_level_readers
 from ..checkpoints.quantized import GROUP_SIZE
 from ..checkpoints.rounded import (
     ReadRounded,
@@ -77,6 +77,8 @@ def load_plain(
         elif packed := packed_files(path):
             weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
             found = packed_level_readers(packed.files, packed.weights, packed.packing) if keeps_foreign else {}
+            if keeps_foreign and device.type == "cuda":
+                found |= byte_readers(packed.files, packed.weights, packed.packing)
         else:
             weights = _stored(path, files)
         if keep_levels is not None:

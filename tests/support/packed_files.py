@@ -116,7 +116,7 @@ def float8(scale: Callable[[Tensor], Tensor], name: str = "weight_scale") -> Cal
     def pack(weight: Tensor) -> Packed:
         scales = scale(weight)
         spread = scales.view(1, 1) if scales.numel() == 1 else scales
-        if spread.shape[0] not in (1, len(weight)):
+        if spread.shape[1] > 1 or spread.shape[0] not in (1, len(weight)):
             spread = spread.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
         levels = (weight / spread).to(torch.float8_e4m3fn)
         return {"weight": levels, name: scales, "input_scale": torch.ones(1)}, levels.float() * spread

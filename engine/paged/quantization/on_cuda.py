@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...checkpoints.gguf.file import BLOCKS
 from ...checkpoints.gguf.weights import rounded_of
 from ...checkpoints.rounded import Blocks, Rounded, blocks_of
 from ...cuda.levels import LevelKernels, LevelWeight
 from ..decoding.linear import Linear, PlainLinear, Unfused
+
+_BY_ARITHMETIC = {
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+}
+"""GGUF's types that a GPU unpacks; others have grids, which are in the machine's memory."""
 
 
 class LevelLinear(Unfused):
@@ -61,7 +65,5 @@ class LevelMaker:
             )
 
 
-def _all_known(blocks: Iterable[Blocks]) -> bool:
-    """Whether there are blocks, all of GGUF's types whose levels are read by arithmetic alone, not from grids."""
-    kinds = [block.kind for block in blocks]
-    return bool(kinds) and all(kind in BLOCKS and not kind.startswith(("IQ1", "IQ2", "IQ3", "MXFP4")) for kind in kinds)
+def _all_known(blocks: Sequence[Blocks]) -> bool:
+    return bool(blocks) and all(block.kind in _BY_ARITHMETIC for block in blocks)

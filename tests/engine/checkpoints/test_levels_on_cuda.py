@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,14 @@ import pytest
 import torch
 from gguf_cases import CASES, PROMPTS, Case
 from gguf_files import write_gguf
+from packed_files import FORMATS, write
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.checkpoints import packed_weights
 from penstock.engine.checkpoints.gguf import weights as gguf_weights
 from penstock.engine.models import BUNDLED, resolve_model
+from penstock.engine.output import GenerationOutput
 from penstock.engine.paged.quality import Reader, compare
 from penstock.engine.sizing import weights_of_model
 from penstock.engine.text.tokenizer import Tokenizer
@@ -27,6 +30,17 @@ IN_FLOAT32: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_mem
 LLAMA = next(case for case in CASES if case.architecture == "llama")
 KINDS = {"q_proj": "Q4_0", "v_proj": "Q5_1", "down_proj": "Q4_1", "o_proj": "Q8_0", "lm_head": "Q8_0"}
 PARAMS = GenerationParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=5)
+
+
+def check(found: Sequence[GenerationOutput], expected: Sequence[GenerationOutput]) -> None:
+    """What may follow first is about as likely."""
+    for output, right in zip(found, expected, strict=True):
+        (mine, *_), (other, *_) = output.logprobs or (), right.logprobs or ()
+        likely = {one.token_id: one.logprob for one in other.top}
+        known = [one for one in mine.top if one.token_id in likely]
+        assert known
+        for one in known:
+            assert one.logprob == pytest.approx(likely[one.token_id], abs=0.25)
 
 
 @pytest.fixture
@@ -56,14 +70,20 @@ def test_nothing_but_the_embedding_is_expanded(gguf: Path, monkeypatch: pytest.M
     config = EngineConfig(model=str(gguf), **ON_CUDA)
     with InferenceEngine(config) as engine:
         assert expanded.count("Q4_0") == 1, "the embedding"
-        for prompts in (PROMPTS, [PROMPTS[0]]):
-            for output, right in zip(engine.generate(prompts, PARAMS), expected, strict=False):
-                (mine, *_), (other, *_) = output.logprobs or (), right.logprobs or ()
-                likely = {one.token_id: one.logprob for one in other.top}
-                known = [one for one in mine.top if one.token_id in likely]
-                assert known
-                for one in known:
-                    assert one.logprob == pytest.approx(likely[one.token_id], abs=0.25)
+        check(engine.generate(PROMPTS, PARAMS), expected)
+        check(engine.generate(PROMPTS[:1], PARAMS), expected[:1])
+
+
+@pytest.mark.parametrize("name", ["compressed-fp8", "fp8", "compressed-int8", "awq", "compressed-nvfp4"])
+def test_packed_weights_answer_as_on_a_cpu(
+    name: str, model_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(model_directory("qwen2"), tmp_path / "packed", FORMATS[name])
+    with InferenceEngine(EngineConfig(model=str(tmp_path / "packed"), **IN_FLOAT32)) as engine:
+        expected = engine.generate(PROMPTS, PARAMS)
+    monkeypatch.setattr(packed_weights, "expand", lambda *_: pytest.fail("a weight was expanded"))
+    with InferenceEngine(EngineConfig(model=str(tmp_path / "packed"), **ON_CUDA)) as engine:
+        check(engine.generate(PROMPTS, PARAMS), expected)
 
 
 def test_less_memory_is_expected_of_levels(gguf: Path) -> None:

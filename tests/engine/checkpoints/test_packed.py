@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints import packed_weights
+from penstock.engine.checkpoints.packed_weights import byte_readers
+from penstock.engine.checkpoints.rounded import ReadRounded
+from penstock.engine.checkpoints.widths import byte_widths
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import BLOCK as ROWS
 from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, UNEVEN
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
-from penstock.engine.models import count_parameters, read_model_info
+from penstock.engine.models import count_parameters, packed_files, read_model_info
 from penstock.engine.sizing import weights_of_model
 from penstock.schemas.errors import ModelLoadError
 
@@ -80,6 +83,35 @@ def test_levels_are_kept_in_bfloat16(
                 assert product is None or product.kind == PLAIN
         answers = engine.generate(PROMPTS, GenerationParams(max_tokens=8, temperature=0, ignore_eos=True))
         assert [len(answer.token_ids) for answer in answers] == [8, 8]
+
+
+IN_BYTES = ("compressed-int8", "compressed-fp8", "fp8-blocks", "fp8", "modelopt-fp8-by-row")
+
+
+def bytes_of(model: Path) -> dict[str, ReadRounded]:
+    packed = packed_files(model)
+    assert packed is not None
+    found = byte_readers(packed.files, packed.weights, packed.packing)
+    assert {f"{module}.weight" for module in found} == byte_widths(packed.weights, packed.packing).keys()
+    return found
+
+
+@pytest.mark.parametrize("name", IN_BYTES)
+def test_bytes_with_their_scales_are_the_numbers_that_they_stand_for(
+    name: str, model_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU keeps them, unless a block has half a group."""
+    form = FORMATS[name]
+    if name == "fp8-blocks":
+        write(model_directory("qwen2"), tmp_path / "halves", form)
+        assert not bytes_of(tmp_path / "halves")
+        monkeypatch.setattr("packed_files.BLOCK", 64)
+        form = form._replace(settings=form.settings | {"weight_block_size": [64, 64]})
+    expected = write(model_directory("qwen2"), tmp_path / "packed", form)
+    found = bytes_of(tmp_path / "packed")
+    assert any("mlp.down_proj" in module for module in found)
+    for module, read in found.items():
+        assert torch.equal(read().numbers, expected[f"{module}.weight"].float())
 
 
 def test_the_memory_of_levels_is_known_before_they_are_read(

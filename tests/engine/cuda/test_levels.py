@@ -28,9 +28,12 @@ def rounded(
     zeros: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     table: tuple[int, ...] = (),
+    floats: bool = False,
 ) -> Rounded:
     low, high = (0, 16) if bits == 4 else (-127, 128)
     levels = torch.randint(low, high, (OUTPUTS, INPUTS), dtype=torch.int8)
+    if floats:  # the smallest ones, too, and no NaN
+        levels = levels.clamp(-126, 126).view(torch.float8_e4m3fn)
     scales = (torch.rand(OUTPUTS, INPUTS // size) * 0.01 + 0.001).to(dtype)
     offsets = (torch.randn(OUTPUTS, INPUTS // size) * 0.01).to(dtype) if zeros else None
     return Rounded(levels, scales, offsets, bits, middle, size, table)
@@ -44,6 +47,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "Q5_1": {"zeros": True, "dtype": torch.float16},
     "Q6_K": {"size": 16, "dtype": torch.float32},
     "Q2_K": {"size": 16, "zeros": True, "dtype": torch.float32},
+    "E4M3": {"floats": True, "dtype": torch.float32},
     "IQ4_NL": {"bits": 4, "dtype": torch.float16, "table": tuple(range(-120, 120, 15))},
 }
 
@@ -54,6 +58,7 @@ def test_a_level_lies_where_the_source_reads_it(name: str) -> None:
     given = rounded(**FORMS[name])
     weight = LevelWeight.of(given, CPU)
     expected = torch.tensor(given.table)[given.levels.int()] if given.table else given.levels
+    expected = expected.view(torch.int8) if weight.form.is_float else expected
     bits = weight.form.bits
     assert bits == (8 if given.table else given.bits)
     assert weight.levels.shape == (-(-OUTPUTS // TILE), INPUTS // GROUP, 32, 2 * bits)
