@@ -250,7 +250,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
         "bfloat16", description="bfloat16, float32, float16, or auto: the checkpoint's."
     )
     quantization: str | None = Field(
-        None, min_length=1, description="int8 or int4: quantizes the weights while loading, for speed on a CPU."
+        None, min_length=1, description="int8 or int4: quantizes the weights while loading, for speed and memory."
     )
     attention: str = Field("auto", min_length=1, description="Attention implementation, where the backend has several.")
     max_batch_size: Annotated[int | None, BeforeValidator(_open)] = Field(

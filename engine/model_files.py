@@ -82,6 +82,11 @@ class ModelFiles(NamedTuple):
             mutual=family.mutual(whole) if family else 0,
         )
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether weights lie in fewer bits than they have when they are loaded in a dtype."""
+        return bool(self.method or self.widths or self.in_bytes)
+
     def weights(self, config: EngineConfig, device: str) -> Weights:
         """`device` is the type of the device."""
         if self.stored and not find_backend(config.backend, config.allowed_backends).expands:

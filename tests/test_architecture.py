@@ -70,6 +70,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.adapters",
         "engine.checkpoints",
         "engine.cpu",
+        "engine.cuda",
         "engine.paged.cuda",
         "engine.paged.decoding",
         "engine.paged.kv",

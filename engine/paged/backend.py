@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...schemas.errors import ConfigurationError, ModelLoadError, Refusal
+from ...schemas.errors import ModelLoadError, Refusal
 from ...schemas.events import Delta
 from ..adapters.files import AdapterFiles
 from ..adapters.loaded import Adapter, Targets
@@ -44,7 +44,7 @@ from .scheduling.picture_gate import PictureGate
 from .scheduling.rows import Row, Scheduled
 from .scheduling.scheduler import Scheduler
 from .segments import split_scores, to_segment
-from .settings import check_settings
+from .settings import check_settings, why_expanded
 from .speculation.drafts import Speculation, row_cost
 from .spill.opening import open_spill
 from .state.planning import make_room
@@ -122,11 +122,11 @@ class PagedBackend:
         context = fitting_length(config, info.context_length, self.blocks.capacity)
         if self.runner.on_triton and config.enable_cuda_graph is not False:
             self._record_graphs(config, context)
-        elif config.enable_cuda_graph:
-            raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
         elif device.type == "cuda":
             reason = "enable_cuda_graph is false" if self.runner.on_triton else "Triton is missing; install it"
             self._slow_paths.append(f"decoding is not recorded as CUDA graphs: {reason}")
+        if device.type == "cuda" and not make_product.is_quantized and (reason := why_expanded(config, device)):
+            self._slow_paths.append(reason)
         for reason in self._slow_paths:
             _log.warning("%s: %s", config.model, reason)
         slow_paths = tuple(self._slow_paths)

@@ -1,10 +1,14 @@
-"""The settings of this backend that exclude each other."""
+"""Settings of this backend that exclude each other, and what they cost."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import torch
 
 from ...schemas.errors import ConfigurationError
+from ..cuda.levels import unsupported
+from ..model_files import ModelFiles
 from ..sizing import SizedConfig
 
 
@@ -21,3 +25,14 @@ def check_settings(config: SizedConfig, device: torch.device) -> None:
         )
     if config.enable_cuda_graph and device.type != "cuda":
         raise ConfigurationError([f"enable_cuda_graph: {device} has no CUDA graphs; leave it out"])
+    if config.enable_cuda_graph and find_spec("triton") is None:
+        raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
+
+
+def why_expanded(config: SizedConfig, device: torch.device) -> str:
+    """Why weights that the model's files have in few bits take the memory of their dtype on a GPU; empty if there are
+    none. Raises `ModelLoadError`."""
+    if not ModelFiles.of(config).has_levels:
+        return ""
+    reason = unsupported(device) or "a GPU keeps levels of plain decoders alone, in bfloat16"
+    return f"weights of few bits are expanded: {reason}"

@@ -62,9 +62,9 @@ def test_nothing_but_the_embedding_is_expanded(gguf: Path, monkeypatch: pytest.M
     expanded: list[str] = []
     dequantize = gguf_weights.dequantize
 
-    def noted(data: torch.Tensor, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def noted(data: torch.Tensor, kind: str, *others: Any) -> torch.Tensor:
         expanded.append(kind)
-        return dequantize(data, kind, dtype)
+        return dequantize(data, kind, *others)
 
     monkeypatch.setattr(gguf_weights, "dequantize", noted)
     config = EngineConfig(model=str(gguf), **ON_CUDA)
@@ -84,6 +84,15 @@ def test_packed_weights_answer_as_on_a_cpu(
     monkeypatch.setattr(packed_weights, "expand", lambda *_: pytest.fail("a weight was expanded"))
     with InferenceEngine(EngineConfig(model=str(tmp_path / "packed"), **ON_CUDA)) as engine:
         check(engine.generate(PROMPTS, PARAMS), expected)
+
+
+def test_where_levels_are_expanded_the_engine_says_so(gguf: Path, make_model: Callable[[Case], Path]) -> None:
+    with InferenceEngine(EngineConfig(model=str(gguf), **ON_CUDA)) as engine:
+        assert not engine.info.slow_paths
+    with InferenceEngine(EngineConfig(model=str(gguf), **ON_CUDA | {"dtype": "float32"})) as engine:
+        assert "weights of few bits are expanded: a GPU keeps levels of plain decoders" in engine.info.slow_paths[0]
+    with InferenceEngine(EngineConfig(model=str(make_model(LLAMA)), **ON_CUDA | {"dtype": "float32"})) as engine:
+        assert not engine.info.slow_paths
 
 
 def test_less_memory_is_expected_of_levels(gguf: Path) -> None:

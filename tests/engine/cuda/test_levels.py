@@ -32,8 +32,9 @@ def rounded(
 ) -> Rounded:
     low, high = (0, 16) if bits == 4 else (-127, 128)
     levels = torch.randint(low, high, (OUTPUTS, INPUTS), dtype=torch.int8)
-    if floats:  # the smallest ones, too, and no NaN
-        levels = levels.clamp(-126, 126).view(torch.float8_e4m3fn)
+    if floats:  # the smallest ones, too, and no NaN, which 127 and -1 would be
+        levels[(levels == 127) | (levels == -1)] = 0
+        levels = levels.view(torch.float8_e4m3fn)
     scales = (torch.rand(OUTPUTS, INPUTS // size) * 0.01 + 0.001).to(dtype)
     offsets = (torch.randn(OUTPUTS, INPUTS // size) * 0.01).to(dtype) if zeros else None
     return Rounded(levels, scales, offsets, bits, middle, size, table)
