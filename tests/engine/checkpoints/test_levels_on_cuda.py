@@ -88,11 +88,14 @@ def test_packed_weights_answer_as_on_a_cpu(
 
 def test_where_levels_are_expanded_the_engine_says_so(gguf: Path, make_model: Callable[[Case], Path]) -> None:
     with InferenceEngine(EngineConfig(model=str(gguf), **ON_CUDA)) as engine:
-        assert not engine.info.slow_paths
+        assert not engine.model_info().slow_paths
     with InferenceEngine(EngineConfig(model=str(gguf), **ON_CUDA | {"dtype": "float32"})) as engine:
-        assert "weights of few bits are expanded: a GPU keeps levels of plain decoders" in engine.info.slow_paths[0]
+        assert (
+            "weights of few bits are expanded: a GPU keeps levels of plain decoders"
+            in engine.model_info().slow_paths[0]
+        )
     with InferenceEngine(EngineConfig(model=str(make_model(LLAMA)), **ON_CUDA | {"dtype": "float32"})) as engine:
-        assert not engine.info.slow_paths
+        assert not engine.model_info().slow_paths
 
 
 def test_less_memory_is_expected_of_levels(gguf: Path) -> None:
