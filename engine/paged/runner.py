@@ -80,7 +80,6 @@ class Runner:
         self._decoder: Decoder | None = None
         self._compiled: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []
-        self._graphs: DecodeGraphs | None = None  # set by `record_graphs`
         self._rules: list[Rules] = []  # by attending layer; this and the next two are set by the first pass
         self._numbers: dict[int, int] = {}  # of attending layers, by their indices in the model
         self.states = States()
@@ -132,6 +131,7 @@ class Runner:
             self._attention.pool(spec, num_blocks[group] + 1)
             for spec, group in zip(self.specs, self._group_of, strict=True)
         ]
+        self._graphs: DecodeGraphs | None = None  # set by `record_graphs`: those recorded before use the earlier pools
         if self._compiled is not None:
             self._compiled.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
 

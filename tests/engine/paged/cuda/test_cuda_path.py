@@ -136,6 +136,16 @@ def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner])
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_recorded_steps_are_forgotten_with_the_pools_that_they_use(runners: tuple[Runner, Runner]) -> None:
+    runner = runners[1]
+    plain = run(runner, STEPS)
+    capture = record(runner)
+    runner.allocate([NUM_BLOCKS] * len(runner.groups))
+    for one, other in zip(plain, run(runner, STEPS), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert capture.replays == 0
+
+
 def test_steps_with_adapters_are_not_recorded_ones(runners: tuple[Runner, Runner], tmp_path: Path) -> None:
     """They are computed beside the graphs, and `slow_adapters` says so."""
     runner = runners[1]
