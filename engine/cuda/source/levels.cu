@@ -69,9 +69,9 @@ static __device__ __forceinline__ u32 pair_of(const u32 *words, int p) {
     u32 levels = ((words[0] >> 4 * p) & 0x000f000fu) | 0x43004300u; /* 128 + level */
     return multiply_add(levels, ONES, 0xc300c300u | (u32)MIDDLE << 16 | (u32)MIDDLE); /* -(128 + MIDDLE) */
 #elif FLOATS
-    u32 bytes = __byte_perm(words[p >> 1], 0, p & 1 ? 0x3424 : 0x1404);       /* each in the high half of 16 bits */
-    u32 moved = (bytes & 0x80008000u) | (bytes & 0x7f007f00u) >> 4;            /* bfloat16 has 4 more exponent bits */
-    return multiply_add(moved, 0x7b807b80u, 0x80008000u);                      /* 2^120 */
+    u32 bytes = __byte_perm(words[p >> 1], 0, p & 1 ? 0x3424 : 0x1404); /* each in the high half of 16 bits */
+    u32 moved = (bytes & 0x80008000u) | (bytes & 0x7f007f00u) >> 4; /* bfloat16 has four more bits of exponent */
+    return multiply_add(moved, 0x7b807b80u, 0x80008000u); /* times 2^120 */
 #else
     u32 low = words[p >> 1] & 0x7f7f7f7fu, sign = words[p >> 1] & 0x80808080u;
     u32 order = p & 1 ? 0x4342u : 0x4140u;
@@ -134,7 +134,8 @@ static __device__ __forceinline__ void numbers_of(u32 *numbers, const u32 *words
    padded to tiles of 8. A warp takes one group and 8 rows; grid: (I / 32 / 8, rows / 8). */
 extern "C" __global__ void __launch_bounds__(256)
     arrange(const u16 *x, long stride, int rows, uint4 *arranged, float *totals, int groups) {
-    int lane = threadIdx.x & 31, group = (int)blockIdx.x * 8 + (int)(threadIdx.x >> 5), row = (int)blockIdx.y * 8 + (lane >> 2);
+    int lane = threadIdx.x & 31, group = (int)blockIdx.x * 8 + (int)(threadIdx.x >> 5);
+    int row = (int)blockIdx.y * 8 + (lane >> 2);
     if (group >= groups)
         return;
     uint2 found[2] = {};
@@ -260,10 +261,11 @@ static __device__ __forceinline__ void product(
                     inputs.numbers[n] = __ldg(arranged + ((long)group * row_tiles + own) * 32 + lane);
 #if ZEROS
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++)
+                    for (int part = 0; part < PARTS; part++) {
+                        const float *sums_of = totals + (((long)group * PARTS + part) * row_tiles + own) * 8;
                         if (!ROUNDED)
-                            inputs.totals[n][part] =
-                                __ldg((const float2 *)(totals + ((long)group * PARTS + part) * 8 * row_tiles + 8 * own) + t);
+                            inputs.totals[n][part] = __ldg((const float2 *)sums_of + t);
+                    }
 #endif
                 }
             }

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ....schemas.errors import ModelLoadError
 from ...checkpoints.gguf.weights import rounded_of
 from ...checkpoints.rounded import Blocks, Rounded, blocks_of
+from ...cuda.compiling import NotCompiled
 from ...cuda.levels import LevelKernels, LevelWeight
 from ..decoding.linear import Linear, PlainLinear, Unfused
 
@@ -23,8 +25,11 @@ class LevelLinear(Unfused):
     """A weight of levels; in float32, in which models are only checked, its numbers are expanded."""
 
     def __init__(self, weight: LevelWeight, bias: Tensor | None, kernels: LevelKernels) -> None:
-        """Raises `NotCompiled`."""
-        kernels.prepare(weight)
+        """Raises `ModelLoadError` where the products cannot be compiled."""
+        try:
+            kernels.prepare(weight)
+        except NotCompiled as error:
+            raise ModelLoadError(f"{error}; or set dtype to float16, in which a GPU expands weights") from error
         self._weight, self._bias, self._kernels = weight, bias, kernels
         self.weight, self.nbytes = weight.levels, weight.nbytes
 
@@ -58,7 +63,7 @@ class LevelMaker:
         return LevelLinear(LevelWeight.of(rounded, self._kernels.device), bias, self._kernels)
 
     def _read(self, blocks: Sequence[Blocks]) -> Rounded:
-        """Unpack blocks on the GPU, which takes a fiftieth of the time that it takes on a CPU."""
+        """Unpack blocks on the GPU: on a CPU torch's operations take seconds for a GB."""
         with self._kernels.device:
             return Rounded.joined(
                 [rounded_of(block.data.to(self._kernels.device), block.kind, len(block.data)) for block in blocks]
