@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
@@ -28,3 +29,10 @@ def resolve_device(name: str) -> torch.device:
             [f"device={name!r}: not available, this machine or this build of torch has no MPS; choose another"]
         )
     return torch.device(name)
+
+
+def described(device: torch.device) -> list[Any]:
+    """What computes there."""
+    if device.type != "cuda":
+        return [device.type]
+    return [torch.version.cuda, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]

@@ -224,3 +224,18 @@ def _download(source: str) -> Path:
         ) from error
     except OSError as error:
         raise ModelLoadError(f"cannot download {source} from Hugging Face: {error}; try again") from error
+
+
+def files_of(path: Path) -> list[Path]:
+    """Those that make up the model at `path`."""
+    if is_gguf(path):
+        gguf = read_gguf(path)
+        both = (gguf,) if gguf.projector is None else (gguf, gguf.projector)
+        return sorted({tensor.path for one in both for tensor in one.tensors.values()} | {one.path for one in both})
+    return sorted({*path.glob("*.json"), *weight_files(path)})
+
+
+def state_of(path: Path) -> list[list[Any]]:
+    """What the file system says of a model's files: it differs after any of them has changed. Raises `OSError`."""
+    stats = [(file.name, file.stat()) for file in files_of(path)]
+    return [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]

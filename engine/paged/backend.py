@@ -48,12 +48,12 @@ from .settings import check_settings, why_expanded
 from .speculation.drafts import Speculation, row_cost
 from .spill.opening import open_spill
 from .state.planning import make_room
+from .verdicts import Verdicts
 
 _log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
-_CHUNK = {"cpu": 256}  # larger products are no faster there, and delay decoding
-_LARGE_CHUNK = 2048
+_CHUNK, _LARGE_CHUNK = {"cpu": 256}, 2048  # on a CPU larger products are no faster, and delay decoding
 _EVICT_FROM = 0.80  # usage from which unheld prefixes are evicted early, so that no step waits for eviction
 
 
@@ -90,7 +90,8 @@ class PagedBackend:
         self.tokenizer = Tokenizer(path)
         check_memory(config.kv_cache_memory, weights_of_model(config, device.type), config.model, device)
         model = load_model(config, path, info.architecture, device, make_product, progress)
-        self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_product, kernels)
+        known = Verdicts.of(config, path, info.context_length, device, kernels)
+        self.runner = Runner(model, _BLOCK_SIZE, info.context_length, make_product, kernels, known)
         if self.runner.uncompiled:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")
         chunked = config.enable_chunked_prefill is not False
@@ -144,13 +145,12 @@ class PagedBackend:
         return Speculation(self.tokenizer, config.speculation_depth, row_cost(is_quantized)), ""
 
     def _load_kernels(self, config: EngineConfig) -> Kernels | None:
+        reason = "compile_kernels is false"
         if config.compile_kernels:
             try:
                 return load_kernels()
             except NoKernels as error:
                 reason = str(error)
-        else:
-            reason = "compile_kernels is false"
         self._slow_paths.append(f"decoding is not compiled: {reason}")
         return None
 

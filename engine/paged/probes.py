@@ -14,6 +14,7 @@ from ..vision.tower import Vision
 from .packing import Segment
 
 SPLIT, ALONE, STRIDE, BLOCKS = 5, 8, 7, 6
+TOLERANCE = 1e-3  # for results in float32
 
 
 class ImageProbe(NamedTuple):

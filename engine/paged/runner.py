@@ -31,15 +31,16 @@ from .attention import Rules, choose_attention, widened, with_rules
 from .decoding.compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoding.decoder import Decoder
 from .decoding.experts import pack_experts
-from .decoding.linear import Adaptable, Applied, Linear, Views, release
+from .decoding.linear import Adaptable, Linear, Views, release, replace_linears
 from .decoding.precision import in_float32
 from .decoding.proof import Setting, distance, fault
 from .kv.kv_cache import LayerSpec, Pool
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
-from .probes import BLOCKS, SPLIT, STRIDE, image_probe, probe_ids, probes, probes_apart
+from .probes import BLOCKS, SPLIT, STRIDE, TOLERANCE, image_probe, probe_ids, probes, probes_apart
 from .state.memory import States
 from .state.probes import NUM_SLOTS, NUM_TRIED, after_others, in_steps, with_slots
+from .verdicts import NO_VERDICTS, Verdict, Verdicts
 
 if TYPE_CHECKING:  # some need Triton
     from transformers import PreTrainedModel
@@ -65,8 +66,9 @@ class Runner:
         context_length: int,
         make_product: MakeProduct,
         kernels: Kernels | None = None,
+        verdicts: Verdicts = NO_VERDICTS,
     ) -> None:
-        """Take over the model: its weights move into products of `make_product`.
+        """Take over the model: its weights move into products of `make_product`; `verdicts` spare it known checks.
 
         `uncompiled` says why the compiled decoder is not used; it is empty if it is used, or if there are no kernels.
 
@@ -96,10 +98,8 @@ class Runner:
             self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
             self.allocate([BLOCKS] * len(self.groups))
             self.states.allocate(NUM_SLOTS, 2, torch.float32)
-            self._check_packing()
-            is_plain = self._is_plain()
-            if self.vision is not None:
-                is_plain = self._sees_plainly(self.vision) and is_plain
+            known = verdicts.read()
+            is_plain = known.is_plain if known is not None else self._check()
         self._attention = choose_attention(block_size, self.specs, self.dtype, self.device, self.on_triton)
         self.allocate([BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
@@ -111,7 +111,8 @@ class Runner:
                 self._spans += experts.spans
             use_large_pages(self._spans)
             return_memory()
-        self.uncompiled = self._compile(kernels, context_length)
+        self.uncompiled = self._compile(kernels, context_length, known is not None and known.is_compiled)
+        verdicts.keep(Verdict(is_plain, self._compiled is not None))
 
     @property
     def on_triton(self) -> bool:
@@ -262,19 +263,21 @@ class Runner:
     @torch.inference_mode()
     def _check_packing(self) -> None:
         self._together = self._forward(self._probe_step())
-        if distance(self._alone, self._together) > _TOLERANCE:
+        if distance(self._alone, self._together) > TOLERANCE:
             raise ModelLoadError(f"{self._name} mixes requests that share a step; use --backend hf")
         if self.states:
             *_, last = [self._forward(self._probe_step(segments)) for segments in in_steps(self._probes())]
-            if not distance(self._alone, last) <= _TOLERANCE:
+            if not distance(self._alone, last) <= TOLERANCE:
                 raise ModelLoadError(f"{self._name} loses its state between steps; choose another model")
 
-    def _is_plain(self) -> bool:
-        """Whether the plain decoder computes what the model computes."""
+    def _check(self) -> bool:
+        """Check the model; returns whether the plain decoder computes what the model computes."""
+        self._check_packing()
         difference = self._plain_difference(self._together, self._probe_step())
-        if _TOLERANCE < difference < inf:
+        if TOLERANCE < difference < inf:
             _log.info("plain decoder differs from %s by %.3g", self._name, difference)
-        return difference <= _TOLERANCE
+        sees_plainly = self.vision is None or self._sees_plainly(self.vision)
+        return difference <= TOLERANCE and sees_plainly
 
     @torch.inference_mode()
     def _plain_difference(self, expected: Tensor, step: PackedStep) -> float:
@@ -294,22 +297,19 @@ class Runner:
         probe = image_probe(vision, head, ids, len(self.groups), self.block_size)
         self.allocate([probe.num_blocks] * len(self.groups))
         step = self._pack(probe.segments)
-        if not (far := distance(probe.logits, self._forward(step))) <= _TOLERANCE:
+        if not (far := distance(probe.logits, self._forward(step))) <= TOLERANCE:
             raise ModelLoadError(f"{self._name} sees images in a way that is not supported (off by {far:.3g})")
-        return self._plain_difference(probe.logits, step) <= _TOLERANCE
+        return self._plain_difference(probe.logits, step) <= TOLERANCE
 
     @torch.inference_mode()
     def _take_over(self, fuse: Callable[[Sequence[nn.Linear]], Linear], is_plain: bool) -> None:
         if is_plain:
             self._decoder = Decoder(self._model, fuse, self.dtype)
             return
-        for parent in list(self._model.modules()):
-            for name, module in parent.named_children():
-                if type(module) is nn.Linear:
-                    setattr(parent, name, Applied(fuse([module])))
+        replace_linears(self._model, fuse)
         self.adaptation.hook(self._model)
 
-    def _compile(self, kernels: Kernels | None, context_length: int) -> str:
+    def _compile(self, kernels: Kernels | None, context_length: int, is_proven: bool) -> str:
         """Use the compiled decoder if it computes what the model computes; else return the reason why not."""
         if kernels is None:
             return ""
@@ -319,6 +319,9 @@ class Runner:
         if compiled is None:
             return f"the compiled decoder does not support the shapes, dtype or attention of {self._name}"
         compiled.attach(self._pools, self._packed_groups, self._group_of, self.block_size)
+        if is_proven:
+            self._compiled = compiled
+            return ""
         ids, count = self._probe().tolist(), len(self.groups)
         tried = sorted([*probes(ids, count), *probes_apart(ids, count)], key=rank)
         if self.states:
@@ -345,6 +348,3 @@ class Runner:
         release(parts)
         layers = self.adaptation.parts(parts)
         return Adaptable(linear, self.adaptation, layers) if layers else linear
-
-
-_TOLERANCE = 1e-3  # for results in float32

@@ -12,6 +12,7 @@ import pytest
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, InferenceEngine
+from penstock.engine.paged import verdicts
 
 MakeModel = Callable[[str], Path]
 MakeEngine = Callable[[str], InferenceEngine]
@@ -87,3 +88,9 @@ def echo() -> Iterator[InferenceEngine]:
 def prompts() -> list[list[int]]:
     """Sixteen prompts of different lengths, 1 to 61 tokens."""
     return [[3 + (7 * row + index * index) % 500 for index in range(1 + 4 * row)] for row in range(16)]
+
+
+@pytest.fixture(autouse=True)
+def no_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test knows of no model that it was checked."""
+    monkeypatch.setattr(verdicts, "user_cache", lambda: tmp_path / "cache")

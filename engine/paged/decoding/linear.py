@@ -6,7 +6,7 @@ otherwise (bfloat16 on CPUs with AMX or without AVX-512, any weight without oneD
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -213,6 +213,14 @@ class Applied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._linear(x)
+
+
+def replace_linears(model: nn.Module, make: Callable[[Sequence[nn.Linear]], Linear]) -> None:
+    """Put products in the places of a model's linear layers."""
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if type(module) is nn.Linear:
+                setattr(parent, name, Applied(make([module])))
 
 
 def fused_weight(parts: Sequence[nn.Linear]) -> Tensor:

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from .... import __version__
-from ....schemas.sources import is_gguf
-from ...checkpoints.files import weight_files
-from ...checkpoints.gguf.file import read_gguf
 from ...cpu.library import Kernels
 from ...cpu.machine import cpu_flags
-from ...models import ModelInfo
+from ...device import described
+from ...models import ModelInfo, files_of, state_of
 from ...sizing import SizedConfig
 from ..runner import Runner
 
@@ -41,7 +39,7 @@ def identity(
         "penstock": __version__,
         "torch": [torch.__version__, version("transformers"), torch.__config__.show()],
         "machine": [platform.machine(), cpu_flags(), torch.get_num_threads(), torch.get_float32_matmul_precision()],
-        "device": _describe(runner.device),
+        "device": described(runner.device),
         "weights": weights_digest(path, config.prefix_cache_dir),
         "context": info.context_length,  # long contexts may rotate all positions otherwise
         "settings": [config.dtype, config.quantization, config.attention, config.enable_cuda_graph],
@@ -57,9 +55,7 @@ def weights_digest(path: Path, notes: Path | None = None) -> str:
 
     What was read is noted in the directory `notes`, and not read again while no file has changed.
     """
-    files = _files(path)
-    stats = [(file.name, file.stat()) for file in files]
-    state = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
+    files, state = files_of(path), state_of(path)
     note = notes and notes / f"{sha256(os.fsencode(path)).hexdigest()[:32]}.weights"
     if notes is not None and note is not None:
         notes.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,17 +82,3 @@ def _read_note(note: Path, state: list[list[Any]]) -> str | None:
         return str(known["digest"]) if own and known["files"] == state else None
     except (OSError, ValueError, KeyError, TypeError):  # none yet, or none of ours: it is written anew
         return None
-
-
-def _files(path: Path) -> list[Path]:
-    if is_gguf(path):
-        gguf = read_gguf(path)
-        both = (gguf,) if gguf.projector is None else (gguf, gguf.projector)
-        return sorted({tensor.path for one in both for tensor in one.tensors.values()} | {one.path for one in both})
-    return sorted({*path.glob("*.json"), *weight_files(path)})
-
-
-def _describe(device: torch.device) -> list[Any]:
-    if device.type != "cuda":
-        return [device.type]
-    return [torch.version.cuda, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]

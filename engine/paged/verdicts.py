@@ -1,0 +1,99 @@
+"""What the checks of a model found when it was loaded before: they read every weight several times in float32.
+
+Each is a file in the user's cache, named after all that the checks depend on: the model's files, the settings, the code
+and the machine. What failed is not kept, so that it is told again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+
+from ... import __version__
+from ..config import EngineConfig
+from ..cpu.library import Kernels
+from ..cpu.machine import cpu_flags
+from ..device import described
+from ..models import state_of, user_cache
+
+_log = logging.getLogger(__name__)
+_MOST = 256  # files that are kept; those that were not used for longest go first
+_CODE = Path(__file__).parents[1]
+
+
+class Verdict(NamedTuple):
+    """Packed requests do not affect each other; and whether the plain decoder, and the compiled one, computes what the
+    model computes."""
+
+    is_plain: bool
+    is_compiled: bool
+
+
+class Verdicts:
+    """That of one model with one configuration on this machine."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Without a file none is known, and none is kept."""
+        self._file = file
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, path: Path, context_length: int, device: torch.device, kernels: Kernels | None
+    ) -> Self:
+        """`path` is the model's."""
+        parts = {
+            "code": [__version__, torch.__version__, version("transformers"), _state_of_code()],
+            "machine": [platform.machine(), cpu_flags(), torch.get_num_threads(), described(device)],
+            "model": state_of(path),
+            "settings": [context_length, config.dtype, config.quantization],
+            "kernels": kernels.name if kernels is not None else "",
+        }
+        name = sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        return cls(user_cache() / "verdicts" / f"{name}.json")
+
+    def read(self) -> Verdict | None:
+        """None if there is none."""
+        if self._file is None:
+            return None
+        try:
+            found = json.loads(self._file.read_bytes())
+            os.utime(self._file)
+            return Verdict(found["is_plain"] is True, found["is_compiled"] is True)
+        except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one: the checks are made again
+            return None
+
+    def keep(self, verdict: Verdict) -> None:
+        """Keep it, if it is a new one and the cache can be written."""
+        if self._file is None or self.read() == verdict:
+            return
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
+                json.dump(verdict._asdict(), file)
+            Path(file.name).replace(self._file)
+            _remove_old(sorted(self._file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime))
+        except OSError as error:
+            _log.info("checks not noted: %s; set XDG_CACHE_HOME to a writable directory", error)
+
+
+NO_VERDICTS = Verdicts(None)
+
+
+def _remove_old(files: Sequence[Path]) -> None:
+    for file in files[:-_MOST]:
+        file.unlink(missing_ok=True)
+
+
+def _state_of_code() -> list[list[object]]:
+    files = [(file, file.stat()) for file in sorted(_CODE.rglob("*.py"))]
+    return [[file.relative_to(_CODE).as_posix(), stat.st_size, stat.st_mtime_ns] for file, stat in files]
