@@ -127,7 +127,7 @@ def test_p4_requests_inside_the_window_form_one_batch() -> None:
 
         check()
 
-    run({"batch_window": 0.03, "max_batch_size": 16}, examples)
+    run({"batch_window": 0.03, "max_batch_size": 16, "lease": 60.0}, examples)  # as below
 
 
 async def test_jobs_go_out_in_order_of_priority_and_never_more_than_there_is_room_for() -> None:
