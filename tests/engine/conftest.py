@@ -91,6 +91,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def no_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test knows of no model that it was checked."""
-    monkeypatch.setattr(verdicts, "user_cache", lambda: tmp_path / "cache")
+def verdict_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test begins without a model that is known to have been checked."""
+    cache = tmp_path.with_name(f"{tmp_path.name}-verdicts")
+    monkeypatch.setattr(verdicts, "user_cache", lambda: cache)
+    return cache

@@ -86,10 +86,10 @@ def test_a_model_that_is_not_plain_stays_one(
 
 
 def test_damaged_notes_and_a_cache_that_cannot_be_written_cost_checks_alone(
-    model: Path, checks: Checks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, checks: Checks, verdict_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = answer(model)
-    (note,) = tmp_path.glob("cache/verdicts/*")
+    (note,) = verdict_cache.glob("verdicts/*")
     for damage in ("", "[]", '{"is_plain": true}', "\xff"):
         note.write_text(damage, "latin-1")
         assert answer(model) == first

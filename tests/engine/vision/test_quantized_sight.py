@@ -17,7 +17,7 @@ from vision_models import make_vision_model, picture
 from vision_runs import requests_of
 from vision_truth import expected, reference
 
-from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine, sizing
+from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine, model_files
 from penstock.engine.checkpoints import packed_weights
 from penstock.engine.checkpoints.rounded import Rounded, save_quantized
 from penstock.engine.cpu.layouts import numbers
@@ -201,7 +201,7 @@ def test_a_tower_is_as_fast_as_its_processor_allows(
 ) -> None:
     """Where bfloat16 is slow, it computes in float32, with the same weights; the memory for that is counted."""
     source = make_vision_model(tmp_path / "source", family)
-    for module in (load, sizing):
+    for module in (load, model_files):
         monkeypatch.setattr(module, "computes_bfloat16", lambda: computes)
     settings = config(source, dtype="bfloat16")
     with InferenceEngine(settings) as engine:
@@ -213,7 +213,7 @@ def test_a_tower_is_as_fast_as_its_processor_allows(
         assert all(len(output.token_ids) == COUNT for output in engine.generate(prompts_of(engine), GREEDY))
         size = sum(one.numel() for one in tower)
     kept = weights_of_model(settings, "cpu").kept
-    monkeypatch.setattr(sizing, "computes_bfloat16", lambda: True)
+    monkeypatch.setattr(model_files, "computes_bfloat16", lambda: True)
     assert kept - weights_of_model(settings, "cpu").kept == (0 if computes else 2 * size)
 
 
