@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import re
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..schemas.errors import ConfigurationError
+from .cpu.machine import cpu_flags
 
 
 def resolve_device(name: str) -> torch.device:
@@ -31,8 +35,14 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def described(device: torch.device) -> list[Any]:
-    """What computes there."""
-    if device.type != "cuda":
-        return [device.type]
-    return [torch.version.cuda, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """What may change a number besides a model and its settings: versions, the machine, and what computes."""
+    computes: list[Any] = [device.type]
+    if device.type == "cuda":
+        computes = [torch.version.cuda, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+    return {
+        "penstock": __version__,
+        "torch": [torch.__version__, version("transformers"), torch.__config__.show()],
+        "machine": [platform.machine(), cpu_flags(), torch.get_num_threads(), torch.get_float32_matmul_precision()],
+        "device": computes,
+    }

@@ -6,6 +6,7 @@ A model is a directory in Hugging Face's format, or a GGUF file, alone or with a
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -49,6 +50,29 @@ class ModelInfo:
 def user_cache() -> Path:
     """Where Penstock keeps what it can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def keep(file: Path, content: bytes, most: int) -> None:
+    """Write a file of the cache whole or not at all, and make room: of those beside it with its suffix the `most` that
+    were used last stay. Raises `OSError`."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as output:
+            output.write(content)
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink()
+        raise
+    for old in sorted(file.parent.glob(f"*{file.suffix}"), key=_used, reverse=True)[most:]:
+        old.unlink(missing_ok=True)
+
+
+def _used(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # another process made room
 
 
 def resolve_model(source: str) -> Path:

@@ -6,14 +6,16 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from ..models import keep
+
 _SUFFIX = ".cubin"
+_MOST = 64  # programs that are kept; those that were not used for longest go first
 
 
 class NotCompiled(Exception):
@@ -30,13 +32,12 @@ def program(source: Path, options: Sequence[str], capability: tuple[int, int], c
         with suppress(OSError):  # another process may clear the cache
             found = path.read_bytes()
             if path.name == start + _end(found):
+                with suppress(OSError):  # a cache that may only be read
+                    os.utime(path)
                 return found
     made = _compiled(_nvrtc(), text, given)
     with suppress(OSError):  # a cache that cannot be written costs the next start a few seconds
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
-            file.write(made)
-        Path(file.name).replace(cache / (start + _end(made)))
+        keep(cache / (start + _end(made)), made, _MOST)
     return made
 
 

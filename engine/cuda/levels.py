@@ -159,9 +159,9 @@ class LevelKernels:
             self._functions[weight.form, name] = function
 
     def multiply(self, weight: LevelWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W' + b: bfloat16 [T, I] → [T, O]."""
-        if len(x) > MOST_ROWS:
-            return self._multiply_expanded(weight, x, bias)
+        """x W' + b: [T, I] → [T, O]. In another dtype than bfloat16, which only checks of models use, it expands."""
+        if len(x) > MOST_ROWS or x.dtype != torch.bfloat16:
+            return self._multiply_expanded(weight, x, None if bias is None else bias.to(x.dtype))
         result = x.new_empty((len(x), weight.outputs))
         if not len(x):
             return result
@@ -185,11 +185,10 @@ class LevelKernels:
         return result
 
     def expanded(self, weight: LevelWeight, start: int = 0, stop: int | None = None) -> Tensor:
-        """The outputs from `start` on, a multiple of 16, in bfloat16 [stop - start, I]; valid until the next call."""
+        """The outputs from `start` on, a multiple of 16, in bfloat16 [stop - start, I]; valid until the next call. They
+        must fit into the buffer, which holds those of a whole weight or 2^26 numbers."""
         count = (weight.outputs if stop is None else min(stop, weight.outputs)) - start
-        size = count * weight.inputs
-        room = self._buffer if size <= len(self._buffer) else self._buffer.new_empty(size)
-        part, first = room[:size].view(count, weight.inputs), start // TILE
+        part, first = self._buffer[: count * weight.inputs].view(count, weight.inputs), start // TILE
         own = weight._replace(levels=weight.levels[first:], factors=weight.factors[first:], outputs=count)
         groups = weight.inputs // GROUP
         grid = -(-groups // (_WARPS * _EXPAND_GROUPS)), -(-count // TILE)
@@ -199,9 +198,9 @@ class LevelKernels:
     def _multiply_expanded(self, weight: LevelWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         rows = max(TILE, _EXPANDED // weight.inputs // TILE * TILE)
         if rows >= weight.outputs:
-            return functional.linear(x, self.expanded(weight), bias)
-        starts = range(0, weight.outputs, rows)
-        result = torch.cat([functional.linear(x, self.expanded(weight, at, at + rows)) for at in starts], dim=1)
+            return functional.linear(x, self.expanded(weight).to(x.dtype), bias)
+        parts = (self.expanded(weight, at, at + rows).to(x.dtype) for at in range(0, weight.outputs, rows))
+        result = torch.cat([functional.linear(x, part) for part in parts], dim=1)
         return result if bias is None else result.add_(bias)
 
     @cached_property

@@ -9,22 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
-import tempfile
-from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 
-from ... import __version__
 from ..config import EngineConfig
 from ..cpu.library import Kernels
-from ..cpu.machine import cpu_flags
-from ..device import described
-from ..models import state_of, user_cache
+from ..device import surroundings
+from ..models import keep, state_of, user_cache
 
 _log = logging.getLogger(__name__)
 _MOST = 256  # files that are kept; those that were not used for longest go first
@@ -51,9 +46,8 @@ class Verdicts:
         cls, config: EngineConfig, path: Path, context_length: int, device: torch.device, kernels: Kernels | None
     ) -> Self:
         """`path` is the model's."""
-        parts = {
-            "code": [__version__, torch.__version__, version("transformers"), _state_of_code()],
-            "machine": [platform.machine(), cpu_flags(), torch.get_num_threads(), described(device)],
+        parts = surroundings(device) | {
+            "code": _state_of_code(),
             "model": state_of(path),
             "settings": [context_length, config.dtype, config.quantization],
             "kernels": kernels.name if kernels is not None else "",
@@ -67,7 +61,8 @@ class Verdicts:
             return None
         try:
             found = json.loads(self._file.read_bytes())
-            os.utime(self._file)
+            with suppress(OSError):  # a cache that may only be read
+                os.utime(self._file)
             return Verdict(found["is_plain"] is True, found["is_compiled"] is True)
         except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one: the checks are made again
             return None
@@ -77,21 +72,12 @@ class Verdicts:
         if self._file is None or self.read() == verdict:
             return
         try:
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
-                json.dump(verdict._asdict(), file)
-            Path(file.name).replace(self._file)
-            _remove_old(sorted(self._file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime))
+            keep(self._file, json.dumps(verdict._asdict()).encode(), _MOST)
         except OSError as error:
             _log.info("checks not noted: %s; set XDG_CACHE_HOME to a writable directory", error)
 
 
 NO_VERDICTS = Verdicts(None)
-
-
-def _remove_old(files: Sequence[Path]) -> None:
-    for file in files[:-_MOST]:
-        file.unlink(missing_ok=True)
 
 
 def _state_of_code() -> list[list[object]]:

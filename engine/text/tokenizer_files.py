@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -22,7 +21,7 @@ from ...schemas.errors import ModelLoadError
 from ...schemas.sources import is_gguf
 from ..checkpoints.gguf import tokens as gguf_tokens
 from ..checkpoints.gguf.file import read_gguf
-from ..models import user_cache
+from ..models import keep, user_cache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -97,7 +96,8 @@ def load_tokenizer_files(path: Path, cache: Path | None = None) -> LoadedTokeniz
     if not _is_whole(own, text):
         return LoadedTokenizer(facts, fast, own)
     try:
-        _keep(file, json.dumps(asdict(facts)), text)
+        content = f"{json.dumps(asdict(facts))}\n{text}".encode()
+        keep(file, hashlib.sha256(content).hexdigest().encode() + b"\n" + content, _MOST)
     except OSError as error:
         _log.info("tokenizer of %s not kept: %s; set XDG_CACHE_HOME to a writable directory", path, error)
     return LoadedTokenizer(facts, fast)
@@ -178,27 +178,3 @@ def _read(file: Path) -> LoadedTokenizer | None:
     with contextlib.suppress(OSError):  # a cache of somebody else's is good for reading
         os.utime(file)
     return LoadedTokenizer(facts, fast)
-
-
-def _keep(file: Path, facts: str, text: str) -> None:
-    """Write the file whole or not at all, and make room for it."""
-    content = f"{facts}\n{text}".encode()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(handle, "wb") as output:
-            output.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink()
-        raise
-    kept = sorted(file.parent.glob("*.json"), key=_used, reverse=True)
-    for old in kept[_MOST:]:
-        old.unlink(missing_ok=True)
-
-
-def _used(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0  # another process made room

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ....schemas.errors import ModelLoadError
 from ...checkpoints.gguf.weights import rounded_of
@@ -22,7 +21,7 @@ _BY_ARITHMETIC = {
 
 
 class LevelLinear(Unfused):
-    """A weight of levels; in float32, in which models are only checked, its numbers are expanded."""
+    """A weight of levels."""
 
     def __init__(self, weight: LevelWeight, bias: Tensor | None, kernels: LevelKernels) -> None:
         """Raises `ModelLoadError` where the products cannot be compiled."""
@@ -34,12 +33,7 @@ class LevelLinear(Unfused):
         self.weight, self.nbytes = weight.levels, weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if x.dtype == torch.bfloat16:
-            product = self._kernels.multiply(self._weight, rows, self._bias)
-        else:
-            bias = None if self._bias is None else self._bias.to(x.dtype)
-            product = functional.linear(rows, self._kernels.expanded(self._weight).to(x.dtype), bias)
+        product = self._kernels.multiply(self._weight, x.reshape(-1, x.shape[-1]), self._bias)
         return product.view(*x.shape[:-1], self._weight.outputs)
 
 

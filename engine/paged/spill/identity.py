@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from hashlib import file_digest, sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .... import __version__
 from ...cpu.library import Kernels
-from ...cpu.machine import cpu_flags
-from ...device import described
+from ...device import surroundings
 from ...models import ModelInfo, files_of, state_of
 from ...sizing import SizedConfig
 from ..runner import Runner
@@ -35,11 +29,7 @@ def identity(
     `path` is the model's, `info` what its runner was built with, and `slow_paths` says which fast paths it does not
     take. Reads all weight files at the first call for a model. Raises `OSError`.
     """
-    parts: dict[str, Any] = {
-        "penstock": __version__,
-        "torch": [torch.__version__, version("transformers"), torch.__config__.show()],
-        "machine": [platform.machine(), cpu_flags(), torch.get_num_threads(), torch.get_float32_matmul_precision()],
-        "device": described(runner.device),
+    parts = surroundings(runner.device) | {
         "weights": weights_digest(path, config.prefix_cache_dir),
         "context": info.context_length,  # long contexts may rotate all positions otherwise
         "settings": [config.dtype, config.quantization, config.attention, config.enable_cuda_graph],

@@ -50,9 +50,6 @@ class Kernels:
     def prepare(self, weight: LevelWeight) -> None:
         """Nothing to compile."""
 
-    def expanded(self, weight: LevelWeight) -> Tensor:
-        return self._numbers(weight).bfloat16()
-
     def multiply(self, weight: LevelWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         product = x.float() @ self._numbers(weight).T
         return (product if bias is None else product + bias.float()).to(x.dtype)
