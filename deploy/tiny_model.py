@@ -48,6 +48,11 @@ _HYBRID: dict[str, object] = _SMALL | {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+_REMEMBERING: dict[str, object] = _SMALL | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA: dict[str, object] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
 SHAPES: dict[str, dict[str, object]] = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
@@ -57,6 +62,32 @@ SHAPES: dict[str, dict[str, object]] = {
     "gemma2": _SMALL | _MIXED | _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": _SMALL | _MIXED | _GEMMA,
     "glm4": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "falcon_h1": _SMALL
+    | _MAMBA
+    | {
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "ssm_in_multiplier": 1.5,
+        "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+    },
+    "granitemoehybrid": _REMEMBERING | _MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "lfm2": _REMEMBERING | {"layer_types": ["conv", "full_attention", "conv"]},
+    "nemotron_h": _SMALL
+    | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 24,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+    },
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _SMALL
     | {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},

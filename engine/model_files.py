@@ -24,6 +24,16 @@ _EMBEDDING = "embed_tokens.weight"  # how its name in a GGUF file ends, translat
 STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 
 
+_REMEMBERING = ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "conv_L_cache")  # settings of such layers
+_ATTENDING = {
+    "full_attention",
+    "sliding_attention",
+    "attention",
+    "*",
+}  # kinds of layers, of which Nemotron-H has letters
+_KEEPING = {"linear_attention", "mamba", "conv", "M"}
+
+
 class Weights(NamedTuple):
     """Bytes of a model's weights: all that are read before any is packed, as they are kept, and the most at a time."""
 
@@ -147,7 +157,6 @@ class ModelFiles(NamedTuple):
         given = self.settings
         heads = given.get("num_attention_heads") or given.get("n_head") or 1
         width = given.get("hidden_size") or given.get("n_embd") or 1
-        layers = given.get("num_hidden_layers") or given.get("n_layer") or 1
         pairs = given.get("num_key_value_heads") or given.get("num_kv_heads") or heads
         if given.get("multi_query") and not given.get("new_decoder_architecture"):
             pairs = 1
@@ -157,27 +166,45 @@ class ModelFiles(NamedTuple):
             head = max(given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0), given.get("v_head_dim", 0))
         kinds, window = given.get("layer_types") or (), given.get("sliding_window")
         slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
-        stateful = self._stateful_layers()
-        seen = (layers - slides - stateful) * tokens + slides * min(tokens, (window or 0) + max(step, self.mutual))
+        attending, _ = self._kinds()
+        seen = (attending - slides) * tokens + slides * min(tokens, (window or 0) + max(step, self.mutual))
         return int(2 * pairs * head * self.number * seen)
 
     def states(self) -> int:
         """Bytes of the running states that are kept for one sequence, in all layers; 0 if the model keeps none."""
-        given, count = self.settings, self._stateful_layers()
-        if not count:
-            return 0
-        keys = given.get("linear_num_key_heads", 0) * given.get("linear_key_head_dim", 0)
-        heads, width = given.get("linear_num_value_heads", 0), given.get("linear_value_head_dim", 0)
-        inputs = (given.get("linear_conv_kernel_dim", 1) - 1) * (2 * keys + heads * width) * self.number
-        return int(STATES * count * (inputs + heads * given.get("linear_key_head_dim", 0) * width * _BYTES["float32"]))
+        _, layers = self._kinds()
+        inputs, numbers = self._remembered()
+        return int(STATES * layers * (inputs * self.number + numbers * _BYTES["float32"]))
 
-    def _stateful_layers(self) -> int:
-        """How many layers keep a running state instead of keys and values."""
+    def _remembered(self) -> tuple[int, int]:
+        """What a layer with a running state keeps: inputs of its convolution, and numbers in float32."""
         given = self.settings
-        if "linear_num_value_heads" not in given:
-            return 0
-        layers = given.get("num_hidden_layers") or 0
-        kinds = given.get("layer_types")
-        if not kinds:  # each so many-th layer attends
-            return int(layers - layers // given.get("full_attention_interval", 4))
-        return sum(kind == "linear_attention" for kind in kinds)
+        if "linear_num_value_heads" in given:  # a gated delta net
+            size = given.get("linear_key_head_dim", 0)
+            keys = given.get("linear_num_key_heads", 0) * size
+            values = given["linear_num_value_heads"] * given.get("linear_value_head_dim", 0)
+            return (given.get("linear_conv_kernel_dim", 1) - 1) * (2 * keys + values), size * values
+        if heads := given.get("mamba_n_heads") or given.get("mamba_num_heads"):
+            head = given.get("mamba_d_head") or given.get("mamba_head_dim") or 0
+            if not isinstance(head, int):  # "auto"
+                head = given.get("mamba_expand", 2) * given.get("hidden_size", 0) // heads
+            size = given.get("mamba_d_state") or given.get("ssm_state_size") or 0
+            groups = given.get("mamba_n_groups") or given.get("n_groups") or 1
+            taps = given.get("mamba_d_conv") or given.get("conv_kernel") or 4
+            return (taps - 1) * (heads * head + 2 * groups * size), heads * head * size
+        return (given.get("conv_L_cache", 1) - 1) * given.get("hidden_size", 0), 0  # a short convolution
+
+    def _kinds(self) -> tuple[int, int]:
+        """How many layers attend, and how many keep a running state instead, or besides."""
+        given = self.settings
+        layers = given.get("num_hidden_layers") or given.get("n_layer") or 1
+        if not any(name in given for name in _REMEMBERING):
+            return layers, 0
+        kinds = given.get("layer_types") or given.get("layers_block_type") or given.get("hybrid_override_pattern")
+        if kinds:
+            return sum(kind in _ATTENDING for kind in kinds), sum(kind in _KEEPING for kind in kinds)
+        if "linear_num_value_heads" in given:  # each so many-th layer attends
+            attending = layers // given.get("full_attention_interval", 4)
+            return attending, layers - attending
+        chosen = given.get("attn_layer_indices") or given.get("full_attn_idxs")
+        return (layers, layers) if chosen is None else (len(chosen), layers - len(chosen))

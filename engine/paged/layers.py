@@ -16,7 +16,7 @@ from .attention import Rules, attend_alone
 from .kv.kv_cache import LayerSpec
 
 if TYPE_CHECKING:  # it imports transformers
-    from .state.delta_net import DeltaNet
+    from .state.layer import StateLayer
 
 
 class Layers(NamedTuple):
@@ -28,7 +28,7 @@ class Layers(NamedTuple):
     specs: list[LayerSpec]
     rules: list[Rules]
     numbers: dict[int, int]
-    stateful: list[DeltaNet]
+    stateful: list[StateLayer]
     attention_flops: int
     logits: Tensor
 
@@ -40,13 +40,20 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
     """
     config = model.config.get_text_config()
     stateful: dict[int, Any] = {}
+    feeding: set[int] = set()
     first_pass: AbstractContextManager[None] = nullcontext()
     if not isinstance(model, PlainModel):
-        from .state.layers import find_states, replace_states, without_advice  # transformers takes seconds to import
+        from .state.layers import (  # transformers takes seconds to import
+            convolution_of,
+            find_states,
+            layers_that_feed,
+            replace_states,
+            without_advice,
+        )
 
-        stateful, first_pass = find_states(model, name), without_advice()
-    for layer in stateful.values():
-        layer.conv1d.float()  # what it passes to a function of its own would not be widened with the rest
+        stateful, feeding, first_pass = find_states(model, name), layers_that_feed(config), without_advice()
+        for layer in stateful.values():
+            convolution_of(layer).float()  # what it passes to a function of its own would not be widened with the rest
     if not (stateful or model._supports_attention_backend):
         raise ModelLoadError(f"{name} does not support another attention function; use --backend hf")
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -71,7 +78,7 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         raise
     except Exception as error:
         raise ModelLoadError(f"the backend 'paged' cannot run {name} ({error}); use --backend hf") from error
-    if sorted([*seen, *stateful]) != list(range(config.num_hidden_layers)) or not seen:
+    if {*seen, *stateful, *feeding} != set(range(config.num_hidden_layers)) or not seen:
         raise ModelLoadError(
             f"{name} has {config.num_hidden_layers} layers, and only {len(seen)} of them attend; use --backend hf"
         )

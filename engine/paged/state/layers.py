@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from ....schemas.errors import ModelLoadError
-from .delta_net import DeltaNet, NextDeltaNet, SplitDeltaNet
+from .delta_net import NextDeltaNet, SplitDeltaNet
+from .layer import StateLayer
+from .mamba import Mamba
+from .short_convolution import ShortConvolution
 
-_KINDS: dict[str, type[DeltaNet]] = {
+_KINDS: dict[str, Callable[[Any], StateLayer]] = {
+    "BambaMixer": Mamba,
+    "FalconH1Mixer": Mamba,
+    "GraniteMoeHybridMambaLayer": Mamba,
+    "Lfm2MoeShortConv": ShortConvolution,
+    "Lfm2ShortConv": ShortConvolution,
+    "Lfm3ShortConv": ShortConvolution,
+    "NemotronHMamba2Mixer": Mamba,
     "Qwen3NextGatedDeltaNet": NextDeltaNet,
     "Qwen3_5GatedDeltaNet": SplitDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": SplitDeltaNet,
 }
-_ATTENDING = {"full_attention", "sliding_attention"}
+_ATTENDING = {"full_attention", "sliding_attention", "hybrid"}
+_FEEDING = {"mlp", "moe"}  # layers that keep nothing of a sequence
 
 
 def find_states(model: Any, name: str) -> dict[int, nn.Module]:
     """The layers of transformers' model that keep a state, by index. Raises `ModelLoadError` for an unknown kind."""
     config = model.config.get_text_config()
-    kinds = list(getattr(config, "layer_types", None) or ())
+    kinds = enumerate(getattr(config, "layer_types", None) or ())
     found: dict[int, nn.Module] = {
         module.layer_idx: module for module in model.modules() if type(module).__name__ in _KINDS
     }
-    unknown = {index: kind for index, kind in enumerate(kinds) if index not in found and kind not in _ATTENDING}
+    unknown = {index: kind for index, kind in kinds if index not in found and kind not in _ATTENDING | _FEEDING}
     if unknown or (model._is_stateful and not found):
         classes = {type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) in unknown}
         what = ", ".join(sorted(classes or {*unknown.values()})) or "a recurrent state"
@@ -35,6 +46,17 @@ def find_states(model: Any, name: str) -> dict[int, nn.Module]:
             f"{name} has layers of a kind that the backend 'paged' does not know ({what}); choose another model, "
             "or a GGUF file of it with --backend llama_cpp"
         )
+    return found
+
+
+def layers_that_feed(config: Any) -> set[int]:
+    """The layers, by index, that neither attend nor keep a state."""
+    return {index for index, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _FEEDING}
+
+
+def convolution_of(layer: Any) -> nn.Conv1d:
+    """That of a layer of transformers that keeps a state."""
+    found: nn.Conv1d = layer.conv if isinstance(getattr(layer, "conv", None), nn.Conv1d) else layer.conv1d
     return found
 
 
@@ -50,9 +72,9 @@ def without_advice() -> Iterator[None]:
         log.setLevel(before)
 
 
-def replace_states(model: nn.Module) -> list[DeltaNet]:
+def replace_states(model: nn.Module) -> list[StateLayer]:
     """Put this backend's layers in the place of those that `find_states` found; returns them."""
-    own: list[DeltaNet] = []
+    own: list[StateLayer] = []
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if (kind := _KINDS.get(type(module).__name__)) is not None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..kv.kv_cache import Pool, zeros
 
-if TYPE_CHECKING:  # it imports transformers
-    from .delta_net import DeltaNet
+if TYPE_CHECKING:  # its room imports transformers
+    from .layer import StateLayer
 
 
 class States:
     """Of one model; without `layers` it keeps none. `num_slots` slots are numbered from 0, and one more stays zero."""
 
-    def __init__(self, layers: Sequence[DeltaNet] = ()) -> None:
+    def __init__(self, layers: Sequence[StateLayer] = ()) -> None:
         self._layers = layers
         self.num_slots = 0  # set by `allocate`
 
@@ -30,8 +29,8 @@ class States:
         """Make room for `num_slots` states; earlier ones are lost. A step may have `max_batch_size` rows."""
         self.num_slots = num_slots
         if self._layers:
-            shape = max((layer.state_shape for layer in self._layers), key=prod)
-            buffer = zeros((max_batch_size, *shape), torch.float32, self._layers[0].device)
+            size = max(1, *(layer.state_size for layer in self._layers))
+            buffer = zeros((max_batch_size, size), torch.float32, self._layers[0].device)
         for layer in self._layers:
             layer.allocate(num_slots, dtype, buffer)
 

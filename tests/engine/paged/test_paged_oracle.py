@@ -29,6 +29,7 @@ from penstock.engine import EngineConfig, EngineRequest, GenerationParams, Infer
 from penstock.engine.backend import Backend
 from penstock.engine.backends.registry import load_backend
 from penstock.engine.choice import Choice
+from penstock.engine.model_files import LEAST_STATES, STATES, ModelFiles
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quantization.quantize import dequantized, linear_maker, quantizable
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
@@ -41,8 +42,8 @@ BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
 SOME = ["llama", "mistral", "gemma2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gpt_oss"]
 MORE = ["cohere", "gemma3_text", "glm4", "gpt2", "granite", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"]
-STATEFUL = {"qwen3_next", "qwen3_5_text"}
-all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE])
+STATEFUL = {"qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h"}
+all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE, *sorted(STATEFUL - {*SOME})])
 some_shapes = pytest.mark.parametrize("shape", SOME)
 
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
@@ -104,16 +105,14 @@ class Oracle:
         config = self.model(shape).config
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layers: int = config.num_hidden_layers
-        states = 0
+        layers, states = config.num_hidden_layers, 0
         if shape in STATEFUL:
-            stateful = config.layer_types.count("linear_attention")
-            layers -= stateful
-            keys = config.linear_num_key_heads * config.linear_key_head_dim
-            values = config.linear_num_value_heads * config.linear_value_head_dim
-            inputs = (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
-            states = 2 * rows * stateful * 4 * (inputs + config.linear_key_head_dim * values)
-        return blocks * BLOCK * layers * 2 * heads * head_dim * 4 + states
+            layers = sum(kind in ("full_attention", "hybrid") for kind in config.layer_types)
+            files = ModelFiles.of(EngineConfig(model=str(self._directory_of(shape)), dtype="float32", device="cpu"))
+            states = rows * files.states()
+        keys = blocks * BLOCK * layers * 2 * heads * head_dim * 4
+        # Of what is left besides, states take more than they need, up to half of all.
+        return keys + (states if states <= keys else states * LEAST_STATES // STATES)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,13 +20,24 @@ from penstock.engine import EngineConfig, EngineRequest, GenerationParams, Infer
 from penstock.engine.backends.registry import load_backend
 from penstock.engine.choice import Choice
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
+from penstock.engine.model_files import STATES, ModelFiles
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quality import Reader, compare
+from penstock.engine.paged.state import mamba
 from penstock.engine.paged.state.delta_rule import Tokens, in_chunks, one_each
 from penstock.engine.sizing import footprint, sized
 from penstock.schemas.errors import ConfigurationError, ModelLoadError
 
-SHAPES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+SHAPES = [
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "nemotron_h",
+]
 COUNT = 20
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 PROMPT = [3 + (7 * index * index + 5) % 500 for index in range(40)]
@@ -111,6 +122,52 @@ def test_the_delta_rule_is_that_of_transformers(length: int, num_keys: int) -> N
     singles = torch.cat([one_each(tokens.part(index, index + 1), states) for index in range(length)])
     torch.testing.assert_close(singles, wanted[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states, after, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 8])
+@pytest.mark.parametrize("length", [1, 5, 64, 65, 200])
+def test_mamba_s_scan_is_that_of_transformers(length: int, num_groups: int) -> None:
+    """In chunks after some state, whole or cut in two, and token by token."""
+    from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
+
+    generator = torch.Generator().manual_seed(length)
+    key, query = (torch.randn(length, num_groups, 16, generator=generator) for _ in range(2))
+    value = torch.randn(length, 8, 24, generator=generator)
+    steps, rate = torch.rand(length, 8, generator=generator), -torch.rand(8, generator=generator)
+    before = torch.randn(8, 16, 24, generator=generator)
+    reference: Any = mamba2_chunk_scan
+    wanted, after = reference(
+        *(each[None] for each in (value, steps)),
+        rate,
+        *(each[None] for each in (key, query)),
+        chunk_size=32,
+        initial_states=before.transpose(1, 2)[None],
+        return_final_states=True,
+    )
+    wanted, after = wanted[0], after[0].transpose(1, 2)
+    tokens = mamba.Tokens(query, key, value * steps[..., None], steps * rate)
+    found, state = mamba.in_chunks(tokens, before)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(state, after, atol=1e-4, rtol=1e-4)
+    if length > 1:
+        half = length // 2
+        _, middle = mamba.in_chunks(tokens.part(0, half), before)
+        rest, state = mamba.in_chunks(tokens.part(half, length), middle)
+        torch.testing.assert_close(rest, wanted[half:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(state, after, atol=1e-4, rtol=1e-4)
+    states = before.clone()[None]
+    singles = torch.cat([mamba.one_each(tokens.part(index, index + 1), states) for index in range(length)])
+    torch.testing.assert_close(singles, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states[0], after, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_sequence_will_take_is_known_from_the_files(shape: str, model_directory: Directory) -> None:
+    own = config(model_directory(shape))
+    files = ModelFiles.of(own)
+    with loaded(model_directory(shape)) as backend:
+        assert files.states() == STATES * backend.runner.states.nbytes(torch.float32)
+        assert files.cache(16, 1) == 16 * backend.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -236,7 +293,7 @@ def test_other_weights_run(model_directory: Directory, dtype: str, quantization:
 
 @pytest.mark.parametrize(
     ("shape", "what"),
-    [("mamba2", "Mamba2Mixer"), ("lfm2", "Lfm2ShortConv"), ("falcon_h1", "FalconH1Mixer"), ("granitemoehybrid", "")],
+    [("mamba2", "Mamba2Mixer"), ("minimax", "MiniMaxLightningAttention"), ("olmo_hybrid", "OlmoHybridGatedDeltaNet")],
 )
 def test_states_of_another_kind_are_refused_by_name(
     shape: str, what: str, model_directory: Directory, tmp_path: Path
@@ -248,11 +305,9 @@ def test_states_of_another_kind_are_refused_by_name(
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
     if shape == "mamba2":
         sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 1, "max_position_embeddings": 512}
-    elif shape == "lfm2":
-        sizes |= {"layer_types": ["conv", "full_attention"]}
     else:
-        sizes |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_d_ssm": 128}
-        sizes |= {"layer_types": ["mamba", "attention"]} if shape == "granitemoehybrid" else {}
+        sizes |= {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}
+        sizes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
     settings = library.AutoConfig.for_model(shape, **sizes)
     model = library.AutoModelForCausalLM.from_config(settings)
     model.save_pretrained(tmp_path)

@@ -1,0 +1,134 @@
+"""What all layers with a running state share: slots for states, and a short convolution over packed rows.
+
+A layer keeps for each sequence the last inputs of its convolution, and mostly a state in float32 besides. Projections
+and norms run over the whole row, convolution and state by sequence.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from math import prod
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ..kv.kv_cache import zeros
+from .step import StateStep
+
+
+class StateLayer(nn.Module):
+    """Replaces transformers' layer, with its modules. Call `allocate` before the first step."""
+
+    def __init__(self, convolution: nn.Conv1d) -> None:
+        super().__init__()
+        self.taps: Tensor = convolution.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
+        self.bias: Tensor | None = None if convolution.bias is None else convolution.bias.detach().float()
+        self._inputs = torch.empty(0)  # set by `allocate`
+
+    @property
+    def device(self) -> torch.device:
+        return self.taps.device
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What is kept, by slot: first the last inputs of the convolution."""
+        return (self._inputs,)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what is kept in float32 besides; () if nothing is."""
+        return ()
+
+    @property
+    def state_size(self) -> int:
+        """How many numbers that is."""
+        return prod(self.state_shape) if self.state_shape else 0
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations for a token, besides those of the projections."""
+        return 2 * self.taps.numel()
+
+    def allocate(self, num_slots: int, dtype: torch.dtype, buffer: Tensor) -> None:
+        """Make room for `num_slots` states, and one that stays zero; earlier ones are lost.
+
+        `buffer`, float32, has room for the states of a full batch; layers share it.
+        """
+        self._inputs = zeros((num_slots + 1, *self._input_shape), dtype, self.device)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """The size of one state."""
+        return prod(self._input_shape) * dtype.itemsize + self.state_size * torch.float32.itemsize
+
+    def apart(self, num_slots: int, max_batch_size: int) -> Self:
+        """A copy in float32 with memory of its own, which starts with the states of this one's slots."""
+        other = copy(self)
+        other.allocate(num_slots, torch.float32, torch.empty(max_batch_size * self.state_size))
+        for own, theirs in zip(self.memory, other.memory, strict=True):
+            theirs[: len(own)] = own
+        return other
+
+    def convolve(self, x: Tensor, step: StateStep | None) -> Tensor:
+        """[T, C] → [T, C] in float32, each sequence after the inputs in its slot."""
+        if step is None:
+            raise RuntimeError("a layer with a state needs to know the slots of its sequences")
+        num_single = len(step.sources)
+        convolved = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        if num_single:
+            convolved[:num_single] = self._convolve_singles(x[:num_single], step)
+        for start, end, source, target in step.pieces:
+            convolved[start:end] = self._convolve(x[start:end], source, target)
+        return convolved
+
+    @property
+    def _input_shape(self) -> tuple[int, int]:
+        return len(self.taps) - 1, self.taps.shape[1]
+
+    def _convolve_singles(self, x: Tensor, step: StateStep) -> Tensor:
+        window = torch.cat((self._inputs[step.sources], x[:, None]), dim=1)  # [T, K, C]
+        self._inputs.index_copy_(0, step.targets, window[:, 1:])
+        found = (window.float() * self.taps).sum(1)
+        return found if self.bias is None else found + self.bias
+
+    def _convolve(self, x: Tensor, source: int, target: int) -> Tensor:
+        window = torch.cat((self._inputs[source], x))
+        count, taps = len(x), self.taps
+        self._inputs[target] = window[count:]
+        window = window.float()
+        found = window[:count] * taps[0]
+        for index in range(1, len(taps)):
+            found.addcmul_(window[index : index + count], taps[index])
+        return found if self.bias is None else found.add_(self.bias)
+
+
+class RecurrentLayer(StateLayer):
+    """One whose state is a matrix for each of its heads, of the shape `state_shape`."""
+
+    def __init__(self, convolution: nn.Conv1d) -> None:
+        super().__init__(convolution)
+        self._states = self._buffer = torch.empty(0)  # set by `allocate`
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """The last inputs of the convolution, and the states, by slot."""
+        return self._inputs, self._states
+
+    @property
+    def flops(self) -> int:
+        return super().flops + 6 * self.state_size
+
+    def allocate(self, num_slots: int, dtype: torch.dtype, buffer: Tensor) -> None:
+        super().allocate(num_slots, dtype, buffer)
+        self._states = zeros((num_slots + 1, *self.state_shape), torch.float32, self.device)
+        self._buffer = buffer.flatten()
+
+    def read(self, step: StateStep) -> Tensor:
+        """The states [N, *state_shape] of the sequences that a step gives one token each, to be changed and stored."""
+        count = len(step.sources)
+        states = self._buffer[: count * self.state_size].view(count, *self.state_shape)
+        return torch.index_select(self._states, 0, step.sources, out=states)
+
+    def store(self, states: Tensor, step: StateStep) -> None:
+        """Store what became of those that were read."""
+        self._states.index_copy_(0, step.targets, states)

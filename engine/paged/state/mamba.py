@@ -1,0 +1,129 @@
+"""State space layers of the form Mamba-2: of Granite 4, Nemotron-H, Bamba and Falcon-H1.
+
+For each head a state S [N, P] is written by a token's input x [P] and key k [N], and read by its query q [N]:
+
+    S' = exp(dt A) S + k (dt x)'        y = S'' q + D x
+
+Heads of a group share queries and keys. Source: Dao and Gu, "Transformers are SSMs" (2024), and `BambaMixer`,
+`GraniteMoeHybridMambaLayer`, `NemotronHMamba2Mixer` and `FalconH1Mixer` in transformers, which is the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from .layer import RecurrentLayer
+from .step import StateStep
+
+_CHUNK = 64  # tokens
+
+
+class Tokens(NamedTuple):
+    """`query` and `key` [T, G, N], `value` [T, H, P], scaled by its step, and `log_decay` [T, H], all in float32."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+
+    def part(self, start: int, end: int) -> Tokens:
+        return Tokens(*(tensor[start:end] for tensor in self))
+
+
+class Mamba(RecurrentLayer):
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer.conv1d)
+        self.num_heads: int = layer.num_heads
+        self.head_size: int = layer.head_dim
+        self.num_groups: int = layer.n_groups
+        self.key_size: int = layer.ssm_state_size
+        self.in_proj, self.out_proj = layer.in_proj, layer.out_proj
+        self.norm: nn.Module | None = None if isinstance(layer.norm, nn.Identity) else layer.norm
+        self.activation: nn.Module = ACT2FN[layer.activation]
+        self.rate: Tensor = -layer.A_log.detach().float().exp()  # [H]
+        self.dt_bias: Tensor = layer.dt_bias.detach().float()
+        self.dt_limit: tuple[float, float] = layer.time_step_limit
+        self.direct: Tensor = layer.D.detach().float()[:, None]  # [H, 1]
+        # Falcon-H1 scales what goes into the projection, and each part of what comes out of it.
+        self.in_multiplier: float = getattr(layer, "ssm_in_multiplier", 1.0)
+        multipliers: Tensor | None = getattr(layer, "mup_vector", None)
+        self.multipliers = None if multipliers is None else multipliers.detach().flatten()
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.key_size, self.head_size
+
+    def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
+        """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
+        x = hidden_states[0]
+        projected: Tensor = self.in_proj(x if self.in_multiplier == 1.0 else x * self.in_multiplier)
+        if self.multipliers is not None:
+            projected = projected * self.multipliers.to(projected.dtype)
+        width, shared = self.num_heads * self.head_size, self.num_groups * self.key_size
+        gate, mixed, dt = projected.split([width, width + 2 * shared, self.num_heads], dim=-1)
+        convolved: Tensor = self.activation(self.convolve(mixed, penstock_states))
+        assert penstock_states is not None  # or there is no convolution
+        x, key, query = convolved.split([width, shared, shared], dim=-1)
+        values = x.view(len(x), self.num_heads, self.head_size)
+        steps = functional.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)  # [T, H]
+        query, key = (each.view(len(each), self.num_groups, self.key_size) for each in (query, key))
+        tokens = Tokens(query, key, values * steps[..., None], steps * self.rate)
+        said = self._scan(tokens, penstock_states).add_(values * self.direct).flatten(1).to(projected.dtype)
+        out: Tensor = said * functional.silu(gate) if self.norm is None else self.norm(said, gate)
+        result: Tensor = self.out_proj(out[None])
+        return result
+
+    def _scan(self, tokens: Tokens, step: StateStep) -> Tensor:
+        """What the tokens read from the states that they change: [T, H, P]."""
+        num_single = len(step.sources)
+        out = torch.empty(tokens.value.shape, dtype=torch.float32, device=self.device)
+        if num_single:
+            states = self.read(step)
+            out[:num_single] = one_each(tokens.part(0, num_single), states)
+            self.store(states, step)
+        for start, end, source, target in step.pieces:
+            out[start:end], self._states[target] = in_chunks(tokens.part(start, end), self._states[source])
+        return out
+
+
+def one_each(tokens: Tokens, states: Tensor) -> Tensor:
+    """One token each of T sequences: changes their `states` [T, H, N, P] in place, returns [T, H, P]."""
+    query, key, value, log_decay = tokens
+    num_tokens, heads, size, _ = states.shape
+    query, key = (_for_heads(each, heads, dim=1) for each in (query, key))
+    flat = states.view(num_tokens * heads, size, -1)
+    flat.mul_(log_decay.exp().view(-1, 1, 1)).baddbmm_(key.reshape(-1, size, 1), value.reshape(len(flat), 1, -1))
+    return torch.bmm(query.reshape(-1, 1, size), flat).view(value.shape)
+
+
+def in_chunks(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Consecutive tokens of one sequence after `state` [H, N, P]: returns [T, H, P] and the new state."""
+    read = []
+    for start in range(0, len(tokens.query), _CHUNK):
+        found, state = _chunk(tokens.part(start, start + _CHUNK), state)
+        read.append(found)
+    return torch.cat(read), state
+
+
+def _chunk(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    query, key, value = (tensor.transpose(0, 1) for tensor in tokens[:3])  # [G or H, C, …]
+    since = tokens.log_decay.T[..., None].cumsum(dim=1)  # [H, C, 1], the token's own decay included
+    count, heads = key.shape[1], len(value)
+    later = torch.ones(count, count, dtype=torch.bool, device=key.device).triu(1)
+    between = (since - since.transpose(1, 2)).masked_fill(later, -torch.inf).exp()  # [H, C, C], from column to row
+    scores = _for_heads(query @ key.transpose(1, 2), heads)
+    query, key = _for_heads(query, heads), _for_heads(key, heads)
+    read = (query * since.exp()) @ state + (scores * between) @ value
+    left = (since[:, -1:] - since).exp()
+    return read.transpose(0, 1), state * since[:, -1:].exp() + (key * left).transpose(1, 2) @ value
+
+
+def _for_heads(x: Tensor, heads: int, dim: int = 0) -> Tensor:
+    """Repeat what consecutive heads share."""
+    shared = heads // x.shape[dim]
+    return x if shared == 1 else x.repeat_interleave(shared, dim=dim)

@@ -1,0 +1,26 @@
+"""The gated short convolutions of LFM2, which keep their last inputs and nothing else.
+
+Source: `Lfm2ShortConv` in transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .layer import StateLayer
+from .step import StateStep
+
+
+class ShortConvolution(StateLayer):
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer.conv)
+        self.in_proj, self.out_proj = layer.in_proj, layer.out_proj
+
+    def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
+        """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
+        before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
+        convolved = self.convolve(before * x, penstock_states).to(x.dtype)
+        result: Tensor = self.out_proj((after * convolved)[None])
+        return result
