@@ -63,6 +63,21 @@ SHAPES: dict[str, dict[str, object]] = {
     "gemma3_text": _SMALL | _MIXED | _GEMMA,
     "glm4": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "deepseek_v3": _SMALL
+    | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+    },
     "falcon_h1": _SMALL
     | _MAMBA
     | {
@@ -79,7 +94,7 @@ SHAPES: dict[str, dict[str, object]] = {
         "head_dim": 16,
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
-        "ssm_state_size": 24,
+        "ssm_state_size": 20,
         "n_groups": 2,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -91,6 +106,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _SMALL
     | {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+    "mellum": _SMALL | _MIXED | _EXPERTS | {"head_dim": 32},
     "mixtral": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": _SMALL,
     "phi3": _SMALL | {"sliding_window": 16, "partial_rotary_factor": 0.5},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...schemas.errors import ModelLoadError
 from ..backend import ProgressCallback
 from ..checkpoints.lazy import reading
 from ..checkpoints.rounded import TakesLevels, is_absent
@@ -62,7 +63,14 @@ def _load(
     from ..loading import load_causal_lm  # it imports transformers, which takes seconds
     from .attention_hook import ATTENTION
 
-    return load_causal_lm(config, path, architecture, device, progress, ATTENTION, keep_levels=keep_levels)
+    try:
+        return load_causal_lm(config, path, architecture, device, progress, ATTENTION, keep_levels=keep_levels)
+    except ModelLoadError as error:
+        if isinstance(error.__cause__, KeyError) and error.__cause__.args == (ATTENTION,):  # it chooses among its own
+            raise ModelLoadError(
+                f"{architecture} does not support another attention function; use --backend hf"
+            ) from error
+        raise
 
 
 def _load_seeing(

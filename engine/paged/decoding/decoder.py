@@ -157,9 +157,9 @@ class Decoder:
         self._rotary: nn.Module = body.rotary_emb
         has_kinds = hasattr(body.rotary_emb, "layer_types")
         self.layers: list[Layer] = []
-        for one in body.layers:
+        for index, one in enumerate(body.layers):
             attending = [layer for layer in self.layers if layer.delta is None]
-            self.layers.append(Layer(one, make, one.self_attn.layer_type if has_kinds else None, len(attending)))
+            self.layers.append(Layer(one, make, config.layer_types[index] if has_kinds else None, len(attending)))
         self._kinds = {layer.kind for layer in self.layers}
         rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
         self.rotated = int(max(layer.head_dim for layer in self.layers) * rotated)

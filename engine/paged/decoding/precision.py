@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ...checkpoints.rounded import is_absent
 
+_LOOKING = {"NemotronHBlock"}  # modules that ask for the dtype of their norm before they call it
+
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
@@ -43,4 +45,7 @@ def _widen(module: nn.Module, hooks: ExitStack) -> None:
 
 
 def _present(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters(recurse=False) if not is_absent(parameter)]
+    read = (
+        [module, module.norm] if type(module).__name__ in _LOOKING and isinstance(module.norm, nn.Module) else [module]
+    )
+    return [weight for one in read for weight in one.parameters(recurse=False) if not is_absent(weight)]

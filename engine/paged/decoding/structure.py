@@ -53,6 +53,8 @@ def is_plain(layer: Any) -> bool:
     if own - around != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
         return False
     attention = layer.self_attn
+    if not children(attention) >= _ATTENTION:  # latent attention, for example
+        return False
     extra = children(attention) - _ATTENTION
     norms = [
         *(layer.input_layernorm, layer.post_attention_layernorm),
@@ -61,8 +63,7 @@ def is_plain(layer: Any) -> bool:
     ]
     head_dim = attention.head_dim
     return (
-        children(attention) >= _ATTENTION
-        and extra in (set(), {"q_norm", "k_norm"})
+        extra in (set(), {"q_norm", "k_norm"})
         and all(hasattr(norm, "variance_epsilon") or _is_offset(norm) for norm in norms)
         and all(len(getattr(attention, name).weight) == head_dim for name in extra)
         and (not has_gates(attention) or _is_on_cpu(attention))

@@ -65,10 +65,10 @@ class Mamba(RecurrentLayer):
         if self.multipliers is not None:
             projected = projected * self.multipliers.to(projected.dtype)
         width, shared = self.num_heads * self.head_size, self.num_groups * self.key_size
-        gate, mixed, dt = projected.split([width, width + 2 * shared, self.num_heads], dim=-1)
+        gate, mixed, dt = torch.split(projected, [width, width + 2 * shared, self.num_heads], dim=-1)
         convolved: Tensor = self.activation(self.convolve(mixed, penstock_states))
         assert penstock_states is not None  # or there is no convolution
-        x, key, query = convolved.split([width, shared, shared], dim=-1)
+        x, key, query = torch.split(convolved, [width, shared, shared], dim=-1)
         values = x.view(len(x), self.num_heads, self.head_size)
         steps = functional.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)  # [T, H]
         query, key = (each.view(len(each), self.num_groups, self.key_size) for each in (query, key))

@@ -41,7 +41,21 @@ FAR = 1e-4 if DEVICE == "cpu" else 5e-4  # of a log-probability from the oracle'
 BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
 SOME = ["llama", "mistral", "gemma2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gpt_oss"]
-MORE = ["cohere", "gemma3_text", "glm4", "gpt2", "granite", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"]
+MORE = [
+    "cohere",
+    "deepseek_v3",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "granite",
+    "mellum",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+]
 STATEFUL = {"qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h"}
 all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE, *sorted(STATEFUL - {*SOME})])
 some_shapes = pytest.mark.parametrize("shape", SOME)
@@ -110,7 +124,7 @@ class Oracle:
             layers = sum(kind in ("full_attention", "hybrid") for kind in config.layer_types)
             files = ModelFiles.of(EngineConfig(model=str(self._directory_of(shape)), dtype="float32", device="cpu"))
             states = rows * files.states()
-        keys = blocks * BLOCK * layers * 2 * heads * head_dim * 4
+        keys: int = blocks * BLOCK * layers * 2 * heads * head_dim * 4
         # Of what is left besides, states take more than they need, up to half of all.
         return keys + (states if states <= keys else states * LEAST_STATES // STATES)
 

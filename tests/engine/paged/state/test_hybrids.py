@@ -282,10 +282,11 @@ def test_texts_are_read_like_answers(model_directory: Directory) -> None:
     assert found.divergence == pytest.approx(0, abs=1e-6) and found.same_best == 1
 
 
+@pytest.mark.parametrize("shape", ["qwen3_next", "falcon_h1", "lfm2", "nemotron_h"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_other_weights_run(model_directory: Directory, dtype: str, quantization: str | None) -> None:
-    with loaded(model_directory("qwen3_next"), dtype=dtype, quantization=quantization) as backend:
+def test_other_weights_run(shape: str, model_directory: Directory, dtype: str, quantization: str | None) -> None:
+    with loaded(model_directory(shape), dtype=dtype, quantization=quantization) as backend:
         choices = [add(backend, PROMPT), add(backend, PROMPT)]
         finish(backend)
         assert choices[0].tokens == choices[1].tokens and len(choices[0].tokens) == COUNT
