@@ -119,6 +119,8 @@ class Oracle:
         config = self.model(shape).config
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if getattr(config, "kv_lora_rank", None):  # latent attention, whose values are cached as wide as its keys
+            head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         layers, states = config.num_hidden_layers, 0
         if shape in STATEFUL:
             layers = sum(kind in ("full_attention", "hybrid") for kind in config.layer_types)
