@@ -318,6 +318,21 @@ def test_states_of_another_kind_are_refused_by_name(
         load_backend(config(tmp_path))
 
 
+def test_a_model_that_chooses_among_attentions_of_its_own_is_refused_in_words(
+    model_directory: Directory, tmp_path: Path
+) -> None:
+    import transformers
+
+    library: Any = transformers
+    sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = library.AutoConfig.for_model("falcon", **sizes)
+    library.AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    for file in model_directory("llama").glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelLoadError, match="FalconForCausalLM does not support another attention function; use --ba"):
+        load_backend(config(tmp_path))
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_model_that_also_sees_is_served_for_text(family: str, model_directory: Directory, tmp_path: Path) -> None:
     """As Qwen3.5 is published: one checkpoint, whose language model has a configuration of its own."""
