@@ -44,8 +44,6 @@ def _widen(module: nn.Module, hooks: ExitStack) -> None:
     hooks.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
-def _present(module: nn.Module) -> list[nn.Parameter]:
-    read = (
-        [module, module.norm] if type(module).__name__ in _LOOKING and isinstance(module.norm, nn.Module) else [module]
-    )
+def _present(module: Any) -> list[nn.Parameter]:
+    read = [module, module.norm] if type(module).__name__ in _LOOKING else [module]
     return [weight for one in read for weight in one.parameters(recurse=False) if not is_absent(weight)]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .delta_rule import Tokens, in_chunks, one_each
-from .layer import RecurrentLayer
+from .layer import RecurrentLayer, Rule
 from .step import StateStep
 
 
@@ -27,6 +27,8 @@ class Projected(NamedTuple):
 
 
 class DeltaNet(RecurrentLayer):
+    """Call `allocate` before the first step."""
+
     def __init__(self, layer: Any) -> None:
         super().__init__(layer.conv1d)
         self.num_keys: int = layer.num_k_heads
@@ -56,14 +58,7 @@ class DeltaNet(RecurrentLayer):
         mixed, gate, b, a = projected
         tokens = self._tokens(self.activation(self.convolve(mixed, step)), b, a)
         assert step is not None  # or there is no convolution
-        num_single = len(step.sources)
-        out = torch.empty(tokens.value.shape, dtype=torch.float32, device=mixed.device)
-        if num_single:
-            states = self.read(step)
-            out[:num_single] = one_each(tokens.part(0, num_single), states)
-            self.store(states, step)
-        for start, end, source, target in step.pieces:
-            out[start:end], self._states[target] = in_chunks(tokens.part(start, end), self._states[source])
+        out = self.scan(tokens, step, Rule(one_each, in_chunks))
         normed: Tensor = self.norm(out.to(mixed.dtype).flatten(0, 1), gate.flatten(0, 1))
         return normed.view(len(out), -1)
 

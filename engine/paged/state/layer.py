@@ -6,15 +6,36 @@ and norms run over the whole row, convolution and state by sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from math import prod
-from typing import Self
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..kv.kv_cache import zeros
 from .step import StateStep
+
+
+class Tokens(Protocol):
+    """What the tokens of a row bring to a state; `value` [T, H, V] has the shape of what they read."""
+
+    @property
+    def value(self) -> Tensor: ...
+
+    def part(self, start: int, end: int) -> Self: ...
+
+
+T = TypeVar("T", bound=Tokens)
+
+
+class Rule(NamedTuple, Generic[T]):
+    """How states change. `one_each` takes one token each of N sequences and their states, which it changes in place;
+    `in_chunks` takes consecutive tokens of one and the state before, and returns that behind them, too."""
+
+    one_each: Callable[[T, Tensor], Tensor]
+    in_chunks: Callable[[T, Tensor], tuple[Tensor, Tensor]]
 
 
 class StateLayer(nn.Module):
@@ -123,12 +144,15 @@ class RecurrentLayer(StateLayer):
         self._states = zeros((num_slots + 1, *self.state_shape), torch.float32, self.device)
         self._buffer = buffer.flatten()
 
-    def read(self, step: StateStep) -> Tensor:
-        """The states [N, *state_shape] of the sequences that a step gives one token each, to be changed and stored."""
-        count = len(step.sources)
-        states = self._buffer[: count * self.state_size].view(count, *self.state_shape)
-        return torch.index_select(self._states, 0, step.sources, out=states)
-
-    def store(self, states: Tensor, step: StateStep) -> None:
-        """Store what became of those that were read."""
-        self._states.index_copy_(0, step.targets, states)
+    def scan(self, tokens: T, step: StateStep, rule: Rule[T]) -> Tensor:
+        """What the tokens of a row read, by a rule, from the states that they change: [T, H, V] in float32."""
+        num_single = len(step.sources)
+        out = torch.empty(tokens.value.shape, dtype=torch.float32, device=self.device)
+        if num_single:
+            states = self._buffer[: num_single * self.state_size].view(num_single, *self.state_shape)
+            torch.index_select(self._states, 0, step.sources, out=states)
+            out[:num_single] = rule.one_each(tokens.part(0, num_single), states)
+            self._states.index_copy_(0, step.targets, states)
+        for start, end, source, target in step.pieces:
+            out[start:end], self._states[target] = rule.in_chunks(tokens.part(start, end), self._states[source])
+        return out

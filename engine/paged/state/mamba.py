@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from .layer import RecurrentLayer
+from .layer import RecurrentLayer, Rule
 from .step import StateStep
 
 _CHUNK = 64  # tokens
@@ -73,22 +73,15 @@ class Mamba(RecurrentLayer):
         steps = functional.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)  # [T, H]
         query, key = (each.view(len(each), self.num_groups, self.key_size) for each in (query, key))
         tokens = Tokens(query, key, values * steps[..., None], steps * self.rate)
-        said = self._scan(tokens, penstock_states).add_(values * self.direct).flatten(1).to(projected.dtype)
+        said = (
+            self.scan(tokens, penstock_states, Rule(one_each, in_chunks))
+            .add_(values * self.direct)
+            .flatten(1)
+            .to(projected.dtype)
+        )
         out: Tensor = said * functional.silu(gate) if self.norm is None else self.norm(said, gate)
         result: Tensor = self.out_proj(out[None])
         return result
-
-    def _scan(self, tokens: Tokens, step: StateStep) -> Tensor:
-        """What the tokens read from the states that they change: [T, H, P]."""
-        num_single = len(step.sources)
-        out = torch.empty(tokens.value.shape, dtype=torch.float32, device=self.device)
-        if num_single:
-            states = self.read(step)
-            out[:num_single] = one_each(tokens.part(0, num_single), states)
-            self.store(states, step)
-        for start, end, source, target in step.pieces:
-            out[start:end], self._states[target] = in_chunks(tokens.part(start, end), self._states[source])
-        return out
 
 
 def one_each(tokens: Tokens, states: Tensor) -> Tensor:
