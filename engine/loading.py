@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import is_gguf
 from .backend import ProgressCallback
-from .checkpoints.experts import Readers, fold_experts
+from .checkpoints.experts import Readers, fold_experts, whole_weights
 from .checkpoints.gguf.file import read_gguf
 from .checkpoints.gguf.models import rope_factors
 from .checkpoints.gguf.pairs import config_of
@@ -128,10 +128,12 @@ def _load(
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)
     experts: Readers = {}
+    shapes = read_shapes(path) if gguf or keep_levels is not None else {}
     if keep_levels is not None:
-        shapes = read_shapes(path)
         weights, found, experts = fold_experts(weights, found, shapes, dtype, keep_levels)
         weights = without_numbers(weights, found, shapes, dtype, keep_levels)
+    if gguf:
+        weights = whole_weights(weights, shapes, dtype)
     kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     with counting_weights(None if keep_levels is not None and found else progress):
         loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)

@@ -57,10 +57,12 @@ ROOMS: dict[str, set[str]] = {
     "engine.checkpoints": {"engine.checkpoints.gguf"},
     "engine.checkpoints.gguf": {
         "engine.checkpoints.experts",
+        "engine.checkpoints.gguf.families",
         "engine.checkpoints.lazy",
         "engine.checkpoints.mxfp4",
         "engine.checkpoints.rounded",
     },
+    "engine.checkpoints.gguf.families": {"engine.checkpoints.gguf.file", "engine.checkpoints.gguf.keys"},
     "engine.cpu": {"engine.models"},
     "engine.cuda": {"engine.checkpoints", "engine.models"},
     "engine.grammar": {"engine.text"},

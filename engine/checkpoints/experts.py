@@ -14,13 +14,15 @@ from torch import Tensor
 from .lazy import LazyWeight
 from .rounded import Blocks, ReadRounded, Rounded, TakesLevels, absent, blocks_of
 
-_EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
 _PLACES = {
     **{"gate_proj": (_INNER, 0), "up_proj": (_INNER, 1), "down_proj": (_OUTER, 0)},
-    **{"w1": (_INNER, 0), "w3": (_INNER, 1), "w2": (_OUTER, 0)},
+    **{"w1": (_INNER, 0), "w3": (_INNER, 1), "w2": (_OUTER, 0), "gate_up_proj": (_INNER, 0)},
 }
 """By the name of an expert's product: that of the tensor, and the place in it."""
+
+_MIXTRAL = ("w1", "w2", "w3")
 
 _WHOLE = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")  # all experts of a layer, [E, I, O]
 
@@ -90,7 +92,7 @@ def whole_weights(
     for experts, kinds in _apart(shapes).items():
         for kind, parts in kinds.items():
             if f"{parts[0][0]}.weight" in weights:  # or else `fold_experts` has folded them
-                own = [[weights[f"{module}.weight"] for module in modules] for modules in parts]
+                own = [[found.pop(f"{module}.weight") for module in modules] for modules in parts]
                 found[f"{experts}.{kind}"] = LazyWeight(partial(_stacked, own, _whole_shape(parts, shapes), dtype))
     return found
 
@@ -116,8 +118,12 @@ def _apart(names: Iterable[str]) -> dict[str, dict[str, list[list[str]]]]:
         module = name.removesuffix(".weight")
         if (match := _EXPERT.fullmatch(module)) and match[3] in _PLACES:
             kind, place = _PLACES[match[3]]
-            own = layers.setdefault(f"{match[1]}.mlp.experts", {})
+            experts = match[1].replace(".block_sparse_moe.", ".mlp.") if match[3] in _MIXTRAL else match[1]
+            own = layers.setdefault(experts, {})
             own.setdefault(kind, {})[int(match[2]), place] = module
+    for kinds in layers.values():
+        if all(place for _, place in kinds.get(_INNER, {(0, 0): ""})):  # ups without gates
+            kinds["up_proj"] = kinds.pop(_INNER)
     return {
         experts: {
             kind: [[module for _, module in own] for _, own in groupby(sorted(places.items()), lambda one: one[0][0])]

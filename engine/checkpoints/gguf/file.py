@@ -75,6 +75,7 @@ class GgufWeight(NamedTuple):
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
     With `is_decay` the file has -exp of the numbers. A weight of all experts of a layer is `is_transposed`, outputs
     last; `in_turns`: its outputs are those of both tensors, one of each. `groups` is the order of the rows of all.
+    `is_latent`: of two tensors by head, the first has a head's rows transposed.
     """
 
     tensor: GgufTensor
@@ -90,6 +91,7 @@ class GgufWeight(NamedTuple):
     is_transposed: bool = False
     in_turns: bool = False
     groups: Groups | None = None
+    is_latent: bool = False
 
     @property
     def types(self) -> set[str]:
@@ -101,7 +103,7 @@ class GgufWeight(NamedTuple):
         """Whether it can be used in the form that it has in the file, if its type has levels."""
         in_groups = self.tiles is None or not self.tiles.by_columns or not self.tiles.size % _GROUP
         is_product = (len(self.shape) == 2 or self.is_transposed) and not self.tensor.name.endswith(_ROUTER)
-        return is_product and in_groups and not self.sees
+        return is_product and in_groups and not self.sees and not self.is_latent
 
 
 class GgufStrings(NamedTuple):

@@ -1,7 +1,8 @@
 """What a tensor's numbers are multiplied by as a whole, which NVFP4 has beside its blocks. Needs no torch.
 
 llama.cpp's converter writes it as a tensor of its own, `….scale` beside `….weight`, and one for activations,
-`….input_scale`, which is left out of account. Source: `_generate_nvfp4_tensors` in llama.cpp's `conversion/base.py`.
+`….input_scale`, which is left out of account. Beside weights of other types Gemma 4 has scales of its own. Source:
+`_generate_nvfp4_tensors` in llama.cpp's `conversion/base.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ def with_scales(gguf: Gguf) -> Gguf:
 
     Raises `ModelLoadError` for a scale of another type or shape.
     """
+    own = {"NVFP4"} if gguf.metadata.get("general.architecture") == "gemma4" else None
     found: dict[str, GgufTensor] = {}
     for name, tensor in gguf.tensors.items():
         stem, _, part = name.rpartition(".")
+        beside = tensor if part == "weight" else gguf.tensors.get(f"{stem}.weight")
+        if own and (beside is None or beside.type not in own):
+            found[name] = tensor
+            continue
         scale = gguf.tensors.get(f"{stem}.{_OF_WEIGHTS}")
         if part == "weight" and scale is not None:
             found[name] = tensor._replace(scale=_checked(gguf, tensor, scale))

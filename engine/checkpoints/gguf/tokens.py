@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, made from its metadata: byte-level BPE or SentencePiece's BPE, and chat templates.
 
-Source of the patterns and defaults: llama.cpp's `src/llama-vocab.cpp`, and for patterns that it rewrites, the original
-tokenizers that it names. Needs no torch; transformers is imported when a tokenizer is made.
+Source of the defaults: llama.cpp's `src/llama-vocab.cpp`. Needs no torch; transformers is imported when a tokenizer is
+made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ModelLoadError
 from .file import Gguf
+from .patterns import BEGINNING, COMPOSED, PATTERNS, WHOLE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,39 +24,11 @@ _ENDS = frozenset(  # texts of tokens that end an answer, as llama.cpp knows the
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "</s>"),
         *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>"),
-        *("<|return|>", "<|call|>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "[EOT]", "[EOS]", "[e~["),
+        *("<turn|>", "<|tool_response>"),  # Gemma 4's
     }
 )
 _HARMONY, _END_OF_MESSAGE = {"<|return|>", "<|call|>"}, "<|end|>"  # of gpt-oss, whose answers are several messages
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
-_DIGITS_GPT2 = (r"\p{N}", *_GPT2)
-_LLAMA3 = (_WORDS + r"|\p{N}{1,3}" + _REST,)
-_QWEN2 = (_WORDS + r"|\p{N}" + _REST,)
-_QWEN35 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
-_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (_CASED % ("", "") + r"|\p{N}" + _CASED_REST,)
-_GPT4O = (_CASED % (("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",) * 2) + r"|\p{N}{1,3}" + _CASED_REST,)
-_PATTERNS: dict[str, tuple[str, ...]] = {  # how each kind of pre-tokenizer splits a text, one pattern after the other
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "stablelm2", "hunyuan", "megrez"), _QWEN2),
-    "qwen35": _QWEN35,
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-}
-_WHOLE = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken", "glm4"}  # words in the
-# vocabulary are tokens whatever the merges say
-_BEGINNING = _WHOLE - {"glm4"}  # a text begins with the token for that, unless the file says otherwise
-_COMPOSED = {"qwen2", "qwen35"}  # texts are brought into Unicode's composed form, which the models' own tokenizers do
 
 
 @lru_cache(maxsize=8)
@@ -79,12 +52,12 @@ def load_gguf_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
 
     tokens = gguf.strings(f"{_KEY}tokens")
     kind = gguf.metadata.get(f"{_KEY}model")
-    if not tokens or kind not in ("gpt2", "llama"):
+    if not tokens or kind not in _KINDS:
         fault = f"has a tokenizer of the kind {kind!r}" if tokens else "has no tokenizer"
-        raise ModelLoadError(f"{gguf.path} {fault}; use a file whose tokenizer is of the kind gpt2 or llama")
+        raise ModelLoadError(f"{gguf.path} {fault}; use a file whose tokenizer is of the kind {' or '.join(_KINDS)}")
     special = {name: _text(gguf, tokens, key) for name, key in _SPECIAL.items()}
     try:
-        tokenizer = _byte_level(gguf, tokens) if kind == "gpt2" else _sentencepiece(gguf, tokens)
+        tokenizer = _KINDS[kind](gguf, tokens)
         _add_tokens(tokenizer, tokens, gguf.metadata.get(f"{_KEY}token_type") or [])
         _frame(tokenizer, gguf, special)
     except ModelLoadError:
@@ -124,17 +97,17 @@ def _byte_level(gguf: Gguf, tokens: list[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     kind = gguf.metadata.get(f"{_KEY}pre")
-    if kind not in _PATTERNS:
+    if kind not in PATTERNS:
         raise ModelLoadError(
-            f"{gguf.path} has the pre-tokenizer {kind!r}, which is not supported; supported: {', '.join(_PATTERNS)}. "
+            f"{gguf.path} has the pre-tokenizer {kind!r}, which is not supported; supported: {', '.join(PATTERNS)}. "
             "Use the model's safetensors files instead"
         )
     pairs = [_pair(merge) for merge in gguf.strings(f"{_KEY}merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind in _WHOLE))
-    if kind in _COMPOSED:
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind in WHOLE))
+    if kind in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[kind]]
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[kind]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -148,18 +121,31 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(gguf: Gguf, tokens: list[str]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     scores = gguf.metadata.get(f"{_KEY}scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise ModelLoadError(f"{gguf.path} has no score for each token of its tokenizer; convert the model again")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    kinds = gguf.metadata.get(f"{_KEY}token_type") or []
-    unknown = next((token for token, kind in zip(tokens, kinds, strict=False) if kind == _UNKNOWN), None)
     merges = sorted(_merges(vocabulary, scores), key=lambda merge: merge[0], reverse=True)
     pairs = [(left, right) for _, left, right in merges]
+    return _with_spaces(gguf, tokens, pairs, gguf.metadata.get(f"{_KEY}add_space_prefix", True))
+
+
+def _gemma4(gguf: Gguf, tokens: list[str]) -> Tokenizer:
+    """Like SentencePiece's, with merges of its own."""
+    pairs = [_pair(merge) for merge in gguf.strings(f"{_KEY}merges")]
+    if not pairs:
+        raise ModelLoadError(f"{gguf.path} has no merges of its tokenizer; convert the model again")
+    return _with_spaces(gguf, tokens, pairs, gguf.metadata.get(f"{_KEY}add_space_prefix", False))
+
+
+def _with_spaces(gguf: Gguf, tokens: list[str], pairs: list[tuple[str, str]], prefixed: bool) -> Tokenizer:
+    """One whose tokens have spaces in them, and bytes for what they cannot spell."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    kinds = gguf.metadata.get(f"{_KEY}token_type") or []
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=False) if kind == _UNKNOWN), None)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    prefixed = gguf.metadata.get(f"{_KEY}add_space_prefix", True)
     prepend: list[Any] = [normalizers.Prepend("▁")] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip: list[Any] = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -193,7 +179,7 @@ def _frame(tokenizer: Tokenizer, gguf: Gguf, special: dict[str, str | None]) -> 
     """Have texts begin and end with the tokens for that, if the file wants it."""
     from tokenizers import processors
 
-    beginning = gguf.metadata[f"{_KEY}model"] == "llama" or gguf.metadata.get(f"{_KEY}pre") in _BEGINNING
+    beginning = gguf.metadata[f"{_KEY}model"] == "llama" or gguf.metadata.get(f"{_KEY}pre") in BEGINNING
     begins = special["bos_token"] if gguf.metadata.get(f"{_KEY}add_bos_token", beginning) else None
     ends = special["eos_token"] if gguf.metadata.get(f"{_KEY}add_eos_token", False) else None
     around = [text for text in (begins, ends) if text is not None]
@@ -219,3 +205,6 @@ def _chat_template(gguf: Gguf) -> str | dict[str, str] | None:
     if not found:
         return None
     return found if len(found) > 1 else next(iter(found.values()))
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}

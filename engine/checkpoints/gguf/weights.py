@@ -162,6 +162,9 @@ def _factor(weight: GgufWeight) -> float | None:
 def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
     if weight.is_transposed or weight.in_turns:
         return _read_experts(weight, dtype)
+    if weight.is_latent:
+        keys, values = (_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more))
+        return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
     if weight.more:
         parts = [_read(GgufWeight(part, part.shape), dtype) for part in (weight.tensor, *weight.more)]
         if weight.groups is not None:

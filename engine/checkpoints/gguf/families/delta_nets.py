@@ -9,13 +9,18 @@ decays by, not its logarithm. Source: `_LinearAttentionVReorderBase` and `Qwen3N
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from ....schemas.errors import ModelLoadError
-from .file import GgufTensor, GgufWeight, Groups, Tiles
-from .keys import Keys
+from .....schemas.errors import ModelLoadError
+from ..file import GgufTensor, GgufWeight, Groups, Tiles
+from ..keys import Keys
+from .architecture import Form
 
-DELTA_NETS = {
+DELTA_NETS = {"ssm_norm": "linear_attn.norm", "post_attention_norm": "post_attention_layernorm"}
+NEXT = DELTA_NETS | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"}
+_WITH_GATES = "linear_attn.in_proj_qkvz"
+_OF_VALUE_HEADS = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
@@ -23,15 +28,7 @@ DELTA_NETS = {
     "ssm_a": "linear_attn.A_log",
     "ssm_dt": "linear_attn.dt_bias",
     "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
-    "post_attention_norm": "post_attention_layernorm",
-}
-NEXT = {name: own for name, own in DELTA_NETS.items() if name not in ("ssm_beta", "ssm_alpha")} | {
-    "attn_qkv": "linear_attn.in_proj_qkvz",
-    "attn_gate": "linear_attn.in_proj_qkvz",
-    "ssm_in": "linear_attn.in_proj_qkvz",  # both in one, as transformers has them
-    "ssm_ba": "linear_attn.in_proj_ba",
 }
 _KEYS_AND_VALUES, _GATES = "attn_qkv", "attn_gate"
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")  # rows by value head follow those of queries and keys
@@ -68,17 +65,17 @@ def hybrid_config(keys: Keys) -> dict[str, Any]:
     }
 
 
-def by_key_heads(tensor: GgufTensor, stem: str, keys: Keys) -> GgufWeight | None:
-    """Qwen3-Next's queries, keys, values and gates by key head; None for the gates' tensor, which belongs to the other.
+def _by_key_heads(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
+    """Qwen3-Next's queries, keys, values and gates by key head; none for the gates' tensor, which belongs to the other.
 
     Raises `ModelLoadError` for one without the other, and for another number of rows.
     """
-    sizes, other = _Sizes(keys), _GATES if stem == _KEYS_AND_VALUES else _KEYS_AND_VALUES
-    name = tensor.name.replace(stem, other)
+    sizes, stem = _Sizes(keys), _GATES if f".{_GATES}." in tensor.name else _KEYS_AND_VALUES
+    name = tensor.name.replace(stem, _GATES if stem == _KEYS_AND_VALUES else _KEYS_AND_VALUES)
     if (more := keys.gguf.tensors.get(name)) is None:
         raise ModelLoadError(f"{keys.gguf.path} has {tensor.name} without {name}; convert the model again")
     if stem == _GATES:
-        return None
+        return
     values = sizes.repeats * sizes.value
     groups = Groups(sizes.key_heads, (sizes.key, sizes.key, values, values))
     rows = [sizes.key_heads * (2 * sizes.key + values), sizes.key_heads * values]
@@ -88,16 +85,25 @@ def by_key_heads(tensor: GgufTensor, stem: str, keys: Keys) -> GgufWeight | None
                 f"{keys.gguf.path}: {one.name} has the shape {list(one.shape)}, and {count} rows go with "
                 f"{sizes.key_heads} key heads and {sizes.value_heads} value heads; convert the model again"
             )
-    return GgufWeight(tensor, (sum(rows), tensor.shape[1]), more=(more,), groups=groups)
+    weight = GgufWeight(tensor, (sum(rows), tensor.shape[1]), more=(more,), groups=groups)
+    yield f"{_WITH_GATES}.weight", weight
 
 
-def untiled(weight: GgufWeight, stem: str, keys: Keys, is_tiled: bool) -> GgufWeight:
+def _by_value_heads(stem: str, name: str, is_tiled: bool) -> Form:
+    """A tensor with rows or columns by value head, which may be in another order than transformers' (`is_tiled`)."""
+
+    def form(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
+        suffix = "" if name.endswith(("A_log", "dt_bias")) else ".weight"
+        yield f"{name}{suffix}", _untiled(GgufWeight(tensor, tensor.shape), stem, keys, is_tiled)
+
+    return form
+
+
+def _untiled(weight: GgufWeight, stem: str, keys: Keys, is_tiled: bool) -> GgufWeight:
     """The weight with its value heads in transformers' order, if the file has another one (`is_tiled`).
 
     Raises `ModelLoadError` for another number of rows.
     """
-    if stem not in DELTA_NETS or stem in ("ssm_norm", "post_attention_norm"):
-        return weight
     sizes = _Sizes(keys)
     if stem == "ssm_conv1d":
         weight = weight._replace(shape=(weight.shape[0], 1, weight.shape[-1]))
@@ -112,3 +118,14 @@ def untiled(weight: GgufWeight, stem: str, keys: Keys, is_tiled: bool) -> GgufWe
         )
     tiles = Tiles(start, sizes.repeats, sizes.key_heads, size, by_columns)
     return weight._replace(tiles=tiles if is_tiled and sizes.repeats > 1 else None, is_decay=stem == "ssm_a")
+
+
+_PARTS = ("ssm_a", "ssm_dt", "ssm_conv1d", "ssm_out")  # what Qwen3-Next has as transformers does
+TILED = {stem: _by_value_heads(stem, name, True) for stem, name in _OF_VALUE_HEADS.items()}
+"""Qwen 3.5's forms."""
+
+GROUPED = {stem: _by_value_heads(stem, _OF_VALUE_HEADS[stem], False) for stem in _PARTS} | {
+    _KEYS_AND_VALUES: _by_key_heads,
+    _GATES: _by_key_heads,
+}
+"""Qwen3-Next's; a tensor with all of them in one lies as transformers has it."""

@@ -6,13 +6,14 @@ file has outputs by inputs, and gates and ups apart. Source: llama.cpp's `conver
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from ....schemas.errors import ModelLoadError
-from .file import Gguf, GgufTensor, GgufWeight
-from .keys import Keys
+from .....schemas.errors import ModelLoadError
+from ..file import Gguf, GgufTensor, GgufWeight
+from ..keys import Keys
 
-EXPERTS = {  # `{}` is an expert's number
+EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
@@ -22,19 +23,11 @@ EXPERTS = {  # `{}` is an expert's number
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-MIXTRAL = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-GPT_OSS = {
-    "attn_sinks": "self_attn.sinks",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.router",
-    "ffn_gate_exps": "mlp.experts.gate_up_proj",
-    "ffn_up_exps": "mlp.experts.gate_up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
+WITH_SHARED = EXPERTS | {  # of models whose shared experts have no gate of their own
+    "exp_probs_b": "mlp.gate.e_score_correction_bias.",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _GATE, _UP = "ffn_gate_exps", "ffn_up_exps"
 
@@ -48,7 +41,7 @@ def experts_config(keys: Keys) -> dict[str, Any]:
 
 
 def shared_size(keys: Keys) -> int:
-    shared = keys.gguf.tensors.get("blk.0.ffn_gate_shexp.weight")
+    shared = keys.first("ffn_gate_shexp.weight")
     return shared.shape[0] if shared else int(keys.find("expert_shared_feed_forward_length", 0))
 
 
@@ -66,6 +59,53 @@ def local_experts_config(keys: Keys) -> dict[str, Any]:
         "num_local_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
     }
+
+
+def routed_config(keys: Keys) -> dict[str, Any]:
+    """Of models in DeepSeek V3's manner: the first layers have no experts, and the others shared ones beside theirs.
+
+    Routes are sigmoids, and their sum is one where the file says so.
+    """
+    return {
+        "n_routed_experts": keys.need("expert_count"),
+        "n_shared_experts": keys.find("expert_shared_count", 0),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+        "first_k_dense_replace": dense_layers(keys),
+        "n_group": keys.find("expert_group_count", 1),
+        "topk_group": keys.find("expert_group_used_count", 1),
+        "norm_topk_prob": keys.find("expert_weights_norm", False),
+        "routed_scaling_factor": keys.find("expert_weights_scale", 1.0),
+    }
+
+
+def dense_layers(keys: Keys) -> int:
+    """How many layers come before the first one with experts."""
+    layers = range(keys.num_layers)
+    return next((layer for layer in layers if keys.layer(layer, "ffn_gate_inp.weight") is not None), len(layers))
+
+
+def sparse_layers(keys: Keys) -> list[str]:
+    """Which layers have experts, in transformers' words."""
+    dense = dense_layers(keys)
+    return ["dense" if layer < dense else "sparse" for layer in range(keys.num_layers)]
+
+
+def _gates_and_ups(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
+    yield from _whole(tensor, keys, _UP if f".{_UP}." in tensor.name else _GATE, "mlp.experts.gate_up_proj")
+
+
+def _downs(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
+    yield from _whole(tensor, keys, "ffn_down_exps", "mlp.experts.down_proj")
+
+
+def _whole(tensor: GgufTensor, keys: Keys, stem: str, name: str) -> Iterator[tuple[str, GgufWeight]]:
+    if (experts := whole_experts(keys.gguf, tensor, stem)) is not None:
+        yield f"{name}{'_bias' if tensor.name.endswith('.bias') else ''}", experts
+
+
+WHOLE_EXPERTS = {_GATE: _gates_and_ups, _UP: _gates_and_ups, "ffn_down_exps": _downs}
+"""gpt-oss's."""
 
 
 def whole_experts(gguf: Gguf, tensor: GgufTensor, stem: str) -> GgufWeight | None:

@@ -1,0 +1,90 @@
+"""DeepSeek's latent attention in GGUF: DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash. Needs no torch.
+
+Of the product that expands the latent, newer files have the rows for keys, transposed, and those for values apart, by
+head. Source: llama.cpp's `conversion/deepseek.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .....schemas.errors import ModelLoadError
+from ..file import GgufTensor, GgufWeight
+from ..keys import HEADS, Keys
+from .architecture import Architecture, rope_of
+from .experts import WITH_SHARED, routed_config
+
+_NAMES = WITH_SHARED | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+_SIGMOID = 2  # how routes are weighed
+_MSCALE = 0.1  # what converters multiply it by
+
+
+def is_sigmoid(keys: Keys) -> bool:
+    """Whether routes to experts are weighed by sigmoids, as from V3 on."""
+    return bool(keys.find("expert_gating_func") == _SIGMOID or keys.has("exp_probs_b.bias"))
+
+
+def _latent(keys: Keys) -> dict[str, Any]:
+    rotated = keys.need("rope.dimension_count")
+    length, values = (
+        keys.find(f"attention.{one}_length_mla", keys.find(f"attention.{one}_length")) for one in ("key", "value")
+    )
+    rope = rope_of(keys, rotated)
+    if (scale := keys.find("rope.scaling.yarn_log_multiplier")) is not None:
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(scale / _MSCALE, 6))
+    return {
+        "num_key_value_heads": keys.need(HEADS),
+        "head_dim": rotated,
+        "q_lora_rank": keys.find("attention.q_lora_rank"),
+        "kv_lora_rank": keys.need("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": length - rotated,
+        "qk_head_dim": length,
+        "v_head_dim": values,
+        "rope_parameters": rope,
+    }
+
+
+def _v2(keys: Keys) -> dict[str, Any]:
+    found = _latent(keys) | routed_config(keys)
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+def _v3(keys: Keys) -> dict[str, Any]:
+    return _latent(keys) | routed_config(keys)
+
+
+def _keys_and_values(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
+    """Raises `ModelLoadError` for one without the other, and for other shapes."""
+    name = tensor.name.replace("attn_k_b", "attn_v_b")
+    if (more := keys.gguf.tensors.get(name)) is None:
+        raise ModelLoadError(f"{keys.gguf.path} has {tensor.name} without {name}; convert the model again")
+    heads, rank = keys.need(HEADS), keys.need("attention.kv_lora_rank")
+    if [*tensor.shape[:2], *more.shape[::2]] != [heads, rank, heads, rank]:
+        raise ModelLoadError(
+            f"{keys.gguf.path}: {tensor.name} and {name} have the shapes {list(tensor.shape)} and {list(more.shape)}, "
+            f"which do not go with {heads} heads and a latent of {rank} numbers; convert the model again"
+        )
+    shape = (heads * (tensor.shape[2] + more.shape[1]), rank)
+    yield "self_attn.kv_b_proj.weight", GgufWeight(tensor, shape, more=(more,), is_latent=True)
+
+
+def _no_more(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
+    """The values', which belong to the keys'."""
+    name = tensor.name.replace("attn_v_b", "attn_k_b")
+    if name not in keys.gguf.tensors:
+        raise ModelLoadError(f"{keys.gguf.path} has {tensor.name} without {name}; convert the model again")
+    yield from ()
+
+
+_FORMS = {"attn_k_b": _keys_and_values, "attn_v_b": _no_more}
+V2 = Architecture("deepseek_v2", "DeepseekV2ForCausalLM", _NAMES, _FORMS, extra=_v2)
+V3 = Architecture("deepseek_v3", "DeepseekV3ForCausalLM", _NAMES, _FORMS, extra=_v3)

@@ -1,0 +1,211 @@
+"""Mixtures of experts in GGUF: which layers have them, how many, and how they are chosen. Needs no torch.
+
+Source: llama.cpp's converters (its folder `conversion`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..keys import Keys
+from .architecture import Architecture, layer_types, local_rope, rope_of, windows
+from .experts import (
+    EXPERTS,
+    WHOLE_EXPERTS,
+    WITH_SHARED,
+    dense_layers,
+    experts_config,
+    local_experts_config,
+    routed_config,
+    shared_experts_config,
+    sparse_layers,
+)
+from .latent import V2, V3, is_sigmoid
+
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_GPT_OSS = {
+    "attn_sinks": "self_attn.sinks.",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
+_ERNIE = WITH_SHARED | {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction_bias."}
+_AFMOE = (
+    WITH_SHARED
+    | {
+        "ffn_gate_inp": "mlp.router.gate",
+        "exp_probs_b": "mlp.expert_bias.",
+        "attn_gate": "self_attn.gate_proj",
+    }
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    }
+)
+
+
+def _llama(keys: Keys) -> Architecture:
+    return _WITH_EXPERTS if keys.find("expert_count") else _LLAMA
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    rope = rope_of(keys)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # which no key says
+    return local_experts_config(keys) | {
+        "intermediate_size": keys.need("expert_feed_forward_length"),
+        "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": layer_types(keys, 2),
+        "rope_parameters": rope,
+    }
+
+
+def _deepseek(keys: Keys) -> Architecture:
+    return V3 if is_sigmoid(keys) else V2
+
+
+def _glm4(keys: Keys) -> dict[str, Any]:
+    return routed_config(keys) | {"use_qk_norm": keys.has("attn_q_norm.weight")}
+
+
+def _ernie(keys: Keys) -> dict[str, Any]:
+    return {
+        "moe_num_experts": keys.need("expert_count"),
+        "moe_k": keys.need("expert_used_count"),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+        "moe_num_shared_experts": keys.find("expert_shared_count", 0),
+        "moe_layer_start_index": dense_layers(keys),
+        "moe_layer_end_index": keys.num_layers - 1,
+        "moe_layer_interval": keys.find("interleave_moe_layer_step", 1),
+        "use_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _exaone(keys: Keys) -> dict[str, Any]:
+    return (
+        {
+            name: value
+            for name, value in routed_config(keys).items()
+            if name not in ("n_routed_experts", "n_shared_experts")
+        }
+        | windows(keys, 4)
+        | {
+            "num_experts": keys.need("expert_count"),
+            "num_shared_experts": keys.find("expert_shared_count", 0),
+            "mlp_layer_types": sparse_layers(keys),
+            "sliding_window_pattern": 4,
+        }
+    )
+
+
+def _afmoe(keys: Keys) -> dict[str, Any]:
+    return (
+        experts_config(keys)
+        | windows(keys, 4)
+        | {
+            "num_shared_experts": keys.find("expert_shared_count", 0),
+            "num_dense_layers": dense_layers(keys),
+            "route_scale": keys.find("expert_weights_scale", 1.0),
+            "mup_enabled": True,
+        }
+    )
+
+
+def _hunyuan(keys: Keys) -> dict[str, Any]:
+    return experts_config(keys) | {
+        "num_shared_experts": keys.find("expert_shared_count", 1),
+        "mlp_layer_types": sparse_layers(keys),
+        "router_scaling_factor": keys.find("expert_weights_scale", 1.0),
+    }
+
+
+def _mellum(keys: Keys) -> dict[str, Any]:
+    return (
+        windows(keys, 4)
+        | local_experts_config(keys)
+        | {
+            "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+            "mlp_layer_types": sparse_layers(keys),
+            "norm_topk_prob": True,
+            "rope_parameters": {"full_attention": rope_of(keys), "sliding_attention": local_rope(keys)},
+        }
+    )
+
+
+_QWEN3 = Architecture(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    EXPERTS,
+    extra=lambda keys: experts_config(keys) | {"norm_topk_prob": True},
+)
+_LLAMA = Architecture(
+    "llama", "LlamaForCausalLM", interleaved=True, extra=lambda keys: {"mlp_bias": keys.has("ffn_gate.bias")}
+)
+_WITH_EXPERTS = Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    _MIXTRAL,
+    interleaved=True,
+    extra=lambda keys: local_experts_config(keys) | {"sliding_window": None},
+)
+SPARSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
+    "llama": _llama,
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS, extra=shared_experts_config),
+    "qwen3moe": _QWEN3,
+    "qwen3vlmoe": _QWEN3,
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _GPT_OSS, WHOLE_EXPERTS, extra=_gpt_oss),
+    "deepseek2": _deepseek,
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        WITH_SHARED | {"post_attention_norm": "post_attention_layernorm"},
+        extra=_glm4,
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        "OlmoeForCausalLM",
+        EXPERTS,
+        extra=lambda keys: {
+            "num_experts": keys.need("expert_count"),
+            "num_experts_per_tok": keys.need("expert_used_count"),
+            "norm_topk_prob": keys.find("expert_weights_norm", False),
+        },
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        EXPERTS | {"exp_probs_b": "mlp.e_score_correction_bias."},
+        extra=lambda keys: (
+            local_experts_config(keys) | {"rotary_dim": keys.find("rope.dimension_count", keys.head_dim)}
+        ),
+    ),
+    "ernie4_5-moe": Architecture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _ERNIE, extra=_ernie),
+    "dots1": Architecture(
+        "dots1",
+        "Dots1ForCausalLM",
+        WITH_SHARED,
+        extra=lambda keys: (
+            routed_config(keys) | {"layer_types": ["full_attention"] * keys.num_layers, "sliding_window": None}
+        ),
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        WITH_SHARED,
+        extra=_exaone,
+    ),
+    "afmoe": Architecture("afmoe", "AfmoeForCausalLM", _AFMOE, extra=_afmoe),
+    "hy_v3": Architecture(
+        "hy_v3",
+        "HYV3ForCausalLM",
+        WITH_SHARED | {"exp_probs_b": "mlp.e_score_correction_bias."},
+        extra=_hunyuan,
+    ),
+    "mellum": Architecture("mellum", "MellumForCausalLM", EXPERTS, extra=_mellum),
+}
