@@ -88,6 +88,9 @@ SHAPES: dict[str, dict[str, object]] = {
     },
     "granitemoehybrid": _REMEMBERING | _MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "lfm2": _REMEMBERING | {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": _REMEMBERING
+    | _EXPERTS
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     "nemotron_h": _SMALL
     | {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],

@@ -20,8 +20,9 @@ class Mixture(ctypes.Structure):
     _fields_: ClassVar = [
         ("router", Product),
         *((name, _POINTER) for name in ("inner", "outer")),
-        *((name, _INT) for name in ("count", "used", "is_normed", "is_clamped")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+        *((name, _INT) for name in ("count", "used", "is_normed", "is_clamped", "has_sigmoids")),
+        ("preferences", _POINTER),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "scale", "least")),
     ]
 
 
@@ -30,6 +31,21 @@ class Clamp(NamedTuple):
 
     alpha: float
     limit: float
+
+
+class Choosing(NamedTuple):
+    """How a router chooses the `used` experts of a row, and what their shares are.
+
+    With `is_normed` they are divided by their sum and `least`. `preferences` [experts], float32, count in the choice
+    alone.
+    """
+
+    used: int
+    is_normed: bool
+    has_sigmoids: bool = False
+    preferences: Tensor | None = None
+    scale: float = 1.0
+    least: float = 0.0
 
 
 class Sizes(NamedTuple):
@@ -124,11 +140,14 @@ class Experts:
         """The buffers for rows of so many experts each, which all layers share."""
         return self._rooms.fit(self.sizes, used, dtype)
 
-    def mixture(self, router: Product, used: int, is_normed: bool) -> Mixture:
-        """The caller keeps `router` alive."""
+    def mixture(self, router: Product, choosing: Choosing) -> Mixture:
+        """The caller keeps `router` and the preferences alive."""
+        used, is_normed, has_sigmoids, preferences, scale, least = choosing
         addresses = (ctypes.addressof(products) for products in (self._inner, self._outer))
+        kind = used, is_normed, self._clamp is not None, has_sigmoids
+        preferred = None if preferences is None else preferences.data_ptr()
         clamp = self._clamp or Clamp(0, 0)
-        return Mixture(router, *addresses, self.sizes.experts, used, is_normed, self._clamp is not None, *clamp)
+        return Mixture(router, *addresses, self.sizes.experts, *kind, preferred, *clamp, scale, least)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, E], and for each token its experts and their shares, [T, K] each → [T, E].
@@ -136,7 +155,7 @@ class Experts:
         Raises `IndexError` for an expert that is not there.
         """
         used, half, threads = chosen.shape[1], x.dtype == torch.bfloat16, torch.get_num_threads()
-        mixture, room = self.mixture(Product(), used, False), self.room(used, x.dtype)
+        mixture, room = self.mixture(Product(), Choosing(used, False)), self.room(used, x.dtype)
         x, result = x.contiguous(), torch.zeros(x.shape)
         for start in range(0, len(x), MOST_ROWS):
             rows, to = x[start : start + MOST_ROWS], result[start : start + MOST_ROWS]

@@ -20,7 +20,8 @@ SOURCES = tuple(
     Path(__file__).with_name("source") / name
     for name in (
         *("names.h", "narrow.h", "neon.h", "vectors.h", "product.h", "threads.h", "tiles.h", "levels.h"),
-        *("products.h", "delta.h", "mixture.h", "levels.c", "kernels.c", "packing.c", "sampling.c"),
+        *("products.h", "convolution.h", "delta.h", "mixture.h"),
+        *("levels.c", "kernels.c", "packing.c", "sampling.c"),
     )
 )
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")

@@ -2,55 +2,28 @@
 
    A head's state S [D, V] maps keys to values. A token with query q, key k, value v, decay a and rate b makes of it
    S' = a S + b k (v - a S'k)' and reads o = S'q. Queries, keys and values come through a causal convolution over the
-   last K inputs. A slot holds the last K - 1 inputs and the states of all heads. A step never writes a slot that it
-   reads from before, so that it can run again. Tokens of one sequence follow each other, also within a step. */
+   last K inputs. A slot holds these and the states of all heads. */
 
 #pragma once
 
-#include "products.h"
+#include "convolution.h"
 
 typedef struct {
     Product gates, rates, decays; /* [H V, E], [H, E], [H, E] */
-    const float *taps, *bias;     /* [K, C]; [C] or NULL */
+    Convolution convolution;      /* C is 2 Hk D + H V */
     const float *fading, *shift;  /* [H] each: a is e^(fading * softplus(decay + shift)) */
     const float *norm;            /* [V] */
-    void *inputs;                 /* T [slots + 1, K - 1, C]; the last slot is always zero */
     float *states;                /* [slots + 1, H, D, V] */
-    int64_t num_taps, num_keys, num_values, key_size, value_size; /* K, heads of keys, H, D, V; C is 2 Hk D + H V */
+    int64_t num_keys, num_values, key_size, value_size; /* heads of keys, H, D, V */
     float epsilon;
 } Delta;
 
-/* Adjacent rows of one sequence, which continue the state in the slot `source`. */
-typedef struct {
-    int64_t first, count, source;
-} Stretch;
-
-/* What the layers share in a step; `targets` [R] are the slots for the states after each row, or -1. */
-typedef struct {
-    const Stretch *stretches;
-    int64_t num_stretches;
-    const int64_t *targets;
-    float *convolved;              /* [R, C]; later what was read is in the place of the values */
-    float *gates, *rates, *decays; /* [R, H V], [R, H], [R, H]: what the products made */
-} Strides;
-
-INLINE int64_t channels(const Delta *d) { return 2 * d->num_keys * d->key_size + d->num_values * d->value_size; }
-
-/* As numbers of T. */
-INLINE __m512 rounded(__m512 v, int half) { return half ? widen(narrow(v)) : v; }
-
-/* Up to 16 of the inputs of row `row` at channel c, which may be before those of the step: x float32 [R, C]. */
-INLINE __m512 input_at(const Delta *d, const Stretch *s, const float *x, int64_t row, int64_t c, __mmask16 mask,
-                       int half) {
-    const int64_t C = channels(d), before = s->first - row;
-    if (before <= 0) return rounded(load(x, row * C + c, mask, 0), half);
-    return load(d->inputs, ((s->source + 1) * (d->num_taps - 1) - before) * C + c, mask, half);
-}
+INLINE int64_t channels(const Delta *d) { return d->convolution.num_channels; }
 
 /* Make queries, keys and values of x float32 [R, C], those of a head at a time, and keep the last inputs. Queries and
    keys get the length 1, and queries are scaled. Every thread must call it, and waits at its end. */
 INLINE void convolve(Thread *t, const Delta *d, const Strides *step, const float *x, int half) {
-    const int64_t C = channels(d), K = d->num_taps, num_units = 2 * d->num_keys + d->num_values;
+    const int64_t C = channels(d), num_units = 2 * d->num_keys + d->num_values;
     EACH(item, t, step->num_stretches * num_units) {
         const Stretch *s = step->stretches + item / num_units;
         const int64_t unit = item % num_units, other = unit - 2 * d->num_keys;
@@ -61,17 +34,10 @@ INLINE void convolve(Thread *t, const Delta *d, const Strides *step, const float
             __m512 squares = _mm512_setzero_ps();
             for (int64_t i = 0; i < size; i += 16) {
                 const __mmask16 mask = tail_mask(size - i);
-                __m512 sum = d->bias ? load(d->bias, first + i, mask, 0) : _mm512_setzero_ps();
-                for (int64_t k = 0; k < K; k++) {
-                    __m512 tap = load(d->taps, k * C + first + i, mask, 0);
-                    sum = _mm512_fmadd_ps(input_at(d, s, x, row - K + 1 + k, first + i, mask, half), tap, sum);
-                }
+                __m512 sum = convolved_at(&d->convolution, s, step->targets, x, C, row, first + i, mask, half);
                 sum = silu(sum);
                 squares = _mm512_fmadd_ps(sum, sum, squares);
                 store(to, first + i, sum, mask, 0);
-                for (int64_t k = 0; k < K - 1 && step->targets[row] >= 0; k++)
-                    store(d->inputs, (step->targets[row] * (K - 1) + k) * C + first + i,
-                          input_at(d, s, x, row - K + 2 + k, first + i, mask, half), mask, half);
             }
             if (other >= 0) continue;
             const float length = sqrtf(_mm512_reduce_add_ps(squares) + 1e-6f);

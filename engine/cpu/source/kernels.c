@@ -21,7 +21,7 @@ typedef struct {
     float scale;
 } LowRank;
 
-/* The parts of a layer; `qkv` has three. A delta net has one, and others behind it. */
+/* The parts of a layer; `qkv` has three. A delta net has one, and others behind it; a short convolution has one. */
 enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, NUM_PARTS };
 
 typedef struct {
@@ -33,6 +33,7 @@ typedef struct {
     Product share;                          /* [1, E], of an expert beside the mixture; all zeros without */
     const Mixture *mixture;                 /* or NULL */
     const Delta *delta;                     /* in the place of attention, or NULL; `qkv` is [C, E] */
+    const Convolution *convolution;         /* a gated one in the place of attention, or NULL; `qkv` is [3 C, E] */
     const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
     void *pool;                 /* T [2 H, N, block, D], keys before values */
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
@@ -50,7 +51,7 @@ typedef struct {
     const float *norm; /* [E] */
     Product head;
     void *input, *mixed, *gated; /* T [R, E], [R, Hq D], [R, I]: buffers for the inputs of products */
-    float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, (Hq + 2 H) D] or [R, C]; [R, I] or [R, H V] */
+    float *stream, *qkv, *gates; /* [R, E], the residual stream; [R, O] of `qkv`; [R, I] or [R, H V] */
     float *convolved, *rates, *decays; /* of `Strides` */
     float *shares;                     /* [R]: what `share` makes */
     void *levels;                /* `Inputs` of any product but a mixture's */
@@ -518,6 +519,15 @@ INLINE void remember(Thread *t, const Model *m, const Layer *l, const Strides *s
     gate_heads(t, d, step, rows, m->mixed, half);
 }
 
+/* What a gated short convolution makes of the normalised stream, into `mixed`. */
+INLINE void convolve_stream(Thread *t, const Model *m, const Layer *l, const Strides *step, Adapters *own, int64_t rows,
+                            const Inputs *in, int half) {
+    norms(t, m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), in, half);
+    adapted(t, &l->qkv, own, QKV, 1, m->input, in, rows, m->qkv, STORE, NULL, half);
+    wait_for_all(t);
+    convolve_gated(t, l->convolution, step, m->qkv, m->mixed, half);
+}
+
 /* The whole model. */
 INLINE void forward(Thread *t, const Step *s, int half) {
     const Model *m = s->model;
@@ -534,6 +544,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
         if (l->delta) remember(t, m, l, &s->strides, &own, rows, &in, half);
+        else if (l->convolution) convolve_stream(t, m, l, &s->strides, &own, rows, &in, half);
         else look_up(t, m, l, tokens, &own, rows, &in, half);
         const Inputs mixed = inputs_at(m->levels, MOST_ROWS, groups(&l->output));
         quantize(t, &l->output, m->mixed, rows, &mixed, half);

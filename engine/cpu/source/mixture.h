@@ -14,7 +14,10 @@ typedef struct {
     int64_t count, used;          /* experts, and how many of them a row passes */
     int64_t is_normed;            /* whether the shares of a row's experts are divided by their sum */
     int64_t is_clamped;           /* whether gates and ups alternate, and neither is beyond `limit`: see `gated` */
+    int64_t has_sigmoids;         /* whether shares are the sigmoids of routes, not their softmax */
+    const float *preferences;     /* [experts], added to shares where experts are chosen, and nowhere else; or NULL */
     float alpha, limit;
+    float scale, least;           /* of the shares; what is added to the sum of a row's */
 } Mixture;
 
 /* Buffers for R rows, S slots and TILE_ROWS more. */
@@ -32,28 +35,36 @@ typedef struct {
     int64_t expert, first, count;
 } Visits;
 
-/* Choose the experts of one row by the softmax of its `routes`; of equal ones the first. */
+/* Choose the experts of one row by the softmax or the sigmoids of its `routes`; of equal ones the first. */
 INLINE void choose_experts(const Mixture *m, int64_t row, const Room *room) {
-    float *routes = room->routes + row * m->count, most = -INFINITY, all = 0, sum = 0;
+    float *routes = room->routes + row * m->count, most = -INFINITY, all = 0, sum = 0, scores[m->count];
+    uint8_t is_chosen[m->count];
     for (int64_t e = 0; e < m->count; e++) most = fmaxf(most, routes[e]);
     for (int64_t e = 0; e < m->count; e += 16) {
         __mmask16 mask = tail_mask(m->count - e);
-        __m512 share = exponential(_mm512_sub_ps(load(routes, e, mask, 0), _mm512_set1_ps(most)));
+        __m512 route = load(routes, e, mask, 0);
+        __m512 share = m->has_sigmoids ? sigmoid(route) : exponential(_mm512_sub_ps(route, _mm512_set1_ps(most)));
         store(routes, e, share, mask, 0);
     }
-    for (int64_t e = 0; e < m->count; e++) all += routes[e];
+    for (int64_t e = 0; e < m->count; e++) {
+        all += routes[e];
+        scores[e] = routes[e] + (m->preferences ? m->preferences[e] : 0);
+        is_chosen[e] = 0;
+    }
     for (int64_t k = 0; k < m->used; k++) {
         int64_t best = -1;
-        for (int64_t e = 0; e < m->count; e++) { /* a chosen one is negative; NaN is never better, but may be left */
-            if (routes[e] < 0 || (best >= 0 && !(routes[e] > routes[best]))) continue;
-            best = e;
-        }
+        for (int64_t e = 0; e < m->count; e++) /* NaN is never better, but may be left */
+            if (!is_chosen[e] && (best < 0 || scores[e] > scores[best])) best = e;
         room->chosen[row * m->used + k] = best;
         room->shares[row * m->used + k] = routes[best];
         sum += routes[best];
-        routes[best] = -1;
+        is_chosen[best] = 1;
     }
-    for (int64_t k = 0; k < m->used; k++) room->shares[row * m->used + k] /= m->is_normed ? sum : all;
+    const float whole = m->is_normed ? sum + m->least : m->has_sigmoids ? 1 : all;
+    for (int64_t k = 0; k < m->used; k++) {
+        float *share = room->shares + row * m->used + k;
+        *share = *share / whole * m->scale;
+    }
 }
 
 /* 16 numbers of the sums [2 I] of a slot: SiLU(gate) * up; clamped ones, gate * sigmoid(alpha * gate) * (up + 1). */

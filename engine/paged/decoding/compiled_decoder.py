@@ -55,7 +55,7 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
-        *((name, _POINTER) for name in ("mixture", "delta", "sinks", "pool")),
+        *((name, _POINTER) for name in ("mixture", "delta", "convolution", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
         *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
     ]
@@ -88,7 +88,7 @@ class CompiledDecoder:
         self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
         self._num_angles = 0  # P
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
-        first = next(layer for layer in decoder.layers if layer.delta is None)
+        first = next(layer for layer in decoder.layers if layer.state is None)
         head = known_product(decoder.head)
         self._products = known_products(decoder.linears())
         self._logits = torch.empty((MOST_ROWS, head.outputs))  # reused: allocating would cost each step 0.1 ms
@@ -96,7 +96,7 @@ class CompiledDecoder:
         self._parts: list[Part | None] = []  # by layer, so many each; None where no adapter can change anything
         self.routed = [self._route(layer) for layer in decoder.layers]
         self.remembering: list[Remembering] = []  # of the layers that keep running states
-        self._states: Tensor | None = None  # those of the first of these; set by `_attach_states`
+        self._states: Tensor | None = None  # the first memory of the first of these; set by `_attach_states`
         self._layers = (_Layer * len(decoder.layers))()
         self._attending: list[_Layer] = []
         for layer, routed, to in zip(decoder.layers, self.routed, self._layers, strict=True):
@@ -132,10 +132,10 @@ class CompiledDecoder:
         model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
         model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(inner, found)))
         model.shares = self._address(torch.zeros((MOST_ROWS, 1)))
-        if self.remembering:
-            heads = self.remembering[0].num_values
+        for delta in (one.delta for one in self.remembering[:1] if one.delta is not None):
+            sizes = delta.convolution.num_channels, delta.num_values, delta.num_values
             model.convolved, model.rates, model.decays = (
-                self._address(torch.zeros((MOST_ROWS, size))) for size in (self.remembering[0].width, heads, heads)
+                self._address(torch.zeros((MOST_ROWS, size))) for size in sizes
             )
         self.room: Room | None = None  # of all mixtures, if there are any
         for routed in filter(None, self.routed):
@@ -150,15 +150,17 @@ class CompiledDecoder:
         products = [linear.product for linear in decoder.linears()]
         if None in products:
             return None
-        attending = [layer for layer in decoder.layers if layer.delta is None]
+        attending = [layer for layer in decoder.layers if layer.state is None]
         shapes = {(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, *_sizes(layer)[:2]) for layer in attending}
-        deltas = {(layer.delta.memory[0].shape[1:], layer.delta.state_shape) for layer in decoder.layers if layer.delta}
+        states = {
+            (one.memory[0].shape[1:], one.state_shape) for layer in decoder.layers if (one := layer.state) is not None
+        }
         gated = {_sizes(layer)[-3:] for layer in decoder.layers if layer.is_gated}
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
             return None
         mixed = {(router_of(one).top_k, one.experts.compiled.sizes) for one in mixtures}
-        if max(len(shapes), len(deltas), len(gated), len(mixed)) > 1:
+        if max(len(shapes), len(states), len(gated), len(mixed)) > 1:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
         for rule, layer in zip(rules, compiled._attending, strict=True):
@@ -266,11 +268,14 @@ class CompiledDecoder:
             to.mlp_after = self._numbers(layer.mlp_after.weight)
         to.has_gelu, to.has_gates = layer.has_gelu, layer.has_gates
         to.qkv, to.output = known_product(layer.qkv), known_product(layer.output)
-        if layer.delta is None:
+        if layer.state is None:
             self._attending.append(to)
         else:
-            self.remembering.append(Remembering(layer, self._numbers))
-            to.delta = self.remembering[-1].address
+            self.remembering.append(own_state := Remembering(layer, self._numbers))
+            if own_state.delta is None:
+                to.convolution = ctypes.addressof(own_state.convolution)
+            else:
+                to.delta = ctypes.addressof(own_state.delta)
         if routed is not None:
             to.mixture = routed.address
         if layer.has_share:
@@ -285,9 +290,9 @@ class CompiledDecoder:
 
     def _attach_states(self) -> None:
         """Use the memory of running states, if it is another one than before."""
-        if self.remembering and self._states is not self.remembering[0].module.memory[1]:
+        if self.remembering and self._states is not self.remembering[0].module.memory[0]:
             (self._model.num_slots,) = {one.attach() for one in self.remembering}
-            self._states = self.remembering[0].module.memory[1]
+            self._states = self.remembering[0].module.memory[0]
 
     def _route(self, layer: Layer) -> Routed | None:
         return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels)

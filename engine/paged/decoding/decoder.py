@@ -3,7 +3,8 @@
 Llama, Mistral, Qwen 2 and 3 and many others have this structure. transformers' modules compute the same with four times
 as many small operations, which on a CPU cost a tenth of a decoding step. There, a layer may have a mixture of experts
 instead of the last product, which its own module computes, or be one of Gemma's, with norms also behind attention and
-product; and it may be a gated delta net (`state/delta_net.py`), which keeps a running state, in the place of attention.
+product. In the place of attention it may keep a running state: a gated delta net (`state/delta_net.py`), or a short
+convolution (`state/short_convolution.py`).
 `Decoder.of` checks the structure alone: the caller must compare results with the original model's.
 """
 
@@ -12,19 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ...vision.tower import Seen
+from ..state.layer import StateLayer
 from ..state.step import StateStep
 from .linear import Linear
-from .structure import BODY, GELU, OFFSET, children, epsilon_of, has_gates, is_plain, scale_of
-
-if TYPE_CHECKING:  # it imports transformers
-    from ..state.delta_net import SplitDeltaNet
+from .structure import BODY, GELU, OFFSET, children, epsilon_of, has_gates, is_plain, part, scale_of
 
 MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
 """Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
@@ -67,7 +66,8 @@ class Layer:
     gates with GELU; Gemma 3's are of two kinds, which rotate by different angles. With `has_gates` each head's query
     brings a gate, whose sigmoid is multiplied by what the head finds.
 
-    A layer with a `delta` net, whose projections are `qkv`, `delta_gates`, `rates` and `decays`, does not attend.
+    A layer that keeps a running `state` does not attend: that of a delta net, whose projections are `qkv`,
+    `delta_gates`, `rates` and `decays`, or the inputs of a short convolution, whose projection is `qkv`.
     """
 
     gate: Linear
@@ -86,35 +86,42 @@ class Layer:
 
     def __init__(self, module: Any, make: MakeLinear, kind: str | None = None, number: int = 0) -> None:
         """`kind` is whose rotations it uses, `number` its own among the layers that attend."""
-        mlp, self.kind, self.number = module.mlp, kind, number
-        self.attention_norm = Norm(module.input_layernorm)
+        mlp, self.kind, self.number = part(module, "mlp"), kind, number
+        self.attention_norm = Norm(part(module, "input_layernorm"))
         if hasattr(module, "pre_feedforward_layernorm"):
             self.attention_after, self.mlp_after = (
                 Norm(one) for one in (module.post_attention_layernorm, module.post_feedforward_layernorm)
             )
             self.mlp_norm = Norm(module.pre_feedforward_layernorm)
         else:
-            self.mlp_norm = Norm(module.post_attention_layernorm)
-        self.delta: SplitDeltaNet | None = getattr(module, "linear_attn", None)
-        if self.delta is None:
-            self._take_attention(module.self_attn, make)
+            self.mlp_norm = Norm(part(module, "post_attention_layernorm"))
+        self.is_delta_net = hasattr(module, "linear_attn")
+        self.state: StateLayer | None = None
+        if self.is_delta_net:
+            self._take_delta_net(module.linear_attn, make)
+        elif hasattr(module, "conv"):
+            self._take_convolution(module.conv, make)
         else:
-            self._take_delta_net(self.delta, make)
-        self.mixture: Any = None if hasattr(mlp, "gate_proj") else mlp
+            self._take_attention(module.self_attn, make)
+        self.mixture: Any = mlp if part(mlp, "gate_proj") is None else None
         gated = mlp if self.mixture is None else getattr(mlp, "shared_expert", None)
         self.is_gated, self.has_share = gated is not None, hasattr(mlp, "shared_expert")
         if gated is not None:
-            self.gate, self.up, self.down = make([gated.gate_proj]), make([gated.up_proj]), make([gated.down_proj])
-            self.has_gelu = type(gated.act_fn).__name__ in GELU
+            self.gate, self.up, self.down = (make([part(gated, f"{name}_proj")]) for name in ("gate", "up", "down"))
+            self.has_gelu = type(getattr(gated, "act_fn", None)).__name__ in GELU
         if self.has_share:
             self.share = make([mlp.shared_expert_gate])
 
     @property
     def names(self) -> list[str]:
         """Those of its products in the order of their use, without those of a mixture."""
-        before = ["qkv"] if self.delta is None else ["qkv", "delta_gates", "rates", "decays"]
         after = ["gate", "up", "down"] if self.is_gated else []
-        return [*before, "output", *(["share"] if self.has_share else []), *after]
+        return [*self.projections, "output", *(["share"] if self.has_share else []), *after]
+
+    @property
+    def projections(self) -> list[str]:
+        """The names of those of the normalised stream."""
+        return ["qkv", "delta_gates", "rates", "decays"] if self.is_delta_net else ["qkv"]
 
     def linears(self) -> list[Linear]:
         """Its products in the order of their use, without those of a mixture."""
@@ -122,20 +129,27 @@ class Layer:
 
     def _take_attention(self, attention: Any, make: MakeLinear) -> None:
         self.head_dim = attention.head_dim
-        self.num_q_heads = attention.o_proj.in_features // self.head_dim
+        output = part(attention, "o_proj")
+        self.num_q_heads = output.in_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.has_gates = has_gates(attention)
-        if hasattr(attention, "q_norm"):
-            query, key = scale_of(attention.q_norm), scale_of(attention.k_norm)
+        norms = [part(attention, name) for name in ("q_norm", "k_norm")]
+        if norms[0] is not None:
+            query, key = map(scale_of, norms)
             self.head_norm = torch.stack([query] * self.num_q_heads + [key] * self.num_kv_heads)[:, None]
-            self.epsilon = epsilon_of(attention.q_norm)
+            self.epsilon = epsilon_of(norms[0])
         self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = make([attention.o_proj])
+        self.output = make([output])
 
-    def _take_delta_net(self, delta: SplitDeltaNet, make: MakeLinear) -> None:
+    def _take_delta_net(self, delta: Any, make: MakeLinear) -> None:
+        self.state = delta
         self.qkv, self.delta_gates = make([delta.in_proj_qkv]), make([delta.in_proj_z])
         self.rates, self.decays = make([delta.in_proj_b]), make([delta.in_proj_a])
         self.output = make([delta.out_proj])
+
+    def _take_convolution(self, convolution: Any, make: MakeLinear) -> None:
+        self.state = convolution
+        self.qkv, self.output = make([convolution.in_proj]), make([convolution.out_proj])
 
 
 class Decoder:
@@ -154,16 +168,16 @@ class Decoder:
             from . import cuda_layers
 
             self._through = cuda_layers.through
-        self._rotary: nn.Module = body.rotary_emb
-        has_kinds = hasattr(body.rotary_emb, "layer_types")
+        self._rotary: nn.Module = part(body, "rotary_emb")
+        has_kinds = hasattr(self._rotary, "layer_types")
         self.layers: list[Layer] = []
         for index, one in enumerate(body.layers):
-            attending = [layer for layer in self.layers if layer.delta is None]
+            attending = [layer for layer in self.layers if layer.state is None]
             self.layers.append(Layer(one, make, config.layer_types[index] if has_kinds else None, len(attending)))
         self._kinds = {layer.kind for layer in self.layers}
         rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
         self.rotated = int(max(layer.head_dim for layer in self.layers) * rotated)
-        self.norm = Norm(body.norm)
+        self.norm = Norm(part(body, "norm"))
         self.head = make([model.lm_head])
 
     @classmethod
@@ -235,11 +249,10 @@ def through(
 def advance(layer: Layer, x: Tensor, angles: Angles, attention: Attention, states: StateStep | None) -> Tensor:
     """Run one layer: the residual stream [T, E] after it."""
     h = layer.attention_norm(x)
-    if layer.delta is None:
+    if layer.state is None:
         found = _attend(layer, h, angles, attention)
     else:
-        given = layer.qkv(h), layer.delta_gates(h), layer.rates(h), layer.decays(h)
-        found = layer.delta.mix(layer.delta.projected(*given), states)
+        found = layer.state.read([getattr(layer, name)(h) for name in layer.projections], states)
     after = layer.attention_after
     x = layer.output.add(found, x) if after is None else x + after(layer.output(found))
     h = layer.mlp_norm(x)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...checkpoints.rounded import is_absent
 from ...cpu.library import Kernels, span
@@ -141,4 +142,4 @@ def _clamp_of(experts: Any) -> Clamp | None:
 def _is_silu(experts: Any) -> bool:
     """Whether the gates are SiLU's, before the ups, as transformers' own function has them."""
     is_usual = isinstance(experts, PlainExperts) or type(experts)._apply_gate.__name__ == "_default_apply_gate"
-    return is_usual and type(experts.act_fn).__name__ in SILU
+    return is_usual and (experts.act_fn is functional.silu or type(experts.act_fn).__name__ in SILU)

@@ -6,15 +6,22 @@ import ctypes
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...cpu.library import Kernels, Product
-from ...cpu.mixture import Mixture
+from ...cpu.mixture import Choosing, Mixture
 from .experts import PackedExperts
 from .linear import make_packed
+from .precision import in_float32
+
+_WITH_SIGMOIDS = {"Lfm2MoeTopKRouter"}
+"""The names of routers whose shares are sigmoids, with a bias for each expert that counts in the choice alone."""
+
+_LEAST = 1e-6  # what these add to the sum of a row's shares
 
 
 class Routed:
-    """One layer's mixture: a softmax over the routes to all experts, of which the largest few count."""
+    """One layer's mixture: a softmax or sigmoids of the routes to all experts, of which the largest few count."""
 
     def __init__(self, module: Any, dtype: torch.dtype, kernels: Kernels) -> None:
         """`module` is the model's own, and `is_known`."""
@@ -23,10 +30,16 @@ class Routed:
         self.used: int = self.gate.top_k
         weight, bias = self.gate.weight.detach().to(dtype), getattr(self.gate, "bias", None)
         self._router = make_packed(weight, None if bias is None else bias.detach(), kernels)
-        is_normed = bool(getattr(self.gate, "norm_topk_prob", True))  # others' always are
+        self._given: tuple[Tensor | None, ...] = ()  # what the router is called with besides
+        self.choosing = Choosing(self.used, bool(getattr(self.gate, "norm_topk_prob", True)))  # others' always are
+        if type(self.gate).__name__ in _WITH_SIGMOIDS:
+            preferences = module.expert_bias.detach().float().contiguous() if self.gate.use_expert_bias else None
+            self._given = (preferences,)
+            scale = float(self.gate.routed_scaling_factor)
+            self.choosing = Choosing(self.used, self.choosing.is_normed, True, preferences, scale, _LEAST)
         router: Product | None = self._router.product
         assert router is not None
-        self.mixture: Mixture = self.experts.mixture(router, self.used, is_normed)
+        self.mixture: Mixture = self.experts.mixture(router, self.choosing)
 
     @staticmethod
     def is_known(module: Any, dtype: torch.dtype, kernels: Kernels) -> bool:
@@ -38,6 +51,15 @@ class Routed:
             return False
         sizes = packed.compiled.sizes[:2]
         return gate.weight.shape == sizes and hasattr(gate, "top_k") and kernels.take(dtype, sizes[1])
+
+    def choose(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As the model does in float32, for inputs [T, E]: by what it chooses [T, experts], the shares of those that it
+        takes and their numbers [T, K]."""
+        with in_float32(self.gate):
+            routes, shares, chosen = self.gate(h, *self._given)
+        if self.choosing.preferences is not None:
+            routes = routes.sigmoid() + self.choosing.preferences
+        return routes, shares.float(), chosen
 
     @property
     def address(self) -> int:

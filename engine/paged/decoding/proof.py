@@ -25,7 +25,6 @@ from .compiled_decoder import CompiledDecoder, known_products
 from .decoder import Attention, Decoder, advance
 from .linear import Unfused
 from .mixtures import Routed
-from .precision import in_float32
 
 _NUMBERS = 1 << 20  # of a weight that are converted to float32 at a time, so that they stay in the cache
 _LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer's rounding; typical is up to 0.007
@@ -157,9 +156,8 @@ class Choice:
     def mix(self, rows: Tensor, dtype: torch.dtype, packed: Tensor) -> Tensor:
         """What the mixture makes of [1, 2 T, E], whose row i is that of input rows[i]."""
         h, count = packed[0, rows.argsort()], len(self._chosen)
-        with in_float32(self._routed.gate):
-            routes, shares, chosen = self._routed.gate(h)
-        right = torch.zeros(routes.shape).scatter_(1, chosen, shares.float())
+        routes, shares, chosen = self._routed.choose(h)
+        right = torch.zeros(routes.shape).scatter_(1, chosen, shares)
         own = torch.zeros(routes[:count].shape).scatter_(1, self._chosen, self._shares)
         is_other = (self._chosen.sort(-1).values != chosen[:count].sort(-1).values).any(-1)
         last, least = (routes[:count].gather(1, each).amin(-1) for each in (chosen[:count], self._chosen))
@@ -211,9 +209,10 @@ class _Reference:
         layer: Any = copy(self._decoder.layers[index])
         for name in layer.names:
             setattr(layer, name, self._exact(getattr(layer, name).product))
-        if layer.delta is not None:
+        if layer.state is not None:
+            layer.state = layer.state.apart(2 * self._num_slots, len(x))
+        if layer.is_delta_net:
             layer.qkv = _Kept(layer.qkv.product, self._setting.dtype)
-            layer.delta = layer.delta.apart(2 * self._num_slots, len(x))
         if choice is not None:
             layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)
         return advance(layer, x, self._rotations[layer.kind], self._attend, self._step.states)

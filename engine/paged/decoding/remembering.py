@@ -1,53 +1,50 @@
-"""Gated delta nets in the compiled decoder, which share their states with the modules of `state/delta_net.py`."""
+"""Layers with a running state in the compiled decoder, which share their states with the modules of `state/`."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
-from ...cpu.delta import Delta
+from ...cpu.states import Convolution, Delta
+from ..state.layer import StateLayer
 from ..state.slots import NO_STATE, StateUse
 from .decoder import Layer
 from .linear import known_product
 
-if TYPE_CHECKING:  # it imports transformers
-    from ..state.delta_net import SplitDeltaNet
-
 
 class Remembering:
-    """One layer with a running state, as the kernels read it."""
+    """One layer with a running state, as the kernels read it: a short convolution, or a delta net with its own."""
 
     def __init__(self, layer: Layer, address: Callable[[Tensor], int]) -> None:
         """`address` keeps float32 numbers alive, and tells where they are."""
-        assert layer.delta is not None
-        self.module: SplitDeltaNet = layer.delta
-        self.width, self.num_values = self.module.taps.shape[1], self.module.num_values
-        given = [self.module.taps, self.module.bias, self.module.decay, self.module.dt_bias, self.module.norm.weight]
-        products = [known_product(linear) for linear in (layer.delta_gates, layer.rates, layer.decays)]
-        sizes = self.module.num_keys, self.module.num_values, self.module.key_size, self.module.value_size
-        self.delta = Delta(
-            *products,
-            *(None if tensor is None else address(tensor) for tensor in given),
-            0,
-            0,
-            len(self.module.taps),
-            *sizes,
-            self.module.norm.variance_epsilon,
-        )
+        assert layer.state is not None
+        self.module: StateLayer = layer.state
+        taps, bias = self.module.taps, self.module.bias
+        given = address(taps), None if bias is None else address(bias)
+        self._convolution = Convolution(*given, None, *taps.shape)
+        self.delta = self._make_delta(layer, address) if layer.is_delta_net else None
 
     @property
-    def address(self) -> int:
-        """Where the kernels find it."""
-        return ctypes.addressof(self.delta)
+    def convolution(self) -> Convolution:
+        found: Convolution = self._convolution if self.delta is None else self.delta.convolution
+        return found
 
     def attach(self) -> int:
         """Use the module's memory, which may be another one than before; returns how many slots it has."""
-        inputs, states = self.module.memory
-        self.delta.inputs, self.delta.states = inputs.data_ptr(), states.data_ptr()
-        return len(states) - 1
+        inputs, *states = self.module.memory
+        self.convolution.inputs = inputs.data_ptr()
+        if self.delta is not None:
+            self.delta.states = states[0].data_ptr()
+        return len(inputs) - 1
+
+    def _make_delta(self, layer: Layer, address: Callable[[Tensor], int]) -> Delta:
+        net: Any = self.module
+        products = [known_product(linear) for linear in (layer.delta_gates, layer.rates, layer.decays)]
+        numbers = [address(tensor) for tensor in (net.decay, net.dt_bias, net.norm.weight)]
+        sizes = net.num_keys, net.num_values, net.key_size, net.value_size
+        return Delta(*products, self._convolution, *numbers, None, *sizes, net.norm.variance_epsilon)
 
 
 def slots_of(use: StateUse | None, count: int, zero: int) -> tuple[int, Sequence[int]]:

@@ -11,12 +11,26 @@ from torch import Tensor, nn
 
 from .linear import SILU
 
+_NAMES = {  # of LFM2's modules; others have these
+    "embedding_norm": "norm",
+    "pos_emb": "rotary_emb",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "out_proj": "o_proj",
+}
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "norm"}
+_DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "o_proj", "norm"}
+_SHORT_CONVOLUTION = {"in_proj", "o_proj"}
 GELU = {"GELUTanh"}  # the name of transformers' class
 OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 """The names of norms whose weights are to be added to 1."""
@@ -37,35 +51,43 @@ def epsilon_of(norm: Any) -> float:
 
 def has_gates(attention: Any) -> bool:
     """Whether the product that makes the queries makes as many numbers once more."""
-    return bool(attention.q_proj.out_features == 2 * attention.o_proj.in_features)
+    return bool(attention.q_proj.out_features == 2 * part(attention, "o_proj").in_features)
 
 
 def is_plain(layer: Any) -> bool:
     own = children(layer)
+    if not {"mlp", "input_layernorm", "post_attention_layernorm"} <= own:
+        return False
+    mlp = part(layer, "mlp")
+    norms = [part(layer, "input_layernorm"), part(layer, "post_attention_layernorm")]
     if "linear_attn" in own:
         return (
             own - {"linear_attn"} == _LAYER - {"self_attn"}
             and _is_delta_net(layer.linear_attn)
-            and (_is_gated(layer.mlp) or _is_mixture(layer.mlp))
-            and all(_is_offset(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+            and (_is_gated(mlp) or _is_mixture(mlp))
+            and all(_is_offset(norm) for norm in norms)
         )
-    around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(layer.mlp) else set[str]()
-    if own - around != _LAYER or not (_is_gated(layer.mlp) or _is_mixture(layer.mlp)):
+    if "conv" in own:
+        return (
+            own - {"conv"} == _LAYER - {"self_attn"}
+            and children(layer.conv) == _SHORT_CONVOLUTION
+            and _is_on_cpu(layer)
+            and (_is_gated(mlp) or _is_mixture(mlp))
+            and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        )
+    around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(mlp) else set[str]()
+    if own - around != _LAYER or not (_is_gated(mlp) or _is_mixture(mlp)):
         return False
     attention = layer.self_attn
     if not children(attention) >= _ATTENTION:  # latent attention, for example
         return False
     extra = children(attention) - _ATTENTION
-    norms = [
-        *(layer.input_layernorm, layer.post_attention_layernorm),
-        *(getattr(layer, name) for name in around),
-        *(getattr(attention, name) for name in extra),
-    ]
+    norms += [*(part(layer, name) for name in around), *(part(attention, name) for name in extra)]
     head_dim = attention.head_dim
     return (
         extra in (set(), {"q_norm", "k_norm"})
         and all(hasattr(norm, "variance_epsilon") or _is_offset(norm) for norm in norms)
-        and all(len(getattr(attention, name).weight) == head_dim for name in extra)
+        and all(len(part(attention, name).weight) == head_dim for name in extra)
         and (not has_gates(attention) or _is_on_cpu(attention))
     )
 
@@ -79,6 +101,8 @@ def _is_delta_net(module: Any) -> bool:
 
 
 def _is_gated(mlp: nn.Module) -> bool:
+    if children(mlp) == _MLP - {"act_fn"}:  # LFM2's, which are SiLU's
+        return True
     if children(mlp) != _MLP:
         return False
     name = type(mlp.act_fn).__name__
@@ -100,4 +124,11 @@ def _is_on_cpu(module: nn.Module) -> bool:
 
 
 def children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
+    """Their names, or those that other families have for them."""
+    return {_NAMES.get(name, name) for name, _ in module.named_children()}
+
+
+def part(module: Any, name: str) -> Any:
+    """The one of its `children` with this name; None without."""
+    names = name, *(own for own, other in _NAMES.items() if other == name)
+    return next((found for own in names if (found := getattr(module, own, None)) is not None), None)

@@ -5,6 +5,7 @@ Source: `Qwen3NextGatedDeltaNet` and `Qwen3_5GatedDeltaNet` in transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +101,12 @@ class SplitDeltaNet(DeltaNet):
         self.in_proj_b, self.in_proj_a = layer.in_proj_b, layer.in_proj_a
 
     def project(self, x: Tensor) -> Projected:
-        return self.projected(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
+        return self._projected(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
 
-    def projected(self, mixed: Tensor, gate: Tensor, b: Tensor, a: Tensor) -> Projected:
-        """What the four projections made of a row of tokens."""
+    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
+        return self.mix(self._projected(*made), step)
+
+    def _projected(self, mixed: Tensor, gate: Tensor, b: Tensor, a: Tensor) -> Projected:
         return Projected(mixed, gate.view(len(gate), -1, self.value_size), b, a)
 
 

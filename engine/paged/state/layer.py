@@ -6,7 +6,7 @@ and norms run over the whole row, convolution and state by sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from math import prod
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
@@ -89,6 +89,13 @@ class StateLayer(nn.Module):
         for own, theirs in zip(self.memory, other.memory, strict=True):
             theirs[: len(own)] = own
         return other
+
+    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
+        """What the tokens of a row read from their own inputs and the states, as inputs of the last projection.
+
+        `made` [T, …] is what the others made of the row.
+        """
+        raise NotImplementedError
 
     def convolve(self, x: Tensor, step: StateStep | None) -> Tensor:
         """[T, C] → [T, C] in float32, each sequence after the inputs in its slot."""

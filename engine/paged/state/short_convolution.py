@@ -5,6 +5,7 @@ Source: `Lfm2ShortConv` in transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,9 @@ class ShortConvolution(StateLayer):
 
     def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
         """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
-        before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
-        convolved = self.convolve(before * x, penstock_states).to(x.dtype)
-        result: Tensor = self.out_proj((after * convolved)[None])
+        result: Tensor = self.out_proj(self.read([self.in_proj(hidden_states[0])], penstock_states)[None])
         return result
+
+    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
+        before, after, x = made[0].chunk(3, dim=-1)
+        return after * self.convolve(before * x, step).to(x.dtype)

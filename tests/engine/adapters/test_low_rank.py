@@ -120,7 +120,10 @@ MIXED = [(prompt, name) for prompt in PROMPTS for name in NAMES]
 
 @pytest.mark.parametrize(
     ("shape", "backend"),
-    [(shape, "paged") for shape in ("llama", "qwen2", "qwen3", "gpt2", "gemma2", "phi3", "glm4", "qwen3_5_text")]
+    [
+        (shape, "paged")
+        for shape in ("llama", "qwen2", "qwen3", "gpt2", "gemma2", "phi3", "glm4", "qwen3_5_text", "lfm2")
+    ]
     + [("llama", "hf"), ("gpt2", "hf")],
 )
 def test_tokens_are_the_merged_models(world_of: Callable[[str], World], start: Start, shape: str, backend: str) -> None:

@@ -56,7 +56,7 @@ MORE = [
     "qwen3",
     "smollm3",
 ]
-STATEFUL = {"qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h"}
+STATEFUL = {"qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"}
 all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE, *sorted(STATEFUL - {*SOME})])
 some_shapes = pytest.mark.parametrize("shape", SOME)
 
@@ -178,7 +178,7 @@ def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracl
     assert {(output.finish_reason, output.stats.cached_tokens) for output in outputs} == {("length", 0)}
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "lfm2", "lfm2_moe"])
 def test_without_kernels_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:
     """What is compiled computes these shapes' steps everywhere else in this file."""
     engine = start(shape, compile_kernels=False, prefill_chunk_size=60)

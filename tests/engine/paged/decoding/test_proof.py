@@ -15,6 +15,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GptOssConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2MoeConfig,
@@ -58,6 +60,10 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
     if kind in (Qwen3_5TextConfig, Qwen3_5MoeTextConfig):  # of its layers only the one with the index 3 attends
         shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         shape |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
+    if kind in (Lfm2Config, Lfm2MoeConfig):
+        shape |= {"layer_types": ["conv", "conv", "full_attention"] * 2}
+    if kind is Lfm2MoeConfig:
+        shape |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5}
     config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
@@ -66,6 +72,9 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
             nn.init.uniform_(parameter, 0.5, 1.5)
         elif "experts" in name or "sinks" in name or ".router." in name or name.endswith("gate.weight"):
             nn.init.normal_(parameter, std=spread)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            nn.init.uniform_(buffer, -0.5, 0.5)
     return model
 
 
@@ -80,7 +89,7 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
     [
         *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
         *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Qwen3_5TextConfig),
-        *(Qwen3_5MoeTextConfig, Qwen2MoeConfig),
+        *(Qwen3_5MoeTextConfig, Qwen2MoeConfig, Lfm2Config, Lfm2MoeConfig),
     ],
 )
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
@@ -188,19 +197,20 @@ def test_what_is_wrong_in_a_model_like_gemma_is_refused_and_named(
 
 
 def take_other_inputs(decoder: CompiledDecoder) -> None:
-    decoder.remembering[1].delta.taps = decoder.remembering[2].delta.taps
+    decoder.remembering[1].convolution.taps = decoder.remembering[2].convolution.taps
 
 
 def forget_to_shift(decoder: CompiledDecoder) -> None:
-    decoder.remembering[1].delta.shift = decoder.remembering[1].delta.fading
+    delta: Any = decoder.remembering[1].delta
+    delta.shift = delta.fading
 
 
 def exchange_rates(decoder: CompiledDecoder) -> None:
-    delta = decoder.remembering[1].delta
+    delta: Any = decoder.remembering[1].delta
     delta.rates, delta.decays = type(delta.rates).from_buffer_copy(delta.decays), delta.rates
 
 
-def read_others(name: str) -> Callable[[CompiledDecoder], None]:
+def read_others(part: str, name: str) -> Callable[[CompiledDecoder], None]:
     """Read what another layer keeps, whenever there is new memory."""
 
     def change(decoder: CompiledDecoder) -> None:
@@ -208,7 +218,8 @@ def read_others(name: str) -> Callable[[CompiledDecoder], None]:
 
         def attach_others() -> None:
             attach()
-            setattr(decoder.remembering[1].delta, name, getattr(decoder.remembering[2].delta, name))
+            own, other = (getattr(decoder.remembering[index], part) for index in (1, 2))
+            setattr(own, name, getattr(other, name))
 
         decoder._attach_states = attach_others  # type: ignore[method-assign]
 
@@ -226,8 +237,8 @@ def rotate_less(decoder: CompiledDecoder) -> None:
         (take_other_inputs, "layer 1"),
         (forget_to_shift, "layer 1"),
         (exchange_rates, "layer 1"),
-        (read_others("states"), "layer 1"),
-        (read_others("inputs"), "layer 1"),
+        (read_others("delta", "states"), "layer 1"),
+        (read_others("convolution", "inputs"), "layer 1"),
         (rotate_less, "layer 3"),
         (scale("scaling", 0.3), "layer 3"),
     ],
@@ -240,6 +251,17 @@ def test_what_is_wrong_in_a_hybrid_is_refused_and_named(
     made = run(make_model(spread=0.6, kind=Qwen3_5TextConfig), load_kernels())
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+@compiled
+@pytest.mark.parametrize("break_", [take_other_inputs, read_others("convolution", "inputs")])
+def test_what_is_wrong_in_a_short_convolution_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.6, kind=Lfm2Config), load_kernels())
+    assert made._compiled is None
+    assert "from float32 in layer 1, more than" in made.uncompiled
 
 
 def routed(decoder: CompiledDecoder, layer: int) -> Routed:
@@ -300,6 +322,29 @@ def test_what_is_wrong_in_a_mixture_is_refused_and_named(
     made = run(make_model(spread=spread, kind=Qwen3MoeConfig), load_kernels(), "int8")
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def forget_preferences(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.preferences = None
+
+
+def take_the_softmax(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.has_sigmoids = False
+
+
+def forget_to_scale(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.scale = 1
+
+
+@compiled
+@pytest.mark.parametrize("break_", [forget_preferences, take_the_softmax, forget_to_scale, forget_the_sum])
+def test_what_is_wrong_in_the_choice_of_experts_by_sigmoids_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=Lfm2MoeConfig), load_kernels(), "int8")
+    assert made._compiled is None
+    assert "from float32 in the choice of experts in layer 3, more than" in made.uncompiled
 
 
 @compiled

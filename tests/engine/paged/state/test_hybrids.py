@@ -36,6 +36,7 @@ SHAPES = [
     "falcon_h1",
     "granitemoehybrid",
     "lfm2",
+    "lfm2_moe",
     "nemotron_h",
 ]
 COUNT = 20
@@ -184,11 +185,14 @@ def test_a_successor_gives_the_same_tokens(
             assert tuple(second.tokens) == expected(reference_of, shape, OTHER)
 
 
+@pytest.mark.parametrize("shape", ["qwen3_5_text", "lfm2", "lfm2_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @has_kernels
-def test_a_step_is_one_compiled_call(model_directory: Directory, dtype: str, quantization: str | None) -> None:
-    with loaded(model_directory("qwen3_5_text"), dtype=dtype, quantization=quantization) as backend:
+def test_a_step_is_one_compiled_call(
+    shape: str, model_directory: Directory, dtype: str, quantization: str | None
+) -> None:
+    with loaded(model_directory(shape), dtype=dtype, quantization=quantization) as backend:
         assert backend.info.slow_paths == ()
         compiled: Any = backend.runner._compiled
         calls, own = list[int](), compiled._kernels.library.step
@@ -282,7 +286,7 @@ def test_texts_are_read_like_answers(model_directory: Directory) -> None:
     assert found.divergence == pytest.approx(0, abs=1e-6) and found.same_best == 1
 
 
-@pytest.mark.parametrize("shape", ["qwen3_next", "falcon_h1", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize("shape", ["qwen3_next", "falcon_h1", "lfm2", "lfm2_moe", "nemotron_h"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_other_weights_run(shape: str, model_directory: Directory, dtype: str, quantization: str | None) -> None:

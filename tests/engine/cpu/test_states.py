@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import torch_threads
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2MoeConfig, Qwen3_5TextConfig
 
 from penstock.engine.cpu.compiling import compiled
 from penstock.engine.cpu.library import Kernels, load_kernels
@@ -29,7 +29,10 @@ from penstock.engine.paged.state.slots import NO_STATE, StateUse
 
 pytestmark = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
-SIZES: dict[str, Any] = {"num_keys": 2, "shared": 2, "key_size": 16, "value_size": 72, "taps": 4}
+DELTA_NETS: dict[str, Any] = {"num_keys": 2, "shared": 2, "key_size": 16, "value_size": 72, "taps": 4}
+CONVOLUTIONS: dict[str, Any] = {"size": 88, "taps": 3, "has_bias": True, "has_experts": False}
+SIZES = [DELTA_NETS, CONVOLUTIONS, CONVOLUTIONS | {"has_experts": True}]
+all_kinds = pytest.mark.parametrize("sizes", SIZES, ids=["delta nets", "convolutions", "experts"])
 OTHERS = {one.name: one for one in VARIANTS if one.architecture == ARCHITECTURE and one.name in ("avx512", "avx2")}
 
 
@@ -56,7 +59,24 @@ def small_machine() -> Iterator[None]:
 def make_runner(
     sizes: dict[str, Any], dtype: torch.dtype, offered: Kernels | None, method: str | None = None
 ) -> Runner:
-    config = Qwen3_5TextConfig(
+    torch.manual_seed(0)
+    make: Any = AutoModelForCausalLM.from_config
+    config = short_convolutions(sizes) if "size" in sizes else delta_nets(sizes)
+    model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if "norm" in name or "bias" in name:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+        if "norm" in name and "size" in sizes:
+            parameter.data += 1
+    runner = Runner(model, 16, 256, ProductMaker(method, torch.device("cpu"), offered), offered)
+    assert (runner._compiled is not None) is (offered is not None), runner.uncompiled
+    runner.allocate([60])
+    runner.states.allocate(60, 12, dtype)
+    return runner
+
+
+def delta_nets(sizes: dict[str, Any]) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(
         vocab_size=170,
         hidden_size=64,
         intermediate_size=96,
@@ -72,17 +92,25 @@ def make_runner(
         linear_conv_kernel_dim=sizes["taps"],
         initializer_range=0.3,
     )
-    torch.manual_seed(0)
-    make: Any = AutoModelForCausalLM.from_config
-    model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "dt_bias" in name:
-            nn.init.uniform_(parameter, -0.5, 0.5)
-    runner = Runner(model, 16, 256, ProductMaker(method, torch.device("cpu"), offered), offered)
-    assert (runner._compiled is not None) is (offered is not None), runner.uncompiled
-    runner.allocate([60])
-    runner.states.allocate(60, 12, dtype)
-    return runner
+
+
+def short_convolutions(sizes: dict[str, Any]) -> Lfm2Config | Lfm2MoeConfig:
+    given: dict[str, Any] = {
+        "vocab_size": 170,
+        "hidden_size": sizes["size"],
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "conv_L_cache": sizes["taps"],
+        "conv_bias": sizes["has_bias"],
+        "initializer_range": 0.3,
+    }
+    if not sizes["has_experts"]:
+        return Lfm2Config(**given)
+    given |= {"num_experts": 8, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5}
+    return Lfm2MoeConfig(**given, moe_intermediate_size=48, num_dense_layers=1)
 
 
 def made_up(length: int, salt: int) -> list[int]:
@@ -109,6 +137,13 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 FORMS = st.fixed_dictionaries(
+    {
+        "size": st.sampled_from([8, 24, 64, 72, 136]),
+        "taps": st.integers(2, 5),
+        "has_bias": st.booleans(),
+        "has_experts": st.booleans(),
+    }
+) | st.fixed_dictionaries(
     {
         "num_keys": st.integers(1, 3),
         "shared": st.integers(1, 3),
@@ -159,12 +194,15 @@ def test_roundings_of_any_form_are_no_fault(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "dtype, method", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
 )
-def test_a_row_has_the_same_bits_in_any_company(processor: str, dtype: torch.dtype, method: str | None) -> None:
+@all_kinds
+def test_a_row_has_the_same_bits_in_any_company(
+    sizes: dict[str, Any], processor: str, dtype: torch.dtype, method: str | None
+) -> None:
     """Alone or beside others, on one thread or two, its prompt whole, in parts or token by token."""
     found = []
     for threads in (1, 2):
         with torch_threads(threads):
-            runner = make_runner(SIZES, dtype, kernels(processor), method)
+            runner = make_runner(sizes, dtype, kernels(processor), method)
             whole = logits_of(runner, [segment(0, 0, 21, StateUse(NO_STATE, 0, ((5, 1), (16, 2))))])
             others = [segment(row, 0, 3 * row, StateUse(NO_STATE, 10 + row)) for row in (1, 2, 3)]
             part = logits_of(runner, [others[0], segment(0, 0, 5, StateUse(NO_STATE, 3)), *others[1:]])[1:2]
@@ -180,8 +218,9 @@ def test_a_row_has_the_same_bits_in_any_company(processor: str, dtype: torch.dty
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_slot_that_is_read_never_changes() -> None:
-    runner = make_runner(SIZES, torch.float32, kernels())
+@all_kinds
+def test_a_slot_that_is_read_never_changes(sizes: dict[str, Any]) -> None:
+    runner = make_runner(sizes, torch.float32, kernels())
     logits_of(runner, [segment(0, 0, 7, StateUse(NO_STATE, 0)), segment(1, 0, 1, StateUse(NO_STATE, 1))])
     before = memory(runner, [0, 1, 60])
     step = [segment(0, 7, 12, StateUse(0, 2, ((2, 3),))), segment(1, 1, 2, StateUse(1, 4))]
@@ -195,7 +234,8 @@ def test_a_slot_that_is_read_never_changes() -> None:
     [None, StateUse(0, 60), StateUse(61, 1), StateUse(1, 1), StateUse(0, -1), StateUse(0, 1, ((4, 2),))],
     ids=["none", "zero", "beyond", "same", "nowhere", "behind"],
 )
-def test_a_state_without_a_slot_is_an_error(use: StateUse | None) -> None:
-    runner = make_runner(SIZES, torch.float32, kernels())
+@all_kinds
+def test_a_state_without_a_slot_is_an_error(sizes: dict[str, Any], use: StateUse | None) -> None:
+    runner = make_runner(sizes, torch.float32, kernels())
     with pytest.raises(IndexError, match="slot"):
         runner.forward([Segment([1, 2, 3], 0, [[0]], True, state=use)])

@@ -1,0 +1,31 @@
+"""Layers with a running state in the compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+from .library import Product
+
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class Convolution(ctypes.Structure):
+    """A causal convolution, and the last inputs of each sequence, as the kernels read them."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("taps", "bias", "inputs")),
+        *((name, _INT) for name in ("num_taps", "num_channels")),
+    ]
+
+
+class Delta(ctypes.Structure):
+    """A gated delta net as the kernels read it."""
+
+    _fields_: ClassVar = [
+        *((name, Product) for name in ("gates", "rates", "decays")),
+        ("convolution", Convolution),
+        *((name, _POINTER) for name in ("fading", "shift", "norm", "states")),
+        *((name, _INT) for name in ("num_keys", "num_values", "key_size", "value_size")),
+        ("epsilon", ctypes.c_float),
+    ]
