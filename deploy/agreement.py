@@ -138,7 +138,7 @@ def report(
             f"  {agreeing} of {counted} tokens before the first near-tie of {tie:g} nats agree, {shares[-1]:.1%}",
             flush=True,
         )
-    return shares[0] >= given.least
+    return bool(shares[0] >= given.least)
 
 
 if __name__ == "__main__":

@@ -56,13 +56,14 @@ def random_basis(size: int, seed: int) -> Tensor:
     """A random orthogonal matrix [size, size] in float64, all directions being equally likely."""
     normal = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     q, r = torch.linalg.qr(normal)
-    return q * r.diagonal().sign()
+    basis: Tensor = q * r.diagonal().sign()
+    return basis
 
 
 @torch.inference_mode()
 def largest_difference(first: Path, second: Path) -> float:
     """Of the logits of two models in float32 after the same random tokens."""
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (first, second)]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
     ids = torch.randint(models[0].config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     one, other = (model(ids).logits for model in models)
     return float((one - other).abs().max())
