@@ -176,6 +176,8 @@ def _numbers(name: str, tensor: Tensor) -> Tensor:
     if tensor.ndim < 2 or "conv1d" in name or "conv.conv" in name or "bias" in name:
         levels = torch.randint(-32, 33, tensor.shape)
         return levels * 2.0**-7 + (0.0 if "bias" in name else 1.0)
+    if "kv_b_proj" in name:  # of which the converter transposes a part
+        return (2 * torch.randint(0, 2, tensor.shape) - 1) * _LEVELS * _STEP
     levels = torch.randint(-_LEVELS + 1, _LEVELS, tensor.shape)
     if tensor.shape[-1] % _GROUP == 0:
         levels.view(-1, _GROUP)[:, 0] = _LEVELS  # the largest of each group says how far levels are apart

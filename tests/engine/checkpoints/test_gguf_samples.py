@@ -18,12 +18,12 @@ from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.gguf.file import Gguf, read_gguf
 from penstock.engine.checkpoints.gguf.models import config_of, weights_of
 from penstock.engine.checkpoints.gguf.weights import lazy_weights, level_readers
-from penstock.engine.loading import load_config
 from penstock.engine.models import count_parameters
 from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "samples"
+COMPILED = ("lfm2", "lfm2_moe")  # of these, with levels too
 
 
 def sample(name: str) -> Gguf:
@@ -40,6 +40,8 @@ def tokens(path: Path, dtype: str, chunk: int) -> list[list[int]]:
         compile_kernels=dtype == "bfloat16",
     )
     with InferenceEngine(config) as engine:
+        if path.stem in COMPILED and dtype == "bfloat16":
+            assert engine.model_info().slow_paths == ()
         params = GenerationParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
         return [list(output.choices[0].token_ids) for output in engine.generate(PROMPTS, params)]
 
@@ -49,8 +51,8 @@ def test_a_file_of_the_converter_says_what_transformers_said_of_the_original(nam
     """Two prompts at once, the longer one in pieces; the tokenizer is the file's."""
     path = FOLDER / f"{name}.gguf"
     assert tokens(path, "float32", 16) == json.loads((FOLDER / f"{name}.json").read_text())
-    config = EngineConfig(model=str(path), dtype="float32", device="cpu")
-    assert footprint(config, "cpu").weights.read >= 4 * count_parameters(path)
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu", kv_cache_memory=ByteSize(16 << 20))
+    assert footprint(config).weights >= 4 * count_parameters(path)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -64,3 +66,72 @@ def test_levels_stand_for_the_numbers_of_the_weights(name: str) -> None:
     left = {module for module in products - readers.keys() if weights[f"{module}.weight"][...].shape[-1] % 32 == 0}
     assert {module.rpartition(".")[2] for module in left} <= {"kv_b_proj", "per_layer_model_projection"}
     assert all(len(answer) == LENGTH for answer in tokens(gguf.path, "bfloat16", 64))
+
+
+def test_the_product_of_a_latent_may_be_in_one_piece(tmp_path: Path) -> None:
+    """As older files have it, with the lengths of whole heads."""
+    gguf = sample("deepseek_v3")
+    whole = lazy_weights(gguf, torch.float32)["model.layers.0.self_attn.kv_b_proj.weight"][...]
+    keys, values = (gguf.tensors[f"blk.0.attn_{kind}_b.weight"] for kind in "kv")
+    assert whole.shape == (keys.shape[0] * (keys.shape[2] + values.shape[1]), keys.shape[1])
+    content = whole.numpy().tobytes()
+    (tmp_path / "weight").write_bytes(content)
+    one = keys._replace(name="blk.0.attn_kv_b.weight", shape=(*whole.shape,), type="F32", path=tmp_path / "weight")
+    one = one._replace(start=0, nbytes=len(content))
+    others = {name: tensor for name, tensor in gguf.tensors.items() if name not in (keys.name, values.name)}
+    old = {"attention.key_length": 40, "attention.value_length": 16, "attention.head_count_kv": 2}
+    metadata = {name: value for name, value in gguf.metadata.items() if not name.endswith("_mla")}
+    metadata |= {f"deepseek2.{name}": value for name, value in old.items()}
+    older = replace(gguf, tensors=others | {one.name: one}, metadata=metadata)
+    assert config_of(older) == config_of(gguf)
+    assert torch.equal(lazy_weights(older, torch.float32)["model.layers.0.self_attn.kv_b_proj.weight"][...], whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "fault"),
+    [
+        ("deepseek_v3", {"blk.0.attn_v_b.weight": None}, "has blk.0.attn_k_b.weight without blk.0.attn_v_b.weight"),
+        ("deepseek_v3", {"blk.0.attn_k_b.weight": None}, "has blk.0.attn_v_b.weight without blk.0.attn_k_b.weight"),
+        ("deepseek_v3", {"blk.0.attn_v_b.weight": (2, 16, 64)}, "do not go with 2 heads and a latent of 32 numbers"),
+        ("granitemoeshared", {"blk.0.ffn_up_shexp.weight": None}, "blk.0.ffn_gate_shexp.weight without blk.0.ffn_up"),
+        ("granitemoeshared", {"blk.0.ffn_gate_shexp.weight": None}, "blk.0.ffn_up_shexp.weight without blk.0.ffn_gate"),
+        ("lfm2", {"blk.0.shortconv.gate.weight": "blk.0.shortconv.in_proj.weight"}, "shortconv.gate.weight is unknown"),
+    ],
+)
+def test_tensors_that_do_not_go_together_are_refused(
+    name: str, changed: dict[str, tuple[int, ...] | str | None], fault: str
+) -> None:
+    """None leaves a tensor out, a name copies another one."""
+    gguf = sample(name)
+    tensors = dict(gguf.tensors)
+    for tensor, change in changed.items():
+        if change is None:
+            del tensors[tensor]
+        elif isinstance(change, str):
+            tensors[tensor] = tensors[change]._replace(name=tensor)
+        else:
+            tensors[tensor] = tensors[tensor]._replace(shape=change)
+    with pytest.raises(ModelLoadError, match=fault):
+        weights_of(replace(gguf, tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "fault"),
+    [
+        ("granitemoehybrid", {"rope.scaling.finetuned": True}, "is a Bamba, which is not supported in GGUF"),
+        ("granitemoehybrid", {"ssm.time_step_rank": 5}, "64 numbers of a Mamba-2 layer do not go with 5 heads"),
+        ("granitemoehybrid", {"embedding_length": 48}, "ssm.inner_size is no multiple of embedding_length"),
+        ("gemma4", {"feed_forward_length": [64, 96, 128, 128]}, "its layers differ in feed_forward_length"),
+        ("gemma4", {"feed_forward_length": [64, 64]}, "has no gemma4.feed_forward_length for each of 4 layers"),
+        ("gemma4", {"attention.head_count_kv": [1, 1, 2, 1]}, "layers of one kind differ in their heads"),
+        ("ministral3", {"attention.temperature_length": 64}, "its temperature has a length of its own"),
+        ("olmo3", {"attention.head_count_kv": [1, 2, 1, 1]}, "head_count_kv differs between layers"),
+        ("lfm2", {"general.architecture": "jamba"}, "has the architecture 'jamba', which is not supported in GGUF"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused(name: str, changed: dict[str, object], fault: str) -> None:
+    gguf = sample(name)
+    prefix = gguf.metadata["general.architecture"]
+    change = {key if key.startswith("general.") else f"{prefix}.{key}": value for key, value in changed.items()}
+    with pytest.raises(ModelLoadError, match=fault):
+        config_of(replace(gguf, metadata=gguf.metadata | change))

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 from gguf_files import add_tokenizer, write_gguf
+from tokenizers.pre_tokenizers import ByteLevel
 
 from penstock.engine import Tokenizer
 from penstock.engine.checkpoints.gguf.file import read_gguf
@@ -149,19 +150,78 @@ def test_a_tokenizer_that_cannot_be_made_is_refused(make: Any, fault: str, tmp_p
         load_gguf_tokenizer(read_gguf(tmp_path / "a.gguf"))
 
 
-@pytest.mark.parametrize("kind", ["smollm", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"])
+OF_THREE = ("llama-bpe", "gpt-4o", "lfm2", "deepseek-v3", "kimi-k2", "afmoe", "tiny_aya")
+OF_ONE = ("smollm", "qwen2", "qwen35", "tekken", "deepseek-llm", "deepseek-coder", "seed-coder", "exaone-moe")
+
+
+@pytest.mark.parametrize("kind", [*OF_THREE, *OF_ONE])
 def test_texts_are_split_before_they_are_merged(
     kind: str, model_directory: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Nothing is lost, and digits are split as each kind splits them."""
-    path = tmp_path / "a.gguf"
-    writer: Any = gguf.GGUFWriter(path, "llama")
-    add_tokenizer(writer, model_directory("llama"), kind)
-    finish(writer)
-    tokenizer = load_gguf_tokenizer(read_gguf(path))
+    tokenizer = with_splits(kind, model_directory, tmp_path)
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)
         expected = text.replace("e\u0301", "é") if kind.startswith("qwen") else text
         assert tokenizer.decode(ids) == expected
-    parts = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12345")
-    assert max(len(part) for part, _ in parts) == (3 if kind in ("llama-bpe", "gpt-4o") else 1)
+    assert max(map(len, words(tokenizer, "12345"))) == (3 if kind in OF_THREE else 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("kimi-k2", "HelloWorld 東京ab it's", ["Hello", "World", " ", "東京", "ab", " it's"]),
+        ("deepseek-v3", "x=foo(東京かな)", ["x", "=foo", "(", "東京かな", ")"]),
+        ("deepseek-coder", "a b.c\n", ["a", " b", ".", "c", "\n"]),
+        ("afmoe", "12345 1234567", ["12", "345", " ", "1", "234", "567"]),
+        ("tiny_aya", "12345", ["12", "345"]),
+        ("seed-coder", "ok!\nno", ["ok", "!", "\n", "no"]),
+        ("exaone-moe", "two words, 12", ["two words", ",", " ", "1", "2"]),
+    ],
+)
+def test_where_a_text_is_split(
+    kind: str, text: str, expected: list[str], model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By the patterns of the models' own tokenizers; bytes are written as these write them."""
+    found = words(with_splits(kind, model_directory, tmp_path), text)
+    assert found == [spell(word) for word in expected]
+
+
+def test_gemma4s_tokens_have_spaces_and_merges_of_their_own(tmp_path: Path) -> None:
+    writer: Any = gguf.GGUFWriter(tmp_path / "a.gguf", "gemma4")
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁then\n"]
+    more = ["th", "▁th", "▁the", "\n\n", "<turn|>", "<|tool_call>"]
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list([*pieces, *more])
+    writer.add_token_scores([-1000.0] * len([*pieces, *more]))
+    writer.add_token_types([3, 3, 3, 2, *[6] * 256, *[1] * 6, *[1] * 4, 3, 4])
+    writer.add_token_merges(["t h", "▁ th", "▁th e", "\n \n"])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(True)
+    finish(writer)
+    file = read_gguf(tmp_path / "a.gguf")
+    tokenizer = load_gguf_tokenizer(file)
+    text = " then\n\nthé<turn|>"
+    ids = tokenizer.encode(text)
+    names = [tokenizer.convert_ids_to_tokens(one) for one in ids]
+    assert names == ["<bos>", "▁the", "n", "\n\n", "th", "<0xC3>", "<0xA9>", "<turn|>"]
+    assert tokenizer.decode(ids[1:]) == text
+    assert end_ids(file) == (1, len(pieces) + 4)
+
+
+def with_splits(kind: str, model_directory: Callable[[str], Path], tmp_path: Path) -> Any:
+    path = tmp_path / "a.gguf"
+    writer: Any = gguf.GGUFWriter(path, "llama")
+    add_tokenizer(writer, model_directory("llama"), kind)
+    finish(writer)
+    return load_gguf_tokenizer(read_gguf(path))
+
+
+def words(tokenizer: Any, text: str) -> list[str]:
+    return [part for part, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def spell(word: str) -> str:
+    """The word in the signs that byte-level tokenizers have for bytes."""
+    return "".join(part for part, _ in ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word))

@@ -122,7 +122,7 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
         raise ModelLoadError(f"{keys.gguf.path}: its layers differ in feed_forward_length; choose another model")
     whole, local = min(heads.get(_FULL, {0})), min(heads.get(_SLIDING, heads.get(_FULL, {0})))
     full = [number for number, kind in enumerate(kinds) if kind == _FULL]
-    experts = keys.find("expert_count", 0)
+    router = keys.first("ffn_gate_inp.weight")
     return shared | {
         "intermediate_size": few,
         "use_double_wide_mlp": few != max(sizes),
@@ -135,8 +135,8 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
         "layer_types": kinds,
         "rope_parameters": {_FULL: _proportional(keys), _SLIDING: local_rope(keys, 10000.0)},
         "final_logit_softcapping": keys.find("final_logit_softcapping"),
-        "enable_moe_block": bool(experts),
-        "num_experts": experts or None,
+        "enable_moe_block": router is not None,
+        "num_experts": router.shape[0] if router else None,
         "top_k_experts": keys.find("expert_used_count") or None,
         "moe_intermediate_size": keys.find("expert_feed_forward_length") or None,
     }
