@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def sample(name: str) -> Gguf:
     return read_gguf(FOLDER / f"{name}.gguf")
 
 
-def tokens(path: Path, dtype: str, chunk: int) -> list[list[int]]:
+def tokens(path: Path, dtype: Literal["bfloat16", "float32"], chunk: int) -> list[list[int]]:
     config = EngineConfig(
         model=str(path),
         dtype=dtype,
