@@ -110,6 +110,15 @@ SHAPES: dict[str, dict[str, object]] = {
     "granite": _SMALL
     | {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},
     "mellum": _SMALL | _MIXED | _EXPERTS | {"head_dim": 32},
+    "ministral3": _SMALL
+    | {
+        "head_dim": 32,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "mixtral": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": _SMALL,
     "phi3": _SMALL | {"sliding_window": 16, "partial_rotary_factor": 0.5},

@@ -25,6 +25,12 @@ class ImageProbe(NamedTuple):
     logits: Tensor
 
 
+def stride_of(context_length: int) -> int:
+    """How far apart the probes' tokens are said to be: up to the end of the context, where some models attend in
+    another way."""
+    return max(STRIDE, context_length // (SPLIT + ALONE))
+
+
 def probe_ids(vocabulary: int, device: torch.device) -> Tensor:
     return torch.arange(1, SPLIT + ALONE + 1, device=device) * 7919 % vocabulary
 

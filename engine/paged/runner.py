@@ -37,7 +37,7 @@ from .decoding.proof import Setting, distance, fault
 from .kv.kv_cache import LayerSpec, Pool
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
-from .probes import BLOCKS, SPLIT, STRIDE, TOLERANCE, image_probe, probe_ids, probes, probes_apart
+from .probes import BLOCKS, SPLIT, TOLERANCE, image_probe, probe_ids, probes, probes_apart, stride_of
 from .state.memory import States
 from .state.probes import NUM_SLOTS, NUM_TRIED, after_others, in_steps, with_slots
 from .verdicts import NO_VERDICTS, Verdict, Verdicts
@@ -74,8 +74,7 @@ class Runner:
 
         Raises `ModelLoadError` with the reason for a model that this backend cannot run.
         """
-        self.dtype = model.dtype
-        self.device = model.device
+        self.dtype, self.device, self._stride = model.dtype, model.device, stride_of(context_length)
         self._model: Any = model
         self.vision: Vision | None = model.vision if isinstance(model, LanguageModel) else None
         self._name: str = model.config.architecture if isinstance(model, PlainModel) else type(model).__name__
@@ -240,7 +239,7 @@ class Runner:
     def _observe(self) -> list[LayerSpec]:
         """Run a few tokens and record what each layer does."""
         ids = self._probe()[SPLIT:]
-        positions = torch.arange(len(ids), device=self.device) * STRIDE
+        positions = torch.arange(len(ids), device=self.device) * self._stride
         keep = torch.tensor([len(ids) - 1], device=self.device)
         with self.adaptation.observe(len(ids)):
             found = observe(self._model, self._name, partial(self._run, ids, positions, keep))
@@ -258,7 +257,7 @@ class Runner:
     def _probe_step(self, segments: Sequence[Segment] | None = None) -> PackedStep:
         """`_probes` or others packed into one row, at distant positions, so that wrong rotations show."""
         step = self._pack(segments or self._probes())
-        return step._replace(positions=step.positions * STRIDE)
+        return step._replace(positions=step.positions * self._stride)
 
     @torch.inference_mode()
     def _check_packing(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....schemas.errors import ModelLoadError
-from .families.architecture import LAYER_NORM, NAMES, Architecture, rope_of
+from .families.architecture import LAYER_NORM, NAMES, RMS_NORM, Architecture, rope_of
 from .families.gemma import ROPE_FACTORS
 from .families.table import architecture_of
 from .file import Gguf, GgufTensor, GgufWeight
@@ -20,6 +20,7 @@ from .scales import with_scales
 from .tokens import end_ids
 
 _FACTORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+_OF_RMS_NORMS = ("rms_norm_eps", "norm_eps")  # what configurations call their epsilon
 _LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias|)")
 _NUMBER = re.compile(r"blk\.(\d+)\.")
 _OUTSIDE = re.compile(r"(\w+)(\.weight|\.bias)")
@@ -32,7 +33,8 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     if embedding is None:
         raise ModelLoadError(f"{gguf.path} has no token_embd.weight: it is not a language model; choose one that is")
     kinds = {one.type for one in gguf.tensors.values() if len(one.shape) > 1 and not one.name.endswith(".bias")}
-    norm = "attention.layer_norm_rms_epsilon" if keys.find(LAYER_NORM) is None else LAYER_NORM
+    norms = [RMS_NORM, LAYER_NORM] if architecture.epsilon in _OF_RMS_NORMS else [LAYER_NORM, RMS_NORM]
+    norm = next((name for name in norms if keys.find(name) is not None), norms[0])
     ends, own = end_ids(gguf), architecture.extra(keys)
     if "intermediate_size" not in own:
         length = keys.find("feed_forward_length") or keys.find("expert_feed_forward_length")

@@ -29,6 +29,7 @@ typedef struct {
     const float *head_norm;                 /* [Hq + H, D] or NULL */
     const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
     const float *cosines, *sines;           /* by position, [P, rotated]; the sines of the first half are negated */
+    const float *scales;                    /* of queries by position, [P], or NULL */
     Product qkv, output, gate, up, down;    /* the last three are all zeros if there are only experts to choose */
     Product share;                          /* [1, E], of an expert beside the mixture; all zeros without */
     const Mixture *mixture;                 /* or NULL */
@@ -260,6 +261,13 @@ INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const To
                 __m512 other = _mm512_mul_ps(b, load(l->cosines, other_angle + i, mask, 0));
                 store(x, i, _mm512_fmadd_ps(b, load(l->sines, angle + i, mask, 0), one), mask, 0);
                 store(x, i + middle, _mm512_fmadd_ps(a, load(l->sines, other_angle + i, mask, 0), other), mask, 0);
+            }
+        }
+        if (l->scales && head < m->num_q_heads) {
+            const __m512 scale = _mm512_set1_ps(l->scales[tokens[row].turn]);
+            for (int64_t i = 0; i < head_dim; i += 16) {
+                __mmask16 mask = tail_mask(head_dim - i);
+                store(x, i, _mm512_mul_ps(load(x, i, mask, 0), scale), mask, 0);
             }
         }
         if (head >= m->num_q_heads) {

@@ -53,7 +53,7 @@ class _LowRank(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
-        *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines")),
+        *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines", "scales")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
         *((name, _POINTER) for name in ("mixture", "delta", "convolution", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
@@ -87,6 +87,7 @@ class CompiledDecoder:
         self._context_length = context_length
         self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
         self._num_angles = 0  # P
+        self._scales: list[Tensor] = []  # of queries, [P], if the model has any; set by `_reach`
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
         first = next(layer for layer in decoder.layers if layer.state is None)
         head = known_product(decoder.head)
@@ -305,10 +306,12 @@ class CompiledDecoder:
         if end > self._num_angles:
             positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
             found = self._decoder.angles(positions, torch.float32)
-            self._angles = {kind: torch.cat(angles).contiguous() for kind, angles in found.items()}
+            self._angles = {kind: torch.cat(angles[:2]).contiguous() for kind, angles in found.items()}
             self._num_angles = len(positions)
+            self._scales = [angles.scales.flatten() for angles in found.values() if angles.scales is not None]
             for layer, to in zip(self._decoder.layers, self._layers, strict=True):
                 to.cosines, to.sines = (one.data_ptr() for one in self._angles[layer.kind])
+                to.scales = self._scales[0].data_ptr() if self._scales else 0
 
     def _numbers(self, tensor: Tensor) -> int:
         return self._address(tensor.detach().float().contiguous())

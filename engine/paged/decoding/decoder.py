@@ -33,10 +33,14 @@ Attention = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Angles(NamedTuple):
-    """Cosines and sines [1, T, D], the sines of the first half negated: x cos + (x with its halves swapped) sin."""
+    """Cosines and sines [1, T, D], the sines of the first half negated: x cos + (x with its halves swapped) sin.
+
+    Queries are multiplied by `scales` [1, T, 1], in models whose attention grows sharper with the position.
+    """
 
     cosines: Tensor
     sines: Tensor
+    scales: Tensor | None = None
 
 
 Rotations = Mapping[str | None, Angles]
@@ -164,7 +168,11 @@ class Decoder:
         config: Any = model.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding: Tensor = body.embed_tokens.weight
-        if self.embedding.is_cuda and find_spec("triton") is not None:
+        rope: Any = getattr(config, "rope_parameters", None) or {}
+        self._sharpening: tuple[float, int] | None = None  # Ministral 3's: by how much, and each so many tokens
+        if beta := rope.get("llama_4_scaling_beta"):
+            self._sharpening = beta, rope["original_max_position_embeddings"]
+        if self.embedding.is_cuda and find_spec("triton") is not None and self._sharpening is None:
             from . import cuda_layers
 
             self._through = cuda_layers.through
@@ -175,8 +183,7 @@ class Decoder:
             attending = [layer for layer in self.layers if layer.state is None]
             self.layers.append(Layer(one, make, config.layer_types[index] if has_kinds else None, len(attending)))
         self._kinds = {layer.kind for layer in self.layers}
-        rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
-        self.rotated = int(max(layer.head_dim for layer in self.layers) * rotated)
+        self.rotated = int(max(layer.head_dim for layer in self.layers) * (rope.get("partial_rotary_factor") or 1))
         self.norm = Norm(part(body, "norm"))
         self.head = make([model.lm_head])
 
@@ -223,7 +230,11 @@ class Decoder:
         if cos.shape[-1] < self.rotated:  # gpt-oss's are those of one half
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = cos.shape[-1] // 2
-        return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
+        sines = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        if self._sharpening is None:
+            return Angles(cos, sines)
+        beta, length = self._sharpening
+        return Angles(cos, sines, (1 + beta * (positions // length).float().log1p()).to(dtype)[None, :, None])
 
     def linears(self) -> list[Linear]:
         """All products in the order of their use, without those of mixtures."""
@@ -290,6 +301,8 @@ def _attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Te
         normed = functional.rms_norm(query_key, (layer.head_dim,), None, layer.epsilon) * layer.head_norm.to(h.dtype)
         query_key = normed if angles.cosines.shape[-1] == layer.head_dim else query_key.copy_(normed)
     _rotate(query_key, angles, heads)
+    if angles.scales is not None:
+        heads[: layer.num_q_heads] *= angles.scales
     found = attention(layer.number, heads[: layer.num_q_heads], heads[layer.num_q_heads :])
     return found if gates is None else found * gates.transpose(0, 1).flatten(1).sigmoid()
 

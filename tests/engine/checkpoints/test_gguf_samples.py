@@ -24,7 +24,7 @@ from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "samples"
-COMPILED = ("lfm2", "lfm2_moe")  # of these, with levels too
+COMPILED = ("lfm2", "lfm2_moe", "ministral3", "seed_oss")  # with levels and without
 
 
 def sample(name: str) -> Gguf:
@@ -38,10 +38,9 @@ def tokens(path: Path, dtype: Literal["bfloat16", "float32"], chunk: int) -> lis
         device="cpu",
         kv_cache_memory=ByteSize(16 << 20),
         prefill_chunk_size=chunk,
-        compile_kernels=dtype == "bfloat16",
     )
     with InferenceEngine(config) as engine:
-        if path.stem in COMPILED and dtype == "bfloat16":
+        if path.stem in COMPILED:
             assert engine.model_info().slow_paths == ()
         params = GenerationParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
         return [list(output.choices[0].token_ids) for output in engine.generate(PROMPTS, params)]

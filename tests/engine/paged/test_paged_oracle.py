@@ -49,6 +49,7 @@ MORE = [
     "gpt2",
     "granite",
     "mellum",
+    "ministral3",
     "mixtral",
     "olmo2",
     "phi3",
@@ -178,7 +179,9 @@ def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracl
     assert {(output.finish_reason, output.stats.cached_tokens) for output in outputs} == {("length", 0)}
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "shape", ["llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_5_text", "lfm2", "lfm2_moe"]
+)
 def test_without_kernels_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:
     """What is compiled computes these shapes' steps everywhere else in this file."""
     engine = start(shape, compile_kernels=False, prefill_chunk_size=60)

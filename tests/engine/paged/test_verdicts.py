@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged import runner, verdicts
+from penstock.engine.paged.decoding.decoder import Decoder
 from penstock.engine.paged.decoding.proof import fault
 from penstock.engine.paged.verdicts import Verdict, Verdicts
 
@@ -83,6 +85,26 @@ def test_a_model_that_is_not_plain_stays_one(
     monkeypatch.setattr(runner.Runner, "_check", lambda _: pytest.fail("it is known"))
     assert answer(model_directory("gpt2")) == first
     assert "is not a plain decoder" in first[1][0]
+
+
+def test_attention_that_differs_at_the_end_of_a_long_context_alone_is_seen(
+    model_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ministral's grows sharper from a certain token on: a decoder that forgets it must not take the model over."""
+    directory = Path(shutil.copytree(model_directory("ministral3"), tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"]["original_max_position_embeddings"] = config["max_position_embeddings"] // 2
+    (directory / "config.json").write_text(json.dumps(config))
+    assert answer(directory)[1] == ()
+    original = Decoder.__init__
+
+    def forgetful(self: Decoder, *given: Any) -> None:
+        original(self, *given)
+        self._sharpening = None
+
+    monkeypatch.setattr(Decoder, "__init__", forgetful)
+    monkeypatch.setattr(verdicts, "user_cache", lambda: tmp_path / "cache")  # nothing is known of the model there
+    assert "is not a plain decoder" in answer(directory)[1][0]
 
 
 def test_damaged_notes_and_a_cache_that_cannot_be_written_cost_checks_alone(

@@ -31,7 +31,7 @@ AROUND = {  # of layers with norms on both sides of a part
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-LAYER_NORM = "attention.layer_norm_epsilon"
+LAYER_NORM, RMS_NORM = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 
 Extra = Callable[[Keys], dict[str, Any]]

@@ -144,6 +144,7 @@ def _falcon(keys: Keys) -> dict[str, Any]:
     return _mamba_config(keys) | {
         "mamba_d_ssm": keys.need("ssm.inner_size"),
         "mamba_rms_norm": keys.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,  # as llama.cpp computes it, for no key says
         "rope_parameters": rope_of(keys),
         "mlp_bias": keys.has("ffn_gate.bias"),
     }
