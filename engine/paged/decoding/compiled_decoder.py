@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...adapters.loaded import LowRank
 from ...adapters.low_rank import Part
-from ...cpu.library import MOST_ROWS, Kernels, Product
+from ...cpu.library import MOST_ROWS, PLAIN, Kernels, Product
 from ...cpu.mixture import Room
 from ..attention import Rules
 from ..kv.kv_cache import Pool
@@ -169,6 +169,11 @@ class CompiledDecoder:
             if rule.sinks is not None:
                 layer.sinks = compiled._numbers(rule.sinks)
         return compiled
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round what they multiply to levels."""
+        return any(product.kind != PLAIN for product in self._products)
 
     def attach(self, pools: Sequence[Pool], groups: Sequence[LayerGroup], group_of: Sequence[int], block: int) -> None:
         """Use `pools`, one a layer that attends, from now on; `group_of` is each one's index in `groups`, `block` is in

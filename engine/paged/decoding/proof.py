@@ -30,7 +30,7 @@ _NUMBERS = 1 << 20  # of a weight that are converted to float32 at a time, so th
 _LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer's rounding; typical is up to 0.007
 _MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the least bound for the whole model's, or
 _CLOSE = 0.05  # the distance of routes that rounding may exchange, in standard deviations of a row's
-_MIXED = 0.5  # the least bound for the whole model where rounding may exchange experts; a wrong one is 1 off or more
+_STEEP = 0.5  # the same where rounding may exchange experts, or inputs become levels; a wrong model is 1 off or more
 _FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
 
 
@@ -100,7 +100,8 @@ def differences(
     note("the head", reference.head(given[ends].float()), compiled, _LAYER[dtype])
     right = reference.head(exact[ends])
     rounding = distance(right, decoder(step.ids, step.positions, ends, attend, None, step.states))
-    least = _MODEL[dtype] if candidate.room is None else _MIXED
+    is_steep = candidate.room is not None or candidate.rounds_inputs
+    least = _STEEP if is_steep else _MODEL[dtype]
     note("the model", right, candidate(every).logits, max(least, _FACTOR * rounding))
     return found
 

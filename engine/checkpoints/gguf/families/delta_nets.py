@@ -15,10 +15,11 @@ from typing import Any
 from .....schemas.errors import ModelLoadError
 from ..file import GgufTensor, GgufWeight, Groups, Tiles
 from ..keys import Keys
-from .architecture import Form
+from .architecture import Architecture, Form, rope_of
+from .experts import EXPERTS, experts_config, shared_size
 
-DELTA_NETS = {"ssm_norm": "linear_attn.norm", "post_attention_norm": "post_attention_layernorm"}
-NEXT = DELTA_NETS | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"}
+_NAMES = {"ssm_norm": "linear_attn.norm", "post_attention_norm": "post_attention_layernorm"}
+_NEXT = _NAMES | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"}
 _WITH_GATES = "linear_attn.in_proj_qkvz"
 _OF_VALUE_HEADS = {
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -50,7 +51,7 @@ class _Sizes:
         self.repeats = self.value_heads // self.key_heads
 
 
-def hybrid_config(keys: Keys) -> dict[str, Any]:
+def _config(keys: Keys) -> dict[str, Any]:
     """What config.json would say of the delta nets."""
     sizes, layers = _Sizes(keys), range(keys.num_layers)
     interval = keys.find("full_attention_interval", 4)
@@ -121,11 +122,42 @@ def _untiled(weight: GgufWeight, stem: str, keys: Keys, is_tiled: bool) -> GgufW
 
 
 _PARTS = ("ssm_a", "ssm_dt", "ssm_conv1d", "ssm_out")  # what Qwen3-Next has as transformers does
-TILED = {stem: _by_value_heads(stem, name, True) for stem, name in _OF_VALUE_HEADS.items()}
+_TILED = {stem: _by_value_heads(stem, name, True) for stem, name in _OF_VALUE_HEADS.items()}
 """Qwen 3.5's forms."""
 
-GROUPED = {stem: _by_value_heads(stem, _OF_VALUE_HEADS[stem], False) for stem in _PARTS} | {
+_GROUPED = {stem: _by_value_heads(stem, _OF_VALUE_HEADS[stem], False) for stem in _PARTS} | {
     _KEYS_AND_VALUES: _by_key_heads,
     _GATES: _by_key_heads,
 }
 """Qwen3-Next's; a tensor with all of them in one lies as transformers has it."""
+
+
+def _hybrid(keys: Keys) -> dict[str, Any]:
+    rope = rope_of(keys) | {"mrope_interleaved": True}
+    return _config(keys) | {"rope_parameters": rope | ({"mrope_section": keys.sections} if keys.sections else {})}
+
+
+def _hybrid_with_experts(keys: Keys) -> dict[str, Any]:
+    return _hybrid(keys) | experts_config(keys) | {"shared_expert_intermediate_size": shared_size(keys)}
+
+
+def _next(keys: Keys) -> dict[str, Any]:
+    rope = {"partial_rotary_factor": 1.0} | rope_of(keys)  # else transformers' own of this model
+    experts = experts_config(keys) | {"shared_expert_intermediate_size": shared_size(keys), "norm_topk_prob": True}
+    return _config(keys) | {"rope_parameters": rope} | experts
+
+
+DELTA_NETS = {
+    "qwen3next": Architecture(
+        "qwen3_next", "Qwen3NextForCausalLM", _NEXT | EXPERTS, _GROUPED, norm_offset=1, extra=_next
+    ),
+    "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", _NAMES, _TILED, norm_offset=1, extra=_hybrid),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _NAMES | EXPERTS,
+        _TILED,
+        norm_offset=1,
+        extra=_hybrid_with_experts,
+    ),
+}

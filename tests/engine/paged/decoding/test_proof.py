@@ -176,6 +176,7 @@ def lose_cap_of_logits(decoder: CompiledDecoder) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("method", [None, "int8"])
 @pytest.mark.parametrize(
     "break_, part",
     [
@@ -188,10 +189,12 @@ def lose_cap_of_logits(decoder: CompiledDecoder) -> None:
     ids=lambda one: getattr(one, "__name__", None),
 )
 def test_what_is_wrong_in_a_model_like_gemma_is_refused_and_named(
-    break_: Callable[[CompiledDecoder], None], part: str, monkeypatch: pytest.MonkeyPatch
+    break_: Callable[[CompiledDecoder], None], part: str, method: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaking(break_, monkeypatch)
-    made = run(make_model(spread=0.2, kind=Gemma2Config), load_kernels())  # with others both gates are much alike
+    made = run(
+        make_model(spread=0.2, kind=Gemma2Config), load_kernels(), method
+    )  # with others both gates are much alike
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
 
